@@ -1,7 +1,6 @@
 """What probes return: named tensors and the run's record, saved as safetensors and JSON."""
 
 import functools
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,7 +12,7 @@ from torch import Tensor
 from infoflow_lens.foundation.display import Displayed, brief, panel
 from infoflow_lens.foundation.documents import check_name
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import open_regular
+from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_SCHEMA = "infoflow-lens result 1"
+SCHEMA = "infoflow-lens result 1"
 
 _CARD = """\
 ---
@@ -133,7 +132,7 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if they cannot be written, or other files stand in their places.
         """
-        write_parts(path, _SCHEMA, *self.stored(), overwrite=overwrite)
+        write_parts(path, SCHEMA, *self.stored(), overwrite=overwrite)
 
     def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What is written of it: values for JSON, and tensors by name."""
@@ -165,7 +164,7 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        with read_parts(path, _SCHEMA, "result") as (plain, tensors):
+        with read_parts(path, SCHEMA, "result") as (plain, tensors):
             result = cls.of_stored(plain, tensors)
             if result.small or result.makes_small_table:
                 result.to_frame()  # what is loaded can be shown, or is refused here
@@ -429,8 +428,7 @@ def digest_of_result(path: str | os.PathLike[str]) -> str:
     """
     described, _ = files_of(path)
     try:
-        with open_regular(described) as file:
-            return hashlib.sha256(file.read()).hexdigest()[:16]
+        return digest_of(described)[:16]
     except OSError as error:
         raise InfoFlowError(
             f"{str(described)!r} cannot be read ({error.strerror}): {describe_remedy(path)}"

@@ -3,6 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -11,8 +12,8 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import check_parts
-from infoflow_lens.hooks.result import Result, digest_of_result
+from infoflow_lens.foundation.saving import part_of, writing_parts
+from infoflow_lens.hooks.result import SCHEMA, Result, digest_of_result
 
 PartT = TypeVar("PartT", bound=Result)
 
@@ -65,11 +66,11 @@ class ShardedResult(Result, Generic[PartT]):
         Returns:
             What :meth:`of_shards` must know of it, as plain values.
         """
-        part.save(_shard(path, index))
+        part.save(part_of(path, index))
         return {
             "n_sequences": part.n_sequences,
             "notes": list(part.notes),
-            "digest": digest_of_result(_shard(path, index)),
+            "digest": digest_of_result(part_of(path, index)),
         }
 
     def shards(self) -> Iterator[PartT]:
@@ -79,7 +80,7 @@ class ShardedResult(Result, Generic[PartT]):
             InfoFlowError: if one is gone or spoiled, or is not the one that was measured.
         """
         for index, digest in enumerate(self.digests):
-            path = _shard(self._folder, index)
+            path = part_of(self._folder, index)
             try:
                 if digest_of_result(path) != digest:
                     raise InfoFlowError(f"{str(path)!r} is of another run or of other sequences")
@@ -116,7 +117,7 @@ class ShardedResult(Result, Generic[PartT]):
         Raises:
             InfoFlowError: if it does not fit in what is free; and as for :meth:`shards`.
         """
-        names = [f"{_shard(self._folder, index)}.safetensors" for index in range(self.n_shards)]
+        names = [f"{part_of(self._folder, index)}.safetensors" for index in range(self.n_shards)]
         try:
             size = sum(Path(name).stat().st_size for name in names)
         except OSError as error:
@@ -145,23 +146,27 @@ class ShardedResult(Result, Generic[PartT]):
             InfoFlowError: as for :meth:`Result.save` and :meth:`shards`; and for a link in the
                 place of the folder.
         """
-        saved: Any = self
-        if not _is_same(user_path(path), self._folder):
-            if user_path(path).is_symlink():
-                raise InfoFlowError(
-                    f"{os.fspath(path)!r} is a link: expected a new folder or an earlier one of "
-                    "such a result; choose another name"
-                )
-            # an earlier result stays unless all parts of this one are there, and may be written
-            check_parts(path, overwrite=overwrite)
-            for index, _ in enumerate(self.shards()):
-                check_parts(_shard(path, index), overwrite=overwrite)
-            digests = []
-            for index, part in enumerate(self.shards()):
-                part.save(_shard(path, index), overwrite=overwrite)
-                digests.append(digest_of_result(_shard(path, index)))
-            saved = replace(self, digests=tuple(digests))
-        Result.save(saved, path, overwrite=overwrite)
+        place = user_path(path)
+        copies = 0 if _is_same(place, self._folder) else self.n_shards
+        if copies and place.is_symlink():
+            raise InfoFlowError(
+                f"{os.fspath(path)!r} is a link: expected a new folder or an earlier one of "
+                "such a result; choose another name"
+            )
+        is_new = not place.exists()
+        paths = [*(part_of(path, index) for index in range(copies)), path]
+        try:
+            n = self.n_shards
+            with writing_parts(paths, SCHEMA, n_parts=n, overwrite=overwrite) as writes:
+                parts = self.shards() if copies else ()
+                digests = [write(*part.stored()) for write, part in zip(writes, parts)]
+                saved = replace(self, digests=tuple(digests)) if copies else self
+                writes[-1](*saved.stored())
+        except BaseException:
+            if is_new:
+                with suppress(OSError):  # the folder that was made for the parts
+                    place.rmdir()
+            raise
 
     def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
         if len(self.digests) != self.n_shards or self.n_sequences < self.n_shards:
@@ -172,11 +177,11 @@ class ShardedResult(Result, Generic[PartT]):
         missing = [
             index
             for index in range(self.n_shards)
-            if not Path(f"{_shard(path, index)}.json").is_file()
+            if not Path(f"{part_of(path, index)}.json").is_file()
         ]
         if missing:
             raise InfoFlowError(
-                f"{str(_shard(path, missing[0]))!r} is gone ({len(missing)} of {self.n_shards} "
+                f"{str(part_of(path, missing[0]))!r} is gone ({len(missing)} of {self.n_shards} "
                 f"files are): expected all of them beside {Path(path).name}.json; delete that "
                 "file, and run the same again"
             )
@@ -188,10 +193,6 @@ class ShardedResult(Result, Generic[PartT]):
 
 def _is_same(path: Path, other: Path) -> bool:
     return path.exists() and other.exists() and path.samefile(other)
-
-
-def _shard(path: str | os.PathLike[str], index: int) -> Path:
-    return user_path(path) / f"{index:06d}"
 
 
 def common_notes(all_notes: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -6,13 +6,14 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from gzip import GzipFile
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infoflow_lens.foundation.documents import Document, kind_by_mark
+from infoflow_lens.foundation.documents import Document, kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
 from infoflow_lens.studies.claims import Numbers, Verdict
@@ -25,6 +26,7 @@ from infoflow_lens.studies.papers.token_models import epochs_until, last_epochs
 from infoflow_lens.studies.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.studies.study import Study
 from infoflow_lens.studies.sweep import (
+    TABLE,
     plain_cell,
     report_text,
     verdict_of,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
-WRITTEN = "<!-- written by infoflow-lens study --summary -->"  # at the end of each page
+WRITTEN = "<!-- written by infoflow-lens study --summary -->"  # as which a page begins
 EARLIER = "earlier"  # the folder of a run by settings that a study no longer has
 # columns in which rows may differ from the settings: a run has its own learning rate in each
 # epoch, and its own number of states where sets leave some out
@@ -52,8 +54,11 @@ _OF_ROWS: Mapping[str, Any] = {
         last_epochs,
     )
 }
-_README = kind_by_mark("page with a place for the summary", BEGIN)
-_WRITTEN_PAGE = kind_by_mark("page of infoflow-lens study --summary", WRITTEN)
+_SIGNED = kind_by_signature("page of infoflow-lens study --summary", "infoflow-lens study page")
+_PAGE = replace(
+    _SIGNED, is_ours=lambda path: _text_of(path).strip() == WRITTEN or _SIGNED.is_ours(path)
+)
+_README = Document("page with a place for the summary", lambda path: BEGIN in _text_of(path))
 _MOST_ROWS = 2**28  # bytes
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
@@ -65,14 +70,15 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
     ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
     between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. The templates of pages
     belong to the package, and so does what they say: a page is filled from its template only where
-    a page with the line :data:`WRITTEN` stands already. More runs of a
+    one that this function wrote stands already, or the line :data:`WRITTEN` alone. More runs of a
     study stand in folders within its own, each named by its preset, as ``full``. A study whose
     settings changed after its run is said to wait for one. Studies of language models have the
     folder ``language_model``, where one study may have several runs.
 
     Args:
         folder: the folder of all studies. It holds rows, records and pages; nothing in it is run.
-        overwrite: whether a ``table.md`` that no study wrote may be replaced, too.
+        overwrite: whether a table or a page that was edited, or that no study wrote, may be
+            replaced, too.
 
     Raises:
         InfoFlowError: where there is no README.md with these lines, a run that cannot be read, or
@@ -94,12 +100,12 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
         pages[path / "table.md"] = _report(study, path, recorded_run(study, path))
     for name in page_templates():
-        if _WRITTEN_PAGE.recognises(folder / name):
-            pages[folder / name] = f"{_page(name, folder, pages)}\n{WRITTEN}\n"
+        if _stands(folder / name):
+            pages[folder / name] = f"{_page(name, folder, pages)}\n"
     page = folder / "README.md"
-    of_readme = _WRITTEN_PAGE if page in pages else _README
+    of_readme = _PAGE if page in pages else _README
     pages[page] = _with_summary(page, pages.get(page), summary)
-    kinds = {path: _TABLE if path.name == "table.md" else _WRITTEN_PAGE for path in pages}
+    kinds = {path: TABLE if path.name == "table.md" else _PAGE for path in pages}
     kinds[page] = of_readme
     for path in pages:
         kinds[path].check(path, overwrite=overwrite)
@@ -107,14 +113,18 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
         kinds[path].write(path, content, overwrite=overwrite)
 
 
-def _is_table(path: Path) -> bool:
-    """Return whether a file begins as the tables of a study do (:func:`report_text`)."""
-    with open_regular(path) as file:
-        begin = file.read(2**12).decode("utf-8", errors="replace")
-    return begin.startswith("# ") and bool(re.search(r"\n\n.*\. Preset \w+, \d+ runs", begin))
+def _stands(page: Path) -> bool:
+    """Return whether there is a page that `study --summary` writes, edited or not."""
+    try:
+        text = _text_of(page)
+    except OSError:
+        return False
+    return WRITTEN in text or f"<!-- {_SIGNED.mark} " in text
 
 
-_TABLE = Document("table of a study", _is_table)
+def _text_of(page: Path) -> str:
+    with open_regular(page) as file:
+        return file.read().decode("utf-8", errors="replace")
 
 
 def _with_summary(page: Path, text: str | None, summary: str) -> str:
@@ -126,8 +136,8 @@ def _with_summary(page: Path, text: str | None, summary: str) -> str:
     if text is None:
         text = ""
         if os.path.lexists(page):
-            with naming_file(page, "read"), open_regular(page) as file:
-                text = file.read().decode("utf-8", errors="replace")
+            with naming_file(page, "read"):
+                text = _text_of(page)
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise InfoFlowError(
             f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "

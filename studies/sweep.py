@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 
 from infoflow_lens.foundation.display import Displayed
+from infoflow_lens.foundation.documents import kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     atomic_path,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _RUN, _RECORD = "infoflow-lens study run 2", "infoflow-lens study record 1"
+TABLE = kind_by_signature("table of a study", "infoflow-lens study")
 _WRITES = ("results.csv", "table.md", "figure.png", "figure.svg", "record.json", "statement.md")
 _MOST_SEEDS = 10_000
 
@@ -200,7 +202,7 @@ def _finish(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
     verdict = verdict_of(study, table, cases, len(runs) // len(cases))
-    write_text(
+    TABLE.write(
         out / "table.md", report_text(study, measured, verdict, preset, len(runs), n_diverged)
     )
     figure = study.figure(measured)

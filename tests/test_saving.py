@@ -6,13 +6,15 @@ SAVED a test fails.
 
 import copy
 import dataclasses
+import errno
 import math
+import os
 import resource
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import infoflow_lens.probing.parts.routes
 from infoflow_lens import (
@@ -33,7 +35,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.agreement import explained
-from infoflow_lens.foundation.files import read_signed
+from infoflow_lens.foundation.files import read_signed, sync
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import Savable, write_parts
 from infoflow_lens.hooks import (
@@ -341,13 +343,6 @@ def test_each_file_that_is_written_may_be_written_again_and_no_other_is_touched(
         content = place.read_bytes()
         place.write_bytes(b"notes of somebody")
         others = {p: p.read_bytes() for p in files_of(path)}
-        # one file of a pair is ours where the other says so
-        if place.suffix == ".safetensors" and name != "model":
-            place.with_suffix(".json").unlink()
-            others = {p: p.read_bytes() for p in files_of(path)}
-        elif name == "model" and place.name == "model.safetensors":
-            (path / "architecture.json").unlink()
-            others = {p: p.read_bytes() for p in files_of(path)}
         with pytest.raises(InfoFlowError, match="choose another name"):
             write(fixtures, path)
         assert {p: p.read_bytes() for p in files_of(path)} == others
@@ -447,8 +442,6 @@ def test_a_link_in_the_place_of_the_folder_of_parts_is_refused(made, tmp_path):
 
 
 def test_a_saved_model_does_not_take_the_place_of_another(model, tmp_path):
-    from safetensors.torch import save_file
-
     save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(InfoFlowError, match="is no architecture of a saved model"):
         save_model(model, tmp_path)
@@ -502,6 +495,100 @@ def test_parts_that_cannot_all_be_copied_leave_the_earlier_result(made, tmp_path
     with pytest.raises(InfoFlowError, match="is there and is no saved result"):
         result.save(tmp_path / "c")
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory):
+    """Two parts, of other numbers than the three of the large one."""
+    run = probe(make_token_model(), IDS[4:], probes=["positions"], shard=3, ranks=(1,),
+                out=tmp_path_factory.mktemp("smaller") / "out", **QUIET)  # fmt: skip
+    assert run.found["positions"].n_shards == 2
+    return run.found["positions"]
+
+
+def contents(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+FAILS = {
+    "os.replace": os.replace,
+    "os.open": os.open,
+    "infoflow_lens.foundation.saving.save_file": save_file,
+    "infoflow_lens.foundation.files.sync": sync,
+}
+
+
+@pytest.mark.parametrize("earlier", ["larger", "smaller", "none"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", FAILS)
+def test_a_save_of_several_parts_that_fails_leaves_the_earlier_one(
+    made, smaller, place, error, earlier, tmp_path, monkeypatch
+):
+    """A full disk at the third part left neither; it may be full, or a key be pressed, anywhere."""
+    results = {"larger": made["ShardedPositions"], "smaller": smaller}
+    saved = smaller if earlier == "larger" else made["ShardedPositions"]
+    left, n_failed = None, 0
+
+    def fails(*args, **settings):
+        nonlocal left
+        left = left and left - 1
+        if left == 0:
+            left = None
+            raise error
+        return FAILS[place](*args, **settings)
+
+    monkeypatch.setattr(place, fails)
+    for n_before in range(60):
+        path = tmp_path / f"{n_before}" / "x"
+        if earlier in results:
+            results[earlier].save(path)
+        before, left = contents(path.parent), n_before + 1
+        try:
+            saved.save(path)
+        except (InfoFlowError, KeyboardInterrupt):
+            n_failed += 1
+            assert contents(path.parent) == before
+        if left is not None:  # it has ended before the last
+            break
+    left = None
+    assert n_failed > saved.n_shards
+    assert Result.load(path).whole().to_frame().equals(saved.whole().to_frame())
+
+
+@pytest.mark.parametrize("room", [10, 500, 3000])
+def test_a_full_disk_leaves_the_earlier_parts(made, smaller, room, tmp_path):
+    smaller.save(tmp_path / "x")
+    before = contents(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(InfoFlowError, match=r"cannot write .*(room|large)"):
+            made["ShardedPositions"].save(tmp_path / "x")
+        with pytest.raises(InfoFlowError, match="cannot write"):
+            made["ShardedPositions"].save(tmp_path / "y")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"x", "x.json", "x.safetensors"}
+
+
+def test_a_smaller_result_leaves_no_parts_of_a_larger_one(made, smaller, tmp_path):
+    larger = made["ShardedPositions"]
+    larger.save(tmp_path / "x")
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    (tmp_path / "x" / "000007.json").write_text("mine")
+    smaller.save(tmp_path / "x")
+    smaller.save(tmp_path / "y")
+    parts = {p.name for p in (tmp_path / "y").iterdir()}
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {*parts, "notes.txt", "000007.json"}
+    assert Result.load(tmp_path / "x").to_frame().equals(smaller.to_frame())
+    larger.save(tmp_path / "y")
+    made["PositionsResult"].save(tmp_path / "y")  # of no parts at all
+    assert list((tmp_path / "y").iterdir()) == []
+    larger.save(tmp_path / "z")
+    (tmp_path / "z" / "000002.safetensors").write_bytes(b"mine")  # which is nobody's part
+    smaller.save(tmp_path / "z")
+    assert {p.name for p in (tmp_path / "z").iterdir()} == {*parts, "000002.safetensors"}
 
 
 @pytest.mark.parametrize(("name", "value"), [("n_shards", 10**30), ("n_sequences", -5)])

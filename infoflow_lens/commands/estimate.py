@@ -103,7 +103,7 @@ def estimate(
     with report_errors():
         from infoflow_lens.foundation.documents import WITNESS
         from infoflow_lens.foundation.errors import InfoFlowError
-        from infoflow_lens.foundation.files import write_json
+        from infoflow_lens.foundation.files import with_digest
         from infoflow_lens.theory import estimate as estimates
 
         if (heads is None) == (like is None):
@@ -131,13 +131,14 @@ def estimate(
         result = estimates.estimate(
             architecture, target, count=cast(Any, count), trees=trees, seed=seed
         )
-        if (witness or out is not None) and result.witness is None:
+        proof = result.witness
+        if (witness or out is not None) and proof is None:
             raise InfoFlowError(
                 f"the verdict is {result.verdict!r}, which rests on no witness: expected a verdict "
                 "'excluded, proved'; leave out --witness and --out"
             )
-        if out is not None:
-            write_json(WITNESS.check(out, overwrite=overwrite), result.witness)
+        if out is not None and proof is not None:
+            WITNESS.write(out, with_digest(proof), overwrite=overwrite)
     if as_json:
         say(json.dumps(result.to_dict(), indent=2))
         return

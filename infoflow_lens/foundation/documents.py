@@ -1,15 +1,18 @@
 """Documents: files at places that a user names, such as a page, a picture or a saved result.
 
 A run owns its folder (``runs/folder.py``). Whatever is written elsewhere is a document, and this
-module alone decides whether its place may be taken: by a new file, by an earlier document of the
-same kind, or by anything regular where the user asks for it. Links, pipes, devices and folders
-never give way.
+module alone decides whether its place may be taken: by a new file, in the place of an earlier
+document of the same kind, or of anything regular where the user asks for it. A mark says that we
+have made a document, and a digest that it still is as it was made: what was edited is the user's.
+Links, pipes, devices and folders never give way.
 """
 
+import hashlib
 import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +24,15 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     atomic_path,
     check_regular,
+    has_digest,
     open_regular,
     owner_of,
+    read_json,
+    read_tensors,
     user_path,
     writable_folder,
 )
 
-MARK = "infoflow-lens"  # a key of the header of each safetensors file that we write
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -37,11 +42,14 @@ class Document:
 
     Attributes:
         what: what errors call one, such as "saved result".
-        is_ours: returns whether the regular file at a path is one; OSError and ValueError mean no.
+        is_ours: returns whether the regular file at a path is one, as we have written it; OSError
+            and ValueError mean no.
+        mark: what its signature says, where its kind is known by one.
     """
 
     what: str
     is_ours: Callable[[Path], bool]
+    mark: str | None = None
 
     def check(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Check, before work starts, that a document may be written.
@@ -83,9 +91,9 @@ class Document:
             )
         if not overwrite and not self.recognises(target):
             raise InfoFlowError(
-                f"{str(target)!r} is there and is no {self.what}: expected a new file or an "
-                f"earlier {self.what}; choose another name, move the file away, or ask for it to "
-                "be replaced (overwrite)"
+                f"{str(target)!r} is there and is no {self.what} as this version has written it: "
+                f"expected a new file or an earlier {self.what}, unchanged; choose another name, "
+                "move the file away, or ask for it to be replaced (overwrite)"
             )
         return target
 
@@ -94,7 +102,7 @@ class Document:
         try:
             check_regular(path)
             return self.is_ours(path)
-        except (OSError, ValueError, RecursionError, SafetensorError):
+        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):
             return False
 
     @contextmanager
@@ -121,33 +129,73 @@ class Document:
             InfoFlowError: as for :meth:`writing`.
         """
         with self.writing(path, overwrite=overwrite) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(self.signed(text.encode()))
         return user_path(path)
 
-
-def kind_by_mark(what: str, mark: str) -> Document:
-    """Return the kind of documents that hold a text by which they are known, such as pages."""
-
-    def is_ours(path: Path) -> bool:
-        with open_regular(path) as file:
-            return mark.encode() in file.read()
-
-    return Document(what, is_ours)
+    def signed(self, content: bytes) -> bytes:
+        """Return what is written of a content: with its signature, where the kind has one."""
+        return content if self.mark is None else _sign(content, self.mark)
 
 
-def kind_by_entry(what: str, key: str, kinds: tuple[str, ...]) -> Document:
-    """Return the kind of JSON documents that say what they are.
+def kind_by_signature(what: str, mark: str) -> Document:
+    """Return the kind of texts and pictures that end with a mark, and a digest of all before it.
 
     Args:
         what: what errors call one.
-        key: of the entry that says it.
+        mark: without "--", which no comment of an SVG may hold.
+    """
+
+    def is_ours(path: Path) -> bool:
+        with open_regular(path) as file:
+            content = file.read()
+        place = content.rfind(_begin_of(content) + mark.encode())
+        before = content[: place - 4] + _PNG_END if content.startswith(_PNG) else content[:place]
+        return _sign(before, mark) == content
+
+    return Document(what, is_ours, mark)
+
+
+def _sign(content: bytes, mark: str) -> bytes:
+    """Return a text or a picture with a mark and a digest, as a comment at its end."""
+    begin = _begin_of(content) + f"{mark} ".encode()
+    if content.startswith(_PNG):
+        body = content[: -len(_PNG_END)]
+        chunk = begin + _digest(body + begin)
+        numbers = len(chunk) - 4, zlib.crc32(chunk)
+        size, check = (number.to_bytes(4, "big") for number in numbers)
+        return body + size + chunk + check + _PNG_END
+    end = b"\n" if content.startswith(_PDF) else b" -->\n"
+    return content + begin + _digest(content + begin) + end
+
+
+def _begin_of(content: bytes) -> bytes:
+    """Return how a comment begins in a text or a picture."""
+    if content.startswith(_PNG):
+        return b"tEXtComment\0"
+    return b"% " if content.startswith(_PDF) else b"<!-- "
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest()[:32].encode()
+
+
+_PNG, _PDF = b"\x89PNG", b"%PDF"  # how such files begin
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+
+
+def kind_by_digest(what: str, key: str | None = None, kinds: tuple[str, ...] = ()) -> Document:
+    """Return the kind of JSON documents that hold a digest of themselves.
+
+    Args:
+        what: what errors call one.
+        key: of an entry that says what they are; None where the digest is all.
         kinds: how that entry may begin.
     """
 
     def is_ours(path: Path) -> bool:
         with open_regular(path) as file:
             held = json.loads(file.read())
-        return isinstance(held, dict) and str(held.get(key)).startswith(kinds)
+        return has_digest(held) and (key is None or str(held.get(key)).startswith(kinds))
 
     return Document(what, is_ours)
 
@@ -155,37 +203,54 @@ def kind_by_entry(what: str, key: str, kinds: tuple[str, ...]) -> Document:
 def kind_of_tensors(
     document: Document, marks: tuple[str, ...], name: str | None = None
 ) -> Document:
-    """Return the kind of safetensors files that we mark, or that stand beside a document of ours.
+    """Return the kind of safetensors files with their digest in their header, or beside them.
 
     Args:
-        document: which describes them.
+        document: which describes them, and may hold the digest as the entry "tensors".
         marks: how their mark may begin.
         name: of the file beside them that is one; default, their own with the end ``.json``.
     """
 
     def is_ours(path: Path) -> bool:
+        from infoflow_lens.foundation.record import fingerprint
+
         beside = f"{path.name.removesuffix('.safetensors')}.json" if name is None else name
-        if document.recognises(path.with_name(beside)):
-            return True
         with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get(MARK, "").startswith(marks)
+            mark, _, digest = (file.metadata() or {}).get(_KEY, "").rpartition(" ")
+        digests = {digest} if f"{mark} ".startswith(marks) else set()
+        if document.recognises(path.with_name(beside)):
+            digests.add(read_json(path.with_name(beside), document.what, "").get("tensors"))
+        return bool(digests) and fingerprint(read_tensors(path)) in digests
 
     return Document(document.what, is_ours)
 
 
+def header_of_tensors(mark: str, digest: str) -> dict[str, str]:
+    """Return the header by which :func:`kind_of_tensors` knows a file.
+
+    Args:
+        mark: what the tensors are.
+        digest: their :func:`~infoflow_lens.foundation.record.fingerprint`.
+    """
+    return {_KEY: f"{mark} {digest}"}  # one entry: of several the order is drawn at random
+
+
+_KEY = "infoflow-lens"
+
+
 def kind_of_page(command: str) -> Document:
-    """Return the kind of pages that a command writes; their templates name it."""
-    mark = f'<meta name="generator" content="infoflow-lens {command}">'
-    return kind_by_mark(f"page of infoflow-lens {command}", mark)
+    """Return the kind of pages that a command writes."""
+    return kind_by_signature(f"page of infoflow-lens {command}", f"infoflow-lens {command}")
 
 
 FLOW_PAGE, PROBE_PAGE = kind_of_page("flow"), kind_of_page("probe")
 PICTURE_MAKER = "infoflow-lens estimate --plot"  # in the metadata of a picture
-PICTURE = kind_by_mark("picture of infoflow-lens", PICTURE_MAKER)
-CERTIFICATE = kind_by_entry("certificate", "format", ("infoflow-lens one-layer certificate",))
-WITNESS = kind_by_entry("witness", "format", ("infoflow-lens exclusion",))
+PICTURE = kind_by_signature("picture of infoflow-lens", "picture of infoflow-lens")
+CERTIFICATE = kind_by_digest("certificate", "format", ("infoflow-lens one-layer certificate",))
+WITNESS = kind_by_digest("witness", "format", ("infoflow-lens exclusion",))
 SAVED = ("infoflow-lens result ", "infoflow-lens flow ", "infoflow-lens saved ")
-RESULT = kind_by_entry("saved result", "schema", SAVED)
+RESULT = kind_by_digest("saved result", "schema", SAVED)
+NUMBERS = kind_of_tensors(RESULT, SAVED)
 
 
 def check_name(name: str, what: str) -> str:

@@ -9,7 +9,7 @@ import os
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -90,31 +90,92 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         InfoFlowError: where the file cannot be written, such as on a full disk; and for what the
             owner of the folder refuses (:func:`owned_by`).
     """
-    target = Path(path)
-    owner = owner_of(target)
-    with naming_file(target):
+    with naming_file(Path(path)), atomic_paths([Path(path)]) as (temporary,):
+        yield temporary
+
+
+@contextmanager
+def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Iterator[list[Path]]:
+    """Yield temporary paths that replace several files when the block ends well: all, or none.
+
+    In the folder of a run they take their places one by one, as a run goes on after them.
+
+    Args:
+        targets: of one folder of a run, or outside of such folders; the last one comes last.
+        removed: files that go when the others are in their places; none in the folder of a run.
+
+    Raises:
+        InfoFlowError: as :func:`atomic_path`.
+    """
+    owner = owner_of(targets[-1])
+    temporaries = []
+    try:
+        for target in targets:
+            with naming_file(target):
+                if owner is None:
+                    temporary = target.with_name(temporary_name(target))
+                else:
+                    temporary = owner.temporary(target)
+                # permissions are those of an ordinary new file
+                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                temporaries.append((temporary, _mode_of(target, temporary)))
+        yield [temporary for temporary, _ in temporaries]
+        for target, (temporary, mode) in zip(targets, temporaries, strict=True):
+            with naming_file(target):
+                with temporary.open("rb+") as file:
+                    sync(file.fileno())
+                # safetensors puts a file of its own in this one's place, for its owner alone
+                if stat.S_IMODE(temporary.stat().st_mode) != mode:
+                    with suppress(OSError):  # not every file system lets permissions change
+                        temporary.chmod(mode)
+        finished = [temporary for temporary, _ in temporaries]
         if owner is None:
-            temporary = target.parent / temporary_name(target)
+            with naming_file(targets[-1]):
+                _replace_together(finished, targets, removed)
         else:
-            temporary = owner.temporary(target)
-        # permissions are those of an ordinary new file
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        with suppress(OSError):  # of a file that is replaced the permissions stay
-            before = target.lstat().st_mode
-            mode = stat.S_IMODE(before) if stat.S_ISREG(before) else mode
-        os.close(descriptor)
-        try:
-            yield temporary
-            with temporary.open("rb+") as file:
-                sync(file.fileno())
-            # safetensors puts a file of its own in this one's place, which its owner alone may read
-            if stat.S_IMODE(temporary.stat().st_mode) != mode:
-                with suppress(OSError):  # not every file system lets permissions change
-                    temporary.chmod(mode)
-            (os.replace if owner is None else owner.replace)(temporary, target)
-        finally:
+            for temporary, target in zip(finished, targets, strict=True):
+                owner.replace(temporary, target)
+    finally:
+        for temporary, _ in temporaries:
             temporary.unlink(missing_ok=True)
+
+
+def _mode_of(target: Path, new: Path) -> int:
+    """Return the permissions of the file that is replaced, or of a new one."""
+    with suppress(OSError):
+        before = target.lstat().st_mode
+        if stat.S_ISREG(before):
+            return stat.S_IMODE(before)
+    return stat.S_IMODE(new.stat().st_mode)
+
+
+def _replace_together(
+    temporaries: Sequence[Path], targets: Sequence[Path], removed: Sequence[Path]
+) -> None:
+    """Put finished files in their places; what was there comes back if one of them cannot go."""
+    if len(targets) == 1 and not removed:
+        os.replace(temporaries[0], targets[0])
+        return
+    new = [target for target in targets if not os.path.lexists(target)]
+    aside = {
+        target: target.with_name(temporary_name(target))
+        for target in (*targets, *removed)
+        if target not in new
+    }
+    try:
+        for target, before in aside.items():
+            os.replace(target, before)
+        for temporary, target in zip(temporaries, targets, strict=True):
+            os.replace(temporary, target)
+    except BaseException:
+        for target in new:
+            target.unlink(missing_ok=True)
+        for target, before in aside.items():
+            if before.exists():
+                os.replace(before, target)
+        raise
+    for before in aside.values():
+        before.unlink(missing_ok=True)
 
 
 def sync(descriptor: int) -> None:
@@ -254,9 +315,18 @@ def sign(schema: str, values: dict[str, Any]) -> str:
     Raises:
         InfoFlowError: for values that JSON does not have.
     """
-    signed = {"schema": schema, **_without_nan(values)}
+    return with_digest({"schema": schema, **values})
+
+
+def with_digest(values: Mapping[str, Any]) -> str:
+    """Return the JSON of values, with a digest by which a change is noticed; NaN becomes null.
+
+    Raises:
+        InfoFlowError: for values that JSON does not have.
+    """
+    held = _without_nan(dict(values))
     try:
-        return json.dumps({**signed, "digest": _digest(signed)}, indent=2, allow_nan=False) + "\n"
+        return json.dumps({**held, "digest": _digest(held)}, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise InfoFlowError(
             f"what is to be saved is no JSON ({error}): expected numbers, texts, lists and "
@@ -283,6 +353,13 @@ def read_signed(path: str | os.PathLike[str], schema: str, what: str, hint: str)
         )
     del values["schema"]
     return values
+
+
+def has_digest(values: Any) -> bool:
+    """Return whether what was read is what :func:`with_digest` wrote."""
+    if not isinstance(values, dict) or "digest" not in values:
+        return False
+    return bool(values["digest"] == _digest({k: v for k, v in values.items() if k != "digest"}))
 
 
 def _digest(values: dict[str, Any]) -> str:

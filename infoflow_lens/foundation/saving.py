@@ -9,19 +9,28 @@ import dataclasses
 import math
 import os
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.documents import MARK, RESULT, SAVED, kind_of_tensors
+from infoflow_lens.foundation.documents import NUMBERS, RESULT, header_of_tensors
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import read_signed, read_tensors, sign, user_path
+from infoflow_lens.foundation.files import (
+    atomic_paths,
+    digest_of,
+    naming_file,
+    read_json,
+    read_signed,
+    read_tensors,
+    sign,
+    user_path,
+)
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import check
 
@@ -87,16 +96,71 @@ def write_parts(
     Raises:
         InfoFlowError: if they cannot be written, or other files stand in their places.
     """
-    text = sign(schema, {**plain, "tensors": fingerprint(tensors)})
-    check_parts(path, overwrite=overwrite)
-    description, numbers = files_of(path)
-    # both are whole before the first takes its place: what was saved there stays if one fails
-    with (
-        RESULT.writing(description, overwrite=overwrite) as described,
-        kind_of_tensors(RESULT, SAVED).writing(numbers, overwrite=overwrite) as held,
-    ):
-        save_file(tensors, held, metadata={MARK: schema})
-        described.write_text(text, encoding="utf-8")
+    with writing_parts([path], schema, overwrite=overwrite) as (write,):
+        write(plain, tensors)
+
+
+class Write(Protocol):
+    """Writes what is saved at one path, and returns the digest of its description."""
+
+    def __call__(self, plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> str:
+        """Write values for JSON, and tensors by name."""
+        ...
+
+
+@contextmanager
+def writing_parts(
+    paths: Sequence[str | os.PathLike[str]],
+    schema: str,
+    *,
+    n_parts: int = 0,
+    overwrite: bool = False,
+) -> Iterator[list[Write]]:
+    """Yield what writes a result of several parts; what was there stays until all are whole.
+
+    Args:
+        paths: of the parts, if they are written, and of the result itself, without ends.
+        schema, overwrite: as for :func:`write_parts`.
+        n_parts: how many parts the result has; those that an earlier one had more are removed.
+
+    Raises:
+        InfoFlowError: as :func:`write_parts`.
+    """
+    for path in reversed(paths):
+        check_parts(path, overwrite=overwrite)
+    targets = [file for path in paths for file in reversed(files_of(path))]
+    with atomic_paths(targets, _earlier_parts(paths[-1], n_parts)) as places:
+
+        def write(index: int, plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> str:
+            digest = fingerprint(tensors)
+            text = sign(schema, {**plain, "tensors": digest})
+            held, described = places[2 * index : 2 * index + 2]
+            with naming_file(targets[2 * index]):
+                save_file(tensors, held, metadata=header_of_tensors(schema, digest))
+                described.write_bytes(text.encode())
+                return digest_of(described)[:16]
+
+        yield [partial(write, index) for index in range(len(paths))]
+
+
+def part_of(path: str | os.PathLike[str], index: int) -> Path:
+    """Return the path of a part of a saved result: in the folder that has the result's name."""
+    return user_path(path) / f"{index:06d}"
+
+
+def _earlier_parts(path: str | os.PathLike[str], n_parts: int) -> list[Path]:
+    """Return the files of the result at a path that are of its parts from one on, and still are."""
+    description, _ = files_of(path)
+    if user_path(path).is_symlink() or not RESULT.recognises(description):
+        return []
+    digests = read_json(description, "saved result", "").get("digests")
+    found = []
+    for index, digest in enumerate(digests if isinstance(digests, list) else ()):
+        described, held = files_of(part_of(path, index))
+        with suppress(OSError):  # of a part that is gone
+            if index >= n_parts and digest_of(described)[:16] == digest:
+                found += [described, *([held] if NUMBERS.recognises(held) else [])]
+    return found
 
 
 def check_parts(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -108,7 +172,7 @@ def check_parts(path: str | os.PathLike[str], *, overwrite: bool = False) -> Non
             "name, such as 'results/positions'"
         )
     description, numbers = files_of(path)
-    kind_of_tensors(RESULT, SAVED).check(numbers, overwrite=overwrite)
+    NUMBERS.check(numbers, overwrite=overwrite)
     RESULT.check(description, overwrite=overwrite)
 
 

@@ -22,10 +22,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from infoflow_lens.foundation.documents import MARK, Document, kind_of_tensors
+from infoflow_lens.foundation.documents import (
+    header_of_tensors,
+    kind_by_digest,
+    kind_of_tensors,
+)
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import read_json, user_path, writable_folder, write_json
+from infoflow_lens.foundation.files import (
+    atomic_paths,
+    naming_file,
+    user_path,
+    with_digest,
+    writable_folder,
+)
+from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.sequences import check_token_ids, check_vectors
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.models.architecture import (
@@ -312,25 +323,8 @@ def _initialise_as_chen_zou(model: TokenTransformer) -> None:
     nn.init.uniform_(model.unembed.W_U)
 
 
-def _is_architecture(path: Path) -> bool:
-    """Return whether a file is the architecture of the weights beside it, or of none that is there.
-
-    Other files may have such names, too, and sizes in them.
-    """
-    settings = read_json(path, "architecture", "")
-    try:
-        if (path.parent / "model.safetensors").exists():
-            _check_shapes(settings, path.parent)
-        else:
-            with torch.device("meta"):
-                _model_of(settings)
-    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError, SafetensorError):
-        return False
-    return True
-
-
-_ARCHITECTURE = Document("architecture of a saved model", _is_architecture)
-_WEIGHTS = kind_of_tensors(_ARCHITECTURE, ("model",), "architecture.json")
+_ARCHITECTURE = kind_by_digest("architecture of a saved model")
+_WEIGHTS = kind_of_tensors(_ARCHITECTURE, ("model ",), "architecture.json")
 
 
 def save_model(
@@ -363,12 +357,12 @@ def save_model(
         fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
         settings["fixed"] = fixed
     path = writable_folder(folder)
-    _WEIGHTS.check(path / "model.safetensors", overwrite=overwrite)
+    weights = _WEIGHTS.check(path / "model.safetensors", overwrite=overwrite)
     described = _ARCHITECTURE.check(path / "architecture.json", overwrite=overwrite)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    with _WEIGHTS.writing(path / "model.safetensors", overwrite=overwrite) as temporary:
-        save_file(state, temporary, metadata={MARK: "model"})
-    write_json(described, settings)
+    with atomic_paths([weights, described]) as (held, text), naming_file(weights):
+        save_file(state, held, metadata=header_of_tensors("model", fingerprint(state)))
+        text.write_text(with_digest(settings), encoding="utf-8")
 
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:
@@ -462,7 +456,8 @@ def _model_of(settings: dict[str, Any]) -> VectorTransformer | TokenTransformer:
     for architecture, host in _HOSTS.items():
         if architecture.kind == kind:
             fixed = settings.get("fixed")
-            sizes = {name: value for name, value in settings.items() if name != "fixed"}
+            left_out = ("fixed", "digest")
+            sizes = {name: value for name, value in settings.items() if name not in left_out}
             model: VectorTransformer | TokenTransformer = host(architecture.from_dict(sizes))
             for name, parameter in model.named_parameters():
                 if fixed is not None:

@@ -41,6 +41,7 @@ PRIVATE = ".infoflow-lens"  # the folder for files that are needed only during a
 _SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
 _SCHEMA = "infoflow-lens run 1"
 _LONGEST_LOCK = 4096
+_READ_BY_PEOPLE = (".html", ".csv", ".md", ".svg", ".png")  # of which an edit is seen at once
 # what file systems answer that have no locks, or whose server of locks is away
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO)
 
@@ -68,6 +69,7 @@ class RunFolder:
         self.identity: dict[str, Any] | None = None
         self._digests: dict[str, list[str]] = {}
         self._read_position = (-1, 0)  # the manifest's inode, and how far it was read
+        self._seen: set[str] = set()  # files that were unchanged when this run first met them
         self._read()
 
     @classmethod
@@ -102,6 +104,7 @@ class RunFolder:
             folder = cls(place)
             folder._rewrite()
             folder._check_own(folder.path / name for name in writes)
+            folder._check_unchanged(n for n in folder.names() if n.endswith(_READ_BY_PEOPLE))
             finished = False
             try:
                 with owned_by(folder):
@@ -200,6 +203,24 @@ class RunFolder:
         beginning = f"{below}/" if below else ""
         return sorted(name for name in self._digests if name.startswith(beginning))
 
+    def _check_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse files of the run that somebody has edited, as they are not the run's alone.
+
+        Raises:
+            InfoFlowError: naming the file.
+        """
+        self._read()
+        for name in set(names) - self._seen:
+            path = self.path / name
+            refuse_links(self.path, path)
+            if path.is_file() and digest_of(path) not in self._digests_of(name):
+                raise InfoFlowError(
+                    f"{str(path)!r} is not what this run has written (it has changed since), and "
+                    "would be written anew: expected the run's own; move it away to keep it, or "
+                    "delete it"
+                )
+            self._seen.add(name)
+
     # Writing
 
     @property
@@ -219,6 +240,8 @@ class RunFolder:
         """
         if not self._is_private(target):
             self._check_own([target])
+            name = target.relative_to(self.path).as_posix()
+            self._check_unchanged([name] if self._digests_of(name) else [])
         return self.scratch / temporary_name(target)
 
     def replace(self, temporary: Path, target: Path, digest: str | None = None) -> None:

@@ -104,5 +104,6 @@ def study(
             progress=not quiet,
             again=own_command(context, "--resume"),
         )
-        say((result.out / "table.md").read_text(encoding="utf-8"))
+        table = (result.out / "table.md").read_text(encoding="utf-8")
+        say(table.rpartition("<!-- ")[0])  # without its signature
         say(f"numbers: {result.out}")

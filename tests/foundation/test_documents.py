@@ -2,11 +2,17 @@
 
 import json
 import os
+import re
 import resource
 import socket
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.documents import (
@@ -19,17 +25,20 @@ from infoflow_lens.foundation.documents import (
     Document,
     check_name,
 )
-from infoflow_lens.foundation.files import read_json
+from infoflow_lens.foundation.files import read_json, with_digest
 from infoflow_lens.foundation.saving import read_parts, write_parts
 from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.report.phase import draw_phase_diagram
+from infoflow_lens.tasks import load_task
+from infoflow_lens.theory.estimate import phase_diagram
 
 KINDS = {
-    "flow page": (FLOW_PAGE, '<meta name="generator" content="infoflow-lens flow">'),
-    "probe page": (PROBE_PAGE, '<meta name="generator" content="infoflow-lens probe">'),
+    "flow page": (FLOW_PAGE, '<meta name="generator" content="infoflow-lens flow">\n'),
+    "probe page": (PROBE_PAGE, '<meta name="generator" content="infoflow-lens probe">\n'),
     "picture": (PICTURE, "<svg>infoflow-lens estimate --plot</svg>"),
-    "certificate": (CERTIFICATE, '{"format": "infoflow-lens one-layer certificate 1"}'),
-    "witness": (WITNESS, '{"format": "infoflow-lens exclusion 1"}'),
-    "result": (RESULT, '{"schema": "infoflow-lens result 1"}'),
+    "certificate": (CERTIFICATE, with_digest({"format": "infoflow-lens one-layer certificate 1"})),
+    "witness": (WITNESS, with_digest({"format": "infoflow-lens exclusion 1", "pairs": [0.5]})),
+    "result": (RESULT, with_digest({"schema": "infoflow-lens result 1"})),
 }
 of_each_kind = pytest.mark.parametrize(("kind", "text"), KINDS.values(), ids=KINDS)
 
@@ -57,18 +66,29 @@ def occupy(how, path, other):
         pytest.skip("only root makes devices")
 
 
+def edits_of(content):
+    """What somebody may make of a file, with our mark and all that we wrote in it."""
+    quoted = re.sub(rb"[0-9a-f]{16,32}", lambda found: b"0" * len(found[0]), content)
+    yield from (content.replace(b"infoflow", b"infoFlow", 1), quoted, b"mine\n" + content)
+    yield from (content[:-3] + b"mine" + content[-3:], content + b"<p>mine</p>", content * 2)
+
+
 @of_each_kind
 def test_an_earlier_document_gives_way_and_other_files_when_asked(kind, text, tmp_path):
     path = tmp_path / "below" / "document"
     kind.write(path, text)
-    assert path.read_text() == text
+    assert path.read_text().startswith(text)
     kind.write(path, text + " ")
-    path.write_text("mine")
-    with pytest.raises(InfoFlowError, match=r"is there and is no .*choose another name"):
-        kind.write(path, text)
-    assert path.read_text() == "mine"
+    written = path.read_bytes()
+    for edited in (b"mine", text.encode(), *edits_of(written)):
+        if edited == written or (kind.mark is None and edited == text.encode()):
+            continue
+        path.write_bytes(edited)
+        with pytest.raises(InfoFlowError, match=r"is there and is no .*choose another name"):
+            kind.write(path, text)
+        assert path.read_bytes() == edited
     kind.write(path, text, overwrite=True)
-    assert path.read_text() == text
+    assert path.read_text().startswith(text)
     assert [p.name for p in path.parent.iterdir()] == ["document"]
 
 
@@ -89,7 +109,7 @@ def test_what_is_no_file_never_gives_way(kind, text, how, tmp_path, monkeypatch)
 @of_each_kind
 def test_a_document_of_another_kind_is_no_document_of_this(kind, text, tmp_path):
     for other, content in KINDS.values():
-        (tmp_path / "x").write_text(content)
+        (tmp_path / "x").write_bytes(other.signed(content.encode()))
         assert other.recognises(tmp_path / "x")
         if other is not kind:
             assert not kind.recognises(tmp_path / "x")
@@ -198,5 +218,62 @@ def test_kinds_are_all_here():
 
     assert {id(kind) for kind, _ in KINDS.values()} == {
         id(value) for value in vars(documents).values() if isinstance(value, Document)
-    }
+    } - {id(documents.NUMBERS)}  # of tensors: see below
+
+
+def save(path, overwrite=False, **config):
+    write_parts(path, "infoflow-lens result 1", config, {"a": torch.ones(3)}, overwrite=overwrite)
+
+
+def test_tensors_beside_a_file_of_ours_are_ours_while_they_are_unchanged(tmp_path):
+    """Others gave way where a json of ours lay beside them."""
+    save(tmp_path / "x")
+    (tmp_path / "x.json").unlink()
+    save(tmp_path / "x")  # their header tells it, too
+    other = {"a": torch.zeros(3)}
+    header = header_of(tmp_path / "x.safetensors")
+    for tensors, metadata in ((other, None), ({"a": torch.ones(4)}, None), (other, header)):
+        save_file(tensors, tmp_path / "x.safetensors", metadata=metadata)
+        before = (tmp_path / "x.safetensors").read_bytes()
+        with pytest.raises(InfoFlowError, match=r"x\.safetensors' is there and is no saved result"):
+            save(tmp_path / "x")
+        assert (tmp_path / "x.safetensors").read_bytes() == before
+        save(tmp_path / "x", overwrite=True)
+    save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")  # as version 0.3 wrote them
+    save(tmp_path / "x")
+
+
+def header_of(path):
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize("end", ["png", "svg", "pdf"])
+def test_pictures_are_whole_with_their_signature_and_known_by_it(end, tmp_path):
+    rows = phase_diagram(load_task("kth_largest", n_tokens=8), ((1,), (2,)), (8,), "paper", 1)
+    path = tmp_path / f"x.{end}"
+    draw_phase_diagram(rows, "x", path)
+    content = path.read_bytes()
+    if end == "png":
+        with Image.open(path) as image:
+            image.load()
+            assert image.text["Comment"].startswith("picture of infoflow-lens ")
+            info = PngInfo()
+            for key, value in image.text.items():
+                info.add_text(key, value)
+            image.putpixel((3, 3), (0, 0, 0, 255))
+            image.save(path, pnginfo=info)
+    elif end == "svg":
+        ElementTree.fromstring(content)
+        path.write_bytes(content.replace(b"</svg>", b"<g/></svg>"))
+    else:
+        assert content.rstrip().splitlines()[-2] == b"%%EOF"
+        path.write_bytes(content.replace(b"/Creator", b"/Author "))
+    edited = path.read_bytes()
+    assert edited != content
+    with pytest.raises(InfoFlowError, match="is no picture of infoflow-lens"):
+        draw_phase_diagram(rows, "x", path)
+    assert path.read_bytes() == edited
+    path.write_bytes(content)
+    draw_phase_diagram(rows, "another", path)
     assert json.loads(KINDS["witness"][1])

@@ -360,6 +360,39 @@ def test_a_picture_takes_no_place_of_another_file(tmp_path):
     assert place.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    some_of(
+        [("probe", "report.html"), ("probe", "positions.csv"), ("survey", "heads.csv"),
+         ("demo", "report.html"), ("study", "table.md"), ("study", "figure.svg"),
+         ("certify", "certificate.json"), ("estimate", "witness.json"), ("flow", "flow.html")],
+        ("probe", "report.html"), ("probe", "positions.csv"), ("flow", "flow.html"),
+        ("estimate", "witness.json"),
+    ),
+)  # fmt: skip
+def test_what_the_user_has_edited_stays(command, name, model, small, tmp_path):
+    """A note in report.html of a finished run was gone when the command was repeated."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text('{"x": ["a", "?"], "y": "a"}\n{"x": ["b", "?"], "y": "b"}\n')
+    words = {"MODEL": str(model), "DATA": str(data)}
+    result = runs(command, ARGUMENTS[command], out, words)
+    assert result.exit_code == 0, result.output
+    content = (out / name).read_bytes()
+    edited = content.replace(b"a", b"A", 1) + b"mine\n"
+    (out / name).write_bytes(edited)
+    result = runs(command, ARGUMENTS[command], out, words)
+    assert result.exit_code == 2, result.output
+    assert name in result.stderr
+    assert (out / name).read_bytes() == edited
+    if command in DOCUMENTS:
+        result = runs(command, [*ARGUMENTS[command], "--overwrite"], out, words)
+    else:
+        (out / name).rename(tmp_path / "kept")
+        result = runs(command, ARGUMENTS[command], out, words)
+    assert result.exit_code == 0, result.output
+    assert (out / name).read_bytes() == content or name.endswith("svg")
+
+
 @pytest.mark.parametrize("option", ["--out", "--witness"])
 @pytest.mark.parametrize("asked", [["kth_largest", "--sweep", "heads,tokens"], ["all"]])
 def test_a_proof_is_of_one_verdict(asked, option, tmp_path):
