@@ -41,7 +41,7 @@ TORCH := torch==2.13.0
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo environment environment-3 check test acceptance hunt docs notebooks lint format bench constraints clean
+.PHONY: demo environment environment-3 check test models acceptance hunt docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
@@ -57,6 +57,10 @@ check: $(READY)  ## before a commit: style, imports, types, and the tests that e
 # With SLOW=1 also those that take long and seldom fail: clusters, builds, every study, example and page.
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance") $(TESTS)
+
+# 700 MB that is kept; without a network the tests of real models are skipped.
+models: $(READY)  ## four real language models, in build/models, once from where packages come from
+	$(BIN)/python -m tests.reference.real_models
 
 acceptance: $(READY)  ## the demo's promises with three seeds, theory on 2460 more targets, rounds of chaos (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
