@@ -66,11 +66,9 @@ class Anatomy:
 def _state_of(model: nn.Module) -> tuple[Any, ...]:
     """List what an anatomy depends on: modules, their functions, kinds of attention, sizes."""
     modules = list(modules_of(model))
-    own = tuple(
-        (i, vars(m).get("forward"), vars(m).get("_compiled_call_impl"))
-        for i, m in enumerate(modules)
-        if "forward" in vars(m) or vars(m).get("_compiled_call_impl") is not None
-    )
+    own = [(vars(m).get("forward"), vars(m).get("_compiled_call_impl")) for m in modules]
+    # what `attach` puts on a model runs the model's own function
+    own = [(None if _is_ours(forward) else forward, compiled) for forward, compiled in own]
     sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
     return (*modules, own, *_kinds_of_attention(modules), _precision(model), sizes)
 
@@ -79,6 +77,11 @@ def _kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:
     """List the attention functions that configs of transformers name, each config once."""
     configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
     return [getattr(config, "_attn_implementation", None) for config in configs.values()]
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether an object is of a class of this package."""
+    return type(function).__module__.startswith("infoflow_lens.")
 
 
 def _precision(model: nn.Module) -> torch.dtype | None:

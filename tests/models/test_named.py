@@ -15,6 +15,7 @@ from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
+    attach,
     inspect_model,
     load_any,
     measure_mechanisms,
@@ -591,6 +592,16 @@ def test_probes_measure_opened_models(plain, kind, how):
     expected = jacobian.square().sum((0, 2)).sqrt()
     found = influence.influence[1, 0, 0]
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
+
+
+def test_attached_probes_cost_no_further_passes():
+    model, forwards = families.build("gpt2"), []
+    model.transformer.h[0].register_forward_pre_hook(lambda module, args: forwards.append(1))
+    with attach(model, PositionsProbe()) as probes:
+        for _ in range(3):
+            model(IDS)
+    assert probes.results()[0].positions[0].shape[0] == 6
+    assert len(forwards) == 2 + 3  # the anatomy, and the calls
 
 
 def test_every_entrance_takes_an_opened_model():
