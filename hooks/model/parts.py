@@ -50,7 +50,7 @@ class Projection:
     def weight(self, model: nn.Module) -> Float[Tensor, "d_in d_out"]:
         """Read the matrix."""
         module = model.get_submodule(self.path)
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # no packed numbers
             return module.weight.detach().T
         with eval_mode(module):
             zero = self._zero(module)

@@ -390,7 +390,8 @@ def _token_example(model: nn.Module) -> dict[str, Tensor]:
     n_ids = n_ids if isinstance(n_ids, int) and n_ids > 0 else 14
     first = min(3, max(0, n_ids - 11))  # behind ids of padding, where there are
     ids = torch.arange(14).reshape(2, 7) % min(11, n_ids) + first
-    names = list(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     example = {next((n for n in ("input_ids", *names[:1]) if n in names), "input_ids"): ids}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         example["decoder_input_ids"] = ids

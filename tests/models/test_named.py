@@ -521,6 +521,20 @@ def test_encoders_with_decoders_are_opened_by_their_stacks(kind):
         open_model(model)
 
 
+def test_a_wrapper_that_names_no_argument_is_opened_by_token_ids(plain):
+    class Wrapper(nn.Module):  # as PeftModel is
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args, **kwargs):
+            return self.model(*args, **kwargs)
+
+    named = open_model(Wrapper(plain("gpt2")))
+    assert torch.equal(named(IDS), plain("gpt2")(IDS).logits)
+    assert named.cfg.d_vocab == 101
+
+
 def test_models_of_pixels_and_of_sounds_are_opened_by_an_example():
     generator = torch.Generator().manual_seed(0)
     vit = families.build("vit", "sdpa", auto=["AutoModel"])

@@ -132,6 +132,19 @@ def test_matrices_are_read_by_what_they_do(model_of):
     attention.o_proj.is_on = False
     assert torch.allclose(output.weight(llama), base.weight.T, atol=1e-6)
 
+    class Packed(nn.Parameter):
+        """As of quantized weights, which can be multiplied by, and no more."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.detach:
+                raise NotImplementedError
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    expected, attention.o_proj = base.weight.T.clone(), base
+    base.weight = Packed(base.weight.detach())
+    assert torch.allclose(output.weight(llama), expected, atol=1e-6)
+
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
 def test_norms_are_read_by_what_they_do(model_of, kind):
