@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap
+from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap, compiled_code_as_python
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -162,7 +162,7 @@ class PassLog(Tap):
                     module.register_forward_pre_hook(self._opener(path), with_kwargs=True)
                 )
                 handles.append(module.register_forward_hook(self._close))
-            with self:
+            with compiled_code_as_python(), self:
                 yield
         finally:
             for handle in handles:

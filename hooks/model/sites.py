@@ -27,7 +27,13 @@ from infoflow_lens.hooks.model.anatomy import Anatomy
 from infoflow_lens.hooks.model.log import tensors_in
 from infoflow_lens.hooks.model.parts import Attention, Block, NormNumbers, Place
 from infoflow_lens.hooks.model.states import SAME, has_shape
-from infoflow_lens.hooks.model.tap import ADDITIONS, AttentionCall, Site, Tap
+from infoflow_lens.hooks.model.tap import (
+    ADDITIONS,
+    AttentionCall,
+    Site,
+    Tap,
+    compiled_code_as_python,
+)
 
 Fire: TypeAlias = Callable[[str, Tensor], Tensor]
 
@@ -145,7 +151,7 @@ class SiteRun(Tap):
             if end.unembed and {LOGITS_IN, LOGITS} & self._names:
                 stand(end.unembed.path, before, self._enter_unembed)
                 stand(end.unembed.path, behind, self._leave_unembed)
-            with self:
+            with compiled_code_as_python(), self:
                 yield
 
     def _paths(self, kind: str) -> set[str]:

@@ -15,10 +15,12 @@ added, filled in, or given), never from the pattern, whose weights may underflow
 """
 
 import inspect
+import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -167,6 +169,35 @@ _multihead_in_sight: Any = types.FunctionType(
     _MULTIHEAD.__defaults__,
     _MULTIHEAD.__closure__,
 )
+
+
+_stances = ExitStack()
+_stances_lock = threading.Lock()
+_watching = 0
+
+
+@contextmanager
+def compiled_code_as_python() -> Iterator[None]:
+    """Run functions that torch.compile made as what they were made of, while the block lasts.
+
+    The tap cannot see into compiled code, and the compiler would compile the tap. The stance is
+    that of the process: the first block takes it, the last gives it back.
+    """
+    global _watching
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+        yield
+        return
+    with _stances_lock:
+        if not _watching:
+            _stances.enter_context(torch.compiler.set_stance("force_eager"))
+        _watching += 1
+    try:
+        yield
+    finally:
+        with _stances_lock:
+            _watching -= 1
+            if not _watching:
+                _stances.close()
 
 
 class Tap(TorchFunctionMode):

@@ -449,6 +449,29 @@ def test_calls_that_would_be_wrong_are_refused(opened):
         open_model("gpt2")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_compiled_functions_inside_a_model_are_seen_into():
+    """They run as what they were made of while somebody looks, and compiled again afterwards."""
+    compiled, counts = families.build("llama"), []
+
+    def count(graph, inputs):
+        counts.append(1)
+        return graph.forward
+
+    expected = open_model(families.build("llama")).run_with_cache(IDS)[1]
+    for layer in compiled.model.layers:
+        layer.mlp.forward = torch.compile(layer.mlp.forward, backend=count)
+    with torch.no_grad():
+        compiled(IDS)
+        n_graphs = len(counts)
+        _, cache = open_model(compiled).run_with_cache(IDS)
+        compiled(IDS)
+    assert n_graphs == len(counts) > 0
+    for name in expected:
+        assert torch.equal(cache[name], expected[name]), name
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def test_hooks_on_a_model_that_gets_other_hook_points_are_refused():
     named = open_model(families.build("gpt2"))
     block = named.original_model.transformer.h[1]
