@@ -25,7 +25,7 @@ print("mind:", *proved.flags, sep="\n  - ")
 
 print("\nwhich (h_1, 4) and T are excluded by the count (x), allowed (o), without schedule (.)")
 rows = phase_diagram(task, [(first, 4) for first in range(1, 7)], [16, 32, 64, 128])
-signs = {"excluded by the paper's count": "x", "allowed": "o", "no schedule found": "."}
+signs = {"excluded by the paper's count": "x", "allowed by construction": "o", "open": "."}
 signs["excluded, proved"] = "X"
 for first in range(1, 7):
     row = " ".join(signs[r["verdict"]] for r in rows if r["heads"][0] == first)

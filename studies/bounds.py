@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Positive, Remedy, checked
-from infoflow_lens.theory.comparison import root_ceiling
+from infoflow_lens.theory.comparison import least, root_ceiling
 from infoflow_lens.theory.cost import Precision
 
 
@@ -75,6 +75,8 @@ def depth_separation_bound(
 def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count) -> Bound:
     """One softmax head on the k-th largest of T scalars, k >= 2 (Thm 2/5).
 
+    The theorem is of heads whose score does not decrease with the scalar, of any values in R^n, and
+    of weights of at most 1: a head whose score decreases retrieves the smallest, k = T, at no cost.
     ``(T - k + 1) / (n + 1) - 1`` [derived; confirmed numerically]. It grows with T at fixed k and
     falls with k. [flag: the paper's "growing exponentially in" lost its variable; it is T, not k.]
 
@@ -89,7 +91,8 @@ def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count) -> Bound:
     return _bound(
         (n_tokens - k + 1) / (d_head + 1) - 1,
         f"{n_tokens - k + 1} free coordinates in {d_head + 1} numbers",
-        "Theorem 2 (5) [derived]; flag: exponential in T, not in k",
+        "Theorem 2 (5) [derived], for scores that do not decrease; flag: exponential in T, not in "
+        "k",
     )
 
 
@@ -118,7 +121,12 @@ def growing_information(
     n_tokens: Count,
     trees: Count = 1,
 ) -> float:
-    """Prop 2: the least |I| for a target of C T^order comparisons, order >= 3.
+    """Prop 2: the least |I| for a target of C T^order comparisons, order >= 3, by fixed trees.
+
+    [flag] That order counts fixed trees of comparison, and layers compare what earlier ones have
+    chosen: a chain of three places has order 3, and heads (2, 1) do it with |I| = 3
+    (`best_tree`). So this is no bound for scores whose graph is a tree; of the triangle's see
+    :func:`triangle_limit`.
 
     ``(C / (4 L K))^(1 / dimension) T^((order - 1) / dimension)`` for ``T^(order - 2) >= 4 L h / C``
     [derived]. At order 2 the h T^2 of attention absorbs the count.
@@ -142,6 +150,34 @@ def growing_information(
         return 0.0
     scale = (coefficient / (4 * n_layers * trees)) ** (1 / dimension)
     return float(scale * n_tokens ** ((order - 1) / dimension))
+
+
+@checked
+def triangle_limit(first: Count, second: Count) -> int:
+    """The least T from which on two layers of (h_1, h_2) heads cannot learn the triangle centre.
+
+    Of ``min |x + y + z|^2`` and max-position retrieval by any analytic scores, roles and positions
+    [proved, beyond the paper; for more layers it is open]. With I the most that CLS can hold, plant
+    m = floor(I / 3) + 1 triples with small sums of equal length among n = (T - 3 m) / 3 tokens of
+    each of three laws like theirs. Given one token of a triple another one is like a token of its
+    law, up to a ratio of densities of 2 on average, so that a head picks it with probability
+    2 / n. So CLS holds a planted token after layer 1, or some token holds two of one triple, with
+    probability at most ``m (18 h_1 + 6 h_1 (h_1 - 1) T / n) / n``. Where this is below 1, there are
+    such inputs in which neither does, and then no choice of layer 2 sees a triple: all choices stay
+    near almost every such tie, and yet each of the m triples is the best close to it, 3 m > I
+    tokens.
+
+    Returns:
+        T, such as 441 for (2, 1).
+    """
+    held = second * (1 + first) + first
+    m = held // 3 + 1
+
+    def excludes(n: int) -> bool:
+        n_tokens = 3 * (n + m)
+        return m * (18 * first + 6 * first * (first - 1) * n_tokens / n) < n
+
+    return 3 * (least(excludes, 1) + m)
 
 
 # What a softmax costs in place of a minimum

@@ -263,7 +263,7 @@ class TriangleCenter(RetrievalTask):
 
     Dimension and order of comparison are 3. No number of heads of two layers of max-position
     retrieval is enough for large T without growing information sets (Prop 2; proved for two
-    layers by :func:`infoflow_lens.studies.bounds.longest_triangle`).
+    layers by :func:`infoflow_lens.studies.bounds.triangle_limit`).
 
     Attributes:
         min_norm, max_norm: bounds to which the tokens' norms are clamped [values chosen].

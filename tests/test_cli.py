@@ -103,7 +103,10 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     arguments = ["d_retrieval", "--heads", "5", "--tokens", "64", "--sweep", "heads,tokens"]
     result = invoke(*arguments, "--plot", str(picture))
     assert result.exit_code == 0
-    assert "X excluded, proved; x excluded by the paper's count; o allowed" in result.output
+    assert (
+        "X excluded, proved; x excluded by the paper's count; o allowed by construction"
+        in result.output
+    )
     assert "[flag]" in result.output
     assert picture.read_text().startswith("<?xml")
     summary = json.loads(invoke(*arguments, "--json").output)
@@ -111,7 +114,7 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     assert set(verdicts) == {(h, t) for h in (1, 2, 3, 4, 5) for t in (8, 16, 32, 64)}
     assert verdicts[3, 64] == "excluded, proved"
     assert verdicts[3, 8] == "excluded, proved"  # four tokens matter, CLS holds three
-    assert verdicts[4, 8] == "allowed"
+    assert verdicts[4, 8] == "allowed by construction"
     assert summary["flags"]
 
 
@@ -232,7 +235,7 @@ def test_a_configuration_is_asked_by_name():
 def test_one_table_says_what_a_configuration_can_learn():
     found = json.loads(invoke("all", "--heads", "2,2", "--tokens", "16", "--json").stdout)
     verdicts = {(row["task"], row["components"]): row["verdict"] for row in found["rows"]}
-    assert verdicts["d_retrieval", 2] == "allowed"
+    assert verdicts["d_retrieval", 2] == "allowed by construction"
     assert verdicts["position_sum", "-"] == "excluded, proved"
     assert len({row["task"] for row in found["rows"]}) == 13
 

@@ -19,8 +19,8 @@ from infoflow_lens.commands.common import (
 _SIGNS = {
     "excluded, proved": "[red]X[/]",
     "excluded by the paper's count": "[red]x[/]",
-    "allowed": "[green]o[/]",
-    "no schedule found": ".",
+    "allowed by construction": "[green]o[/]",
+    "open": ".",
 }
 _MOST_ROWS = 20_000
 _WORDS = (  # what `estimate` prints last
@@ -203,7 +203,7 @@ def _print_estimate(result: Any) -> None:
     rows = [
         (f"comparisons needed ({result.count})", f"{result.needed}"),
         (f"comparisons made, K = {result.trees}", f"{result.capacity}"),
-        ("least h_1 for large T, one role", str(result.min_heads or "none is enough")),
+        ("least h_1 for large T, one role", str(result.min_heads or "none is enough by the count")),
         ("least h_1 at this T, one role", str(result.min_heads_here)),
         ("least |I| by counting", f"{result.min_information}{saturated}"),
         ("|I| of the best schedule", str(result.upper_information)),
@@ -211,7 +211,12 @@ def _print_estimate(result: Any) -> None:
         ("upper exponent (law, decoder, total)", _exponents(result.upper)),
     ]
     if result.verified is not None:
-        rows.append(("inputs on which the schedules learn", f"{result.verified:.0%}"))
+        rows.append(
+            (
+                "inputs on which the schedules learn",
+                f"{result.verified:.0%} of {result.verified_on}",
+            )
+        )
     if result.routed is not None:
         r = result.routed
         rows.append(("NMSE that routed heads leave", f"{r.nmse:.2g} [{r.low:.2g}, {r.high:.2g}]"))
@@ -279,7 +284,7 @@ def _sweep(
     out = console()
     out.print(f"[bold]{title}[/bold]")
     out.print(
-        "X excluded, proved; x excluded by the paper's count; o allowed; . no schedule found; "
+        "X excluded, proved; x excluded by the paper's count; o allowed by construction; . open; "
         "columns are T"
     )
     out.print(table)

@@ -20,6 +20,14 @@ different tokens have probability zero), whatever the scores, values and feed-fo
   and with that of all moves at once. From values alone this is evidence down to an 8th of the step.
   `estimate` draws the input, so that ties have probability zero, and finds the derivatives of the
   best tuples themselves, which is the proof.
+* ``ties``: disjoint ``tuples`` of a tokens tie at ``input``, above all others, and hold more tokens
+  than CLS can. The last choice of CLS looks at what it holds and at two tokens' states, which are
+  fewer than 2 a tokens, and earlier choices look at less; so a choice sees all of one tuple at
+  most, and where the tuples tie no choice depends on which is ahead (for scores that are analytic,
+  at least in pieces). Near such an input choices stay, and yet each tuple is the best somewhere,
+  with derivatives by all its tokens. Shown are, for every tuple, that all others can be lowered
+  (their first tokens moved back) while the value stays, and that it is then a smooth function of
+  this tuple's tokens, by differences along ``moved`` as for ``growth``, and of no other one's.
 * ``order``: ``second`` has the tokens of ``first`` in another order; a model that sees everything,
   without a positional encoding, answers both alike.
 * ``reach``: ``first`` and ``second`` differ only at positions beyond what ``windows`` let through.
@@ -47,7 +55,10 @@ def verify_exclusion(document: Any, values: Values) -> list[str]:
     Returns:
         What is wrong with the document, in words; an empty list if it proves the exclusion.
     """
-    kinds = {"pigeonhole": _pigeonhole, "growth": _growth, "order": _order, "reach": _reach}
+    kinds = {
+        "pigeonhole": _pigeonhole, "growth": _growth, "ties": _ties, "order": _order,
+        "reach": _reach,
+    }  # fmt: skip
     if document.get("kind") not in kinds:
         return [f"kind {document.get('kind')!r}: expected one of {', '.join(kinds)}"]
     wrong, pairs = kinds[document["kind"]](document)
@@ -60,7 +71,11 @@ def verify_exclusion(document: Any, values: Values) -> list[str]:
     for number, (one, other) in enumerate(zip(answers[::2], answers[1::2])):
         if not _differ(one, other):
             wrong.append(f"pair {number} has values {one} and {other}: expected two that differ")
-    return wrong or (_roughness(document, values) if document["kind"] == "growth" else [])
+    if wrong or document["kind"] not in ("growth", "ties"):
+        return wrong
+    if document["kind"] == "growth":
+        return _roughness(document["input"], document["active"], document["moved"], values)
+    return _unlike(document, values)
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -106,56 +121,125 @@ def _choices(n: int, left_out: int, positional: bool) -> Iterator[Sequence[int]]
     return itertools.product(*[(0,) if i == left_out else (0, 1) for i in range(n)])
 
 
-def _growth(document: Any) -> Findings:
-    wrong, token, cls = [], 1, 0
-    for heads in document["n_heads"]:
+def _held(n_heads: Sequence[int]) -> tuple[int, int]:
+    """The most tokens that a token and CLS can hold after layers of so many heads."""
+    token, cls = 1, 0
+    for heads in n_heads:
         token, cls = (1 + heads) * token, cls + heads * token
+    return token, cls
+
+
+def _growth(document: Any) -> Findings:
+    wrong, (_, cls) = [], _held(document["n_heads"])
     active, base = document["active"], document["input"]
     if len(set(active)) <= cls:
         wrong.append(f"{len(set(active))} active tokens, and CLS can hold {cls}: expected more")
     if len(document["moved"]) != len(active):
         wrong.append("expected a moved token for every active one")
-    pairs = []
-    for position, moved in zip(active, document["moved"]):
-        others = [*base[:position], *base[position + 1 :]]
-        if any(16 * _square(moved, base[position]) > _square(t, base[position]) for t in others):
-            wrong.append(f"token {position} moves by more than a quarter of the way to another one")
-        pairs.append((list(base), [*base[:position], moved, *base[position + 1 :]]))
+    wrong += _far(base, active, document["moved"])
+    moves = zip(active, document["moved"])
+    return wrong, [(list(base), _stepped(base, [(place, to)], 1)) for place, to in moves]
+
+
+def _ties(document: Any) -> Findings:
+    tuples, base, wrong = document["tuples"], document["input"], list[str]()
+    arity, places = len(tuples[0]), [place for row in tuples for place in row]
+    (token, before), (_, held) = _held(document["n_heads"][:-1]), _held(document["n_heads"])
+    if before + 2 * token >= 2 * arity:
+        wrong.append(f"a choice sees {before + 2 * token} tokens: expected less than {2 * arity}")
+    if len(places) <= held:
+        wrong.append(f"{len(tuples)} tuples hold {len(places)} tokens, CLS {held}: expected more")
+    if len(set(places)) != len(tuples) * arity or any(len(row) != arity for row in tuples):
+        wrong.append(f"tuples {tuples}: expected {arity} tokens each, and none in two of them")
+    if [len(row) for row in document["moved"]] != [arity] * len(tuples):
+        wrong.append("expected a moved token for every token of a tuple")
+    if wrong:
+        return wrong, []
+    wrong, pairs = [], []
+    for row, moved in zip(tuples, document["moved"]):
+        lowered = _lowered(document, row)
+        wrong += _far(base, row, moved)
+        pairs += [(lowered, _stepped(lowered, [(p, to)], 1)) for p, to in zip(row, moved)]
     return wrong, pairs
 
 
-def _square(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum((a - b) ** 2 for a, b in zip(one, other))
+def _lowered(document: Any, kept: Sequence[int]) -> list[Any]:
+    """The input with the first token of every tuple but one moved back."""
+    rows = zip(document["tuples"], document["moved"])
+    return _stepped(document["input"], [(row[0], to[0]) for row, to in rows if row != kept], -1)
 
 
-def _roughness(document: Any, values: Values) -> list[str]:
-    """Where differences are no derivatives, or the value is not smooth around the input."""
-    base, active = document["input"], document["active"]
+def _unlike(document: Any, values: Values) -> list[str]:
+    """Where tuples do not tie, or the value is no smooth function of each of them alone."""
+    wrong = []
+    for row, moved in zip(document["tuples"], document["moved"]):
+        lowered = _lowered(document, row)
+        wrong += _roughness(lowered, row, moved, values)
+        rows = zip(document["tuples"], document["moved"])
+        every = [(place, to) for each, ends in rows for place, to in zip(each, ends)]
+        found = [_numbers(v) for v in values(
+            [list(document["input"]), lowered, *[_stepped(lowered, [e], 0.125) for e in every]]
+        )]  # fmt: skip
+        start, base, *after = found
+        moves = [max(abs(a - b) for a, b in zip(value, base)) for value in after]
+        own = [move for move, (place, _) in zip(moves, every) if place in row]
+        others = [move for move, (place, _) in zip(moves, every) if place not in row]
+        if max(abs(a - b) for a, b in zip(start, base)) > _SLACK * min(own):
+            wrong.append(f"the value changes when all tuples but {row} are lowered: no tie")
+        if max(others, default=0) > _SLACK * min(own):
+            wrong.append(f"the value moves with other tuples' tokens when {row} is the best")
+    return wrong
 
-    def stepped(share: float, places: Sequence[int]) -> list[Any]:
-        sequence = list(base)
-        for place in places:
-            ends = zip(base[active[place]], document["moved"][place])
-            sequence[active[place]] = [old + share * (new - old) for old, new in ends]
-        return sequence
 
+def _far(base: Sequence[Any], places: Sequence[int], moved: Sequence[Any]) -> list[str]:
+    """Which tokens move by more than a quarter of the distance to another one."""
+
+    def square(one: Sequence[float], other: Sequence[float]) -> float:
+        return sum((a - b) ** 2 for a, b in zip(one, other))
+
+    return [
+        f"token {place} moves by more than a quarter of the way to another one"
+        for place, to in zip(places, moved)
+        for others in [[*base[:place], *base[place + 1 :]]]
+        if any(16 * square(to, base[place]) > square(token, base[place]) for token in others)
+    ]
+
+
+def _stepped(base: Sequence[Any], moves: Sequence[tuple[int, Any]], share: float) -> list[Any]:
+    """A sequence in which tokens have gone a share of the way to others."""
+    sequence = list(base)
+    for place, to in moves:
+        sequence[place] = [old + share * (new - old) for old, new in zip(base[place], to)]
+    return sequence
+
+
+def _numbers(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def _roughness(
+    base: Sequence[Any], places: Sequence[int], moved: Sequence[Any], values: Values
+) -> list[str]:
+    """Where differences are no derivatives, or the value is not smooth around an input."""
     shares = [sign / 2**k for k in range(_HALVINGS) for sign in (1, -1)]
-    rows = [stepped(share, [place]) for place in range(len(active)) for share in shares]
-    found = values([list(base), stepped(shares[-2], range(len(active))), *rows])
-    start, end, *others = [v if isinstance(v, list) else [v] for v in found]
-    moves = [[a - b for a, b in zip(value, start)] for value in others]
+    moves = list(zip(places, moved))
+    rows = [_stepped(base, [move], share) for move in moves for share in shares]
+    start, end, *others = map(
+        _numbers, values([list(base), _stepped(base, moves, shares[-2]), *rows])
+    )
+    changes = [[a - b for a, b in zip(value, start)] for value in others]
     wrong, least = [], []
-    for place, position in enumerate(active):
-        own = moves[place * len(shares) : (place + 1) * len(shares)]
+    for number, place in enumerate(places):
+        own = changes[number * len(shares) : (number + 1) * len(shares)]
         column = max(range(len(start)), key=lambda c: abs(own[0][c]))
-        steps, backwards = ([move[column] for move in own[side::2]] for side in (0, 1))
+        steps, backwards = ([change[column] for change in own[side::2]] for side in (0, 1))
         if any(abs(2 * b - a) > _SLACK * abs(a) for a, b in itertools.pairwise(steps)):
-            wrong.append(f"differences by token {position} are no derivative: {steps}")
+            wrong.append(f"differences by token {place} are no derivative: {steps}")
         if abs(steps[-1] + backwards[-1]) > _SLACK * abs(steps[-1]):
-            wrong.append(f"differences by token {position} are not alike forwards and backwards")
+            wrong.append(f"differences by token {place} are not alike forwards and backwards")
         least.append(own[-2])
     for column, both in enumerate(zip(start, end)):
-        parts = [move[column] for move in least]
+        parts = [change[column] for change in least]
         if abs(both[1] - both[0] - sum(parts)) > _SLACK * sum(map(abs, parts)):
             wrong.append("the differences by single tokens do not add up to that by all")
     return wrong

@@ -18,8 +18,8 @@ from infoflow_lens.foundation.files import user_path
 COLOURS = {
     "excluded, proved": "#a33c00",
     "excluded by the paper's count": "#e69f00",
-    "no schedule found": "#e4e7eb",
-    "allowed": "#009e73",
+    "open": "#e4e7eb",
+    "allowed by construction": "#009e73",
 }
 FORMATS = (".png", ".svg", ".pdf")
 

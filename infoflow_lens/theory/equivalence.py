@@ -22,7 +22,7 @@ from infoflow_lens.theory.score_graph import (
     graph_of,
     order_of,
     placed,
-    reversals,
+    reverses,
 )
 from infoflow_lens.theory.trees import Plan, plans
 
@@ -330,10 +330,8 @@ def _same_order(one: Component, other: Component, tokens: Float[Tensor, "sample 
     if any(getattr(one, name) != getattr(other, name) for name in known):
         return False
     everywhere = range(one.arity)
+    orders = itertools.islice(itertools.permutations(everywhere), _MOST_ORDERS)
     return any(
-        not reversals(
-            one.preference, one.arity, everywhere, (), tokens, 20 * ASKED,
-            other=partial(placed, other.preference, order),
-        )
-        for order in itertools.islice(itertools.permutations(everywhere), _MOST_ORDERS)
-    )  # fmt: skip
+        not reverses(one.preference, one.arity, everywhere, (), tokens, 20 * ASKED, turned)
+        for turned in (partial(placed, other.preference, order) for order in orders)
+    )

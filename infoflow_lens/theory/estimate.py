@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from infoflow_lens.foundation.display import Displayed
@@ -24,7 +25,7 @@ from infoflow_lens.theory.comparison import (
     model_comparisons,
 )
 from infoflow_lens.theory.cost import MODES, exponent
-from infoflow_lens.theory.exclusion import Document, describe, excluding
+from infoflow_lens.theory.exclusion import Document, carried_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
 from infoflow_lens.theory.samples import Samples
@@ -33,7 +34,7 @@ from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
 Verdict = Literal[
-    "allowed", "excluded, proved", "excluded by the paper's count", "no schedule found"
+    "allowed by construction", "excluded, proved", "excluded by the paper's count", "open"
 ]
 
 
@@ -50,10 +51,10 @@ class Estimate(Displayed):
         capacity: comparisons of the architecture by max-position retrieval alone, one role a head.
         mechanisms: what the verdict is on: "max-position retrieval alone", or "all mechanisms" for
             targets that read fixed positions.
-        verdict: "allowed" by a schedule that was run on samples; "excluded, proved" by a witness,
-            for any scores, roles and adaptive heads; "excluded by the paper's count", for heads of
-            one role and the least number of trees that the observed |I_F| leaves; or "no schedule
-            found".
+        verdict: "excluded, proved" by a witness, for any scores, roles and adaptive heads;
+            "allowed by construction", by a schedule that was run on samples; "excluded by the
+            paper's count", where all that it assumes was seen on samples, which is no proof; or
+            "open".
         why: what the verdict rests on, in words.
         witness: what proves "excluded, proved", as JSON-compatible values;
             `infoflow_lens.foundation.exclusions.verify_exclusion` checks it with the target alone.
@@ -70,7 +71,11 @@ class Estimate(Displayed):
         upper: its exponents, by mode.
         verified: how often the schedules held the active index set on sampled inputs; None where
             that was not tried.
+        verified_on: how many inputs these were. Where all were served, a schedule fails on less
+            than 3 / `verified_on` of all inputs (95%).
         verified_at: T of these samples.
+        width: the largest treewidth of a score's graph: about T^(width + 1) comparisons are enough;
+            None where no score is compared.
         routed: what first-layer heads with several roles leave; None where routing is no question.
         left_out: what the search did not weigh, in words.
         reasons: the argument in words.
@@ -99,7 +104,9 @@ class Estimate(Displayed):
     upper_information: int | None
     upper: dict[str, float]
     verified: float | None
+    verified_on: int | None
     verified_at: int | None
+    width: int | None
     routed: RoutedError | None
     left_out: tuple[str, ...]
     reasons: tuple[str, ...]
@@ -163,37 +170,35 @@ def phase_diagram(
         count, trees: as in :func:`estimate`; :func:`flags_of` has the limits of the verdicts.
 
     Returns:
-        Rows ``heads, n_tokens, verdict, needed, capacity``. Schedules are not run on samples here.
+        Rows ``heads, n_tokens, verdict, needed, capacity``. Schedules are run on 20 inputs. A
+        witness for some heads and T is tried for fewer heads and larger T, too.
 
     Raises:
         InfoFlowError: as :func:`estimate`.
     """
     asked = Question.of(task, seed=0)
     cases = {tokens: _at(task, tokens) for tokens in n_tokens}
-    rows = []
-    for some, tokens in itertools.product(heads, n_tokens):
+    found: dict[tuple[Heads, int], Verdict] = {}
+    witnesses: list[Document] = []
+    # the most heads and the fewest tokens first: what is proved of them holds for fewer and longer
+    for tokens, some in itertools.product(sorted(n_tokens), sorted(heads, key=sum, reverse=True)):
         shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
-        verdict: Verdict = "allowed"
         case = cases[tokens]
         samples = Samples.draw(case, 20, 0) if case is not None else None
-        if not any(
-            answer.is_believed(answer.run(samples, shape) if answer.reading.notes else None)
-            for answer in asked.answers(shape, tokens, not asked.reads)
-        ):
-            witness = None if case is None or asked.reads else excluding(case, shape, 0)
-            by_count = asked.counts_out(shape, tokens, count, trees)
-            verdict = "excluded by the paper's count" if by_count else "no schedule found"
-            verdict = "excluded, proved" if witness is not None else verdict
-        rows.append(
-            {
-                "heads": list(some),
-                "n_tokens": tokens,
-                "verdict": verdict,
-                "needed": asked.profile.number(tokens, count),
-                "capacity": max_position_capacity(asked.profile, some, tokens, trees),
-            }
-        )
-    return rows
+        known = [w for w in witnesses if len(w["n_heads"]) == len(some)]
+        asked_here = _Case(asked, shape, tokens, samples, case)
+        found[some, tokens], _, witness = asked_here.decide(0, count, trees, known)
+        witnesses += [] if witness is None else [witness]
+    return [
+        {
+            "heads": list(some),
+            "n_tokens": tokens,
+            "verdict": found[some, tokens],
+            "needed": asked.profile.number(tokens, count),
+            "capacity": max_position_capacity(asked.profile, some, tokens, trees),
+        }
+        for some, tokens in itertools.product(heads, n_tokens)
+    ]
 
 
 def _at(task: Any, n_tokens: int) -> Any:
@@ -238,7 +243,7 @@ def estimate(
     n_heads, n_tokens = shape.n_heads, task.n_tokens
     asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
     samples = Samples.draw(task, verify, seed)
-    case = _Case(asked, shape, n_tokens, samples)
+    case = _Case(asked, shape, n_tokens, samples, task)
     best, alone = case.best, case.alone
     # what a target lists may be more than what it needs
     profile = asked.profile_of(alone.reading)
@@ -250,7 +255,7 @@ def estimate(
     )
     if asked.least_trees < profile.n_trees:  # a count of them is then no lower bound
         proved_size = 0
-    verdict, why, witness = case.decide(verify > 0, seed, count, trees)
+    verdict, why, witness = case.decide(seed, count, trees)
     if best.schedule is not None:  # a lower bound does not exceed what some schedule holds
         proved_size = min(proved_size, best.schedule.size)
     d_token = getattr(task, "d_token", 1)
@@ -283,13 +288,15 @@ def estimate(
         upper_information=schedule.size if schedule else None,
         upper=_upper(schedule, d_token, shape),
         verified=min(sure) if sure else None,
+        verified_on=case.run_on if sure else None,
         verified_at=samples.task.n_tokens if samples and sure else None,
+        width=asked.width,
         routed=_routed_error(shape, task, asked.components, samples),
         left_out=tuple(dict.fromkeys((*best.found.left_out, *alone.found.left_out))),
         reasons=(),
         flags=flags_of(profile, n_heads, count, trees),
     )
-    reasons = _reasons(result, profile, shape, alone, asked.reads)
+    reasons = _reasons(result, profile, shape, alone, asked)
     return replace(result, reasons=reasons, flags=(*result.flags, *_own_flags(result, profile)))
 
 
@@ -319,29 +326,42 @@ class _Case:
     """One target and one architecture: the schedules, run on samples, and the verdict."""
 
     def __init__(
-        self, asked: Question, shape: ModelShape, n_tokens: int, samples: Samples | None
+        self,
+        asked: Question,
+        shape: ModelShape,
+        n_tokens: int,
+        samples: Samples | None,
+        task: Any,
     ) -> None:
         self.asked, self.shape, self.n_tokens, self.samples = asked, shape, n_tokens, samples
+        self.task = task
         self._held: dict[Answer, float | None] = {}
         self.reachable = shape.reach(n_tokens) >= n_tokens
-        own = asked.readings[0]
-        nothing = Answer(Found(None, True), own)
-        if not self.reachable:
-            self.best = self.alone = nothing
-            self.routed: Answer | None = None
-            return
-        self.best = Answer(asked.search(shape, n_tokens), own)
-        self.alone = self.best
-        if not asked.fixed:
-            answers = asked.answers(shape, n_tokens, True)
-            right = (each for each in answers if each.is_believed(self.held(each)))
-            self.alone = next(right, None) or Answer(asked.search(shape, n_tokens, True), own)
+
+    @cached_property
+    def best(self) -> Answer:
+        """The schedule with the smallest sets, by any mechanism."""
+        found = self._own(False)
         smaller = self.alone.schedule
-        if smaller is not None and (
-            self.best.schedule is None or smaller.size < self.best.schedule.size
-        ):
-            self.best = self.alone
-        self.routed = self._routed()
+        if smaller is not None and (found.schedule is None or smaller.size < found.schedule.size):
+            return self.alone
+        return found
+
+    @cached_property
+    def alone(self) -> Answer:
+        """One by max-position retrieval alone, by all mechanisms where positions are told apart."""
+        if self.asked.fixed or not self.reachable:
+            return self._own(False)
+        answers = self.asked.answers(self.shape, self.n_tokens, True)
+        right = (each for each in answers if each.is_believed(self.held(each)))
+        return next(right, None) or self._own(True)
+
+    def _own(self, max_position_only: bool) -> Answer:
+        """The search for the target's own list."""
+        own = self.asked.readings[0]
+        if not self.reachable:
+            return Answer(Found(None, True), own)
+        return Answer(self.asked.search(self.shape, self.n_tokens, max_position_only), own)
 
     def held(self, answer: Answer) -> float | None:
         """How often a schedule holds the active set on samples; None where it was not run."""
@@ -349,11 +369,17 @@ class _Case:
             self._held[answer] = answer.run(self.samples, self.shape)
         return self._held[answer]
 
-    def _routed(self) -> Answer | None:
+    @cached_property
+    def routed(self) -> Answer | None:
         """A schedule of heads with several roles, where one does not do and queries can route."""
         shape = self.shape
         pairs = [c for c in self.asked.components if c.arity == 2 and c.tuples is None]
-        if self.alone.schedule is not None or self.asked.fixed or len(pairs) < 2:
+        if (
+            not self.reachable
+            or self.alone.schedule is not None
+            or self.asked.fixed
+            or len(pairs) < 2
+        ):
             return None
         able = [shape.routes, *[shape.has_mlp] * (shape.n_layers - 1)]
         if shape.n_layers < 2 or not any(able):
@@ -364,38 +390,61 @@ class _Case:
         return Answer(found, self.asked.readings[0]) if several else None
 
     def decide(
-        self, verify: bool, seed: int, count: Count, trees: int
+        self, seed: int, count: Count, trees: int, known: Sequence[Document] = ()
     ) -> tuple[Verdict, str, Document | None]:
-        """The verdict, what it rests on, and the witness if it is proved."""
-        if self.alone.schedule is not None and self.held(self.alone) in (None, 1.0):
-            return "allowed", self._allowed(self.alone), None
+        """The verdict, what it rests on, and the witness if it is proved.
+
+        A proof goes first: what a schedule misses may be too rare for samples. `known` are
+        witnesses of other sizes, which may serve here as well.
+        """
+        asked, case = self.asked, None if self.samples is None else self.task
+        positions_matter = asked.fixed and (self.shape.positional or self.shape.causal)
+        if case is not None and not (self.reachable and positions_matter):
+            witness = carried_over(known, case, self.shape)
+            witness = witness or excluding(case, self.shape, seed, asked.fixed)
+            if witness is not None:
+                return "excluded, proved", describe(witness), witness
+        if self.alone.schedule is not None and self.alone.is_believed(self.held(self.alone)):
+            return "allowed by construction", self._allowed(self.alone), None
         if self.routed is not None and self.held(self.routed) == 1.0:
             why = "by routed heads, each with several roles, "
-            return "allowed", why + self._allowed(self.routed).removeprefix("by a schedule "), None
-        positions_matter = self.asked.fixed and (self.shape.positional or self.shape.causal)
-        witness = None
-        if verify and self.alone.schedule is None and not (self.reachable and positions_matter):
-            witness = excluding(self.asked.task, self.shape, seed, self.asked.fixed)
-        if witness is not None:
-            return "excluded, proved", describe(witness), witness
+            return "allowed by construction", why + self._allowed(self.routed)[3:], None
         missing = self.alone.schedule is None
-        counted = missing and self.reachable and not self.asked.fixed
-        if counted and self.asked.counts_out(self.shape, self.n_tokens, count, trees):
-            why = (
-                f"by comparisons (count={count!r}, {self.asked.least_trees} trees by the observed "
-                "|I_F|), assuming one role a head and fixed trees; no collision proves it"
-            )
-            return "excluded by the paper's count", why, None
-        known = "is known" if missing else "that was found held the active tokens of all samples"
-        return "no schedule found", f"nothing is excluded, and no schedule {known}", None
+        counted = missing and self.reachable and not asked.fixed
+        if counted and asked.counts_out(self.shape, self.n_tokens, count, trees):
+            if asked.unmet:
+                return "open", (
+                    "the paper's count says no, but what it assumes does not hold here: "
+                    f"{'; '.join(asked.unmet)}; no schedule for these heads is known, no proof "
+                    "against them either"
+                ), None  # fmt: skip
+            return "excluded by the paper's count", (
+                f"by comparisons (count={count!r}, {asked.least_trees} trees by the observed "
+                "|I_F|); it assumes one role a head, fixed trees over whole tuples, and that more "
+                "partners are best as T grows, as far as samples show; no witness proves it"
+            ), None  # fmt: skip
+        found = "is known" if missing else "that was found held the active tokens of all samples"
+        return "open", f"nothing is excluded, and no schedule {found}", None
+
+    @property
+    def run_on(self) -> int:
+        """On how many inputs the schedule of the verdict was run."""
+        assert self.samples is not None
+        assert self.alone.schedule or self.best.schedule
+        answer = self.alone if self.alone.schedule is not None else self.best
+        assert answer.schedule is not None
+        return self.samples.number(answer.schedule, answer.reading.components)
 
     def _allowed(self, answer: Answer) -> str:
         assert answer.schedule is not None
         why = f"by a schedule with |I| <= {answer.schedule.size}"
-        if answer.reading.notes or answer.schedule.roles > 1:
+        if answer.reading.notes or answer.schedule.roles > 1 or answer.schedule.has_messages:
             why += f": {answer.describe()}"
         if answer.schedule.adaptive:
             why += "; its score jumps at what was found before, which no continuous score does"
+        if self.samples is not None:
+            n = self.samples.number(answer.schedule, answer.reading.components)
+            why += f"; run on {n} inputs, it fails on less than {3 / n:.2g} of all (95%)"
         return why
 
 
@@ -431,7 +480,7 @@ def _reasons(
     profile: ComparisonProfile,
     shape: ModelShape,
     answer: Answer,
-    reads: Sequence[int],
+    asked: Question,
 ) -> tuple[str, ...]:
     """The argument, in words."""
     reasons = []
@@ -443,7 +492,9 @@ def _reasons(
             f"{result.capacity} (eq 5 with K = {result.trees}, the last layer for CLS only "
             "[derived])"
         )
-    elif reads:
+        if asked.unmet:
+            reasons.append(f"what that count assumes does not hold: {'; '.join(asked.unmet)}")
+    elif len(asked.reads):
         reasons.append("the target compares nothing: it reads fixed positions")
     reasons.append(f"{result.verdict}: {result.why}")
     if alone is not None:
@@ -493,10 +544,16 @@ def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
             "one layer compares h T keys at its only query that is read, the target grows like "
             f"T^{profile.order}: for large T no number of heads of one layer is enough (Thm 1)"
         )
+    elif result.min_heads is None and (result.width or 0) > 1:
+        reasons.append(
+            f"its order of comparison is {profile.order}: by the paper's count no number of heads "
+            "is enough beyond some T without growing sets (Prop 2; not true of all such targets, "
+            "of the triangle proved for two layers)"
+        )
     elif result.min_heads is None:
         reasons.append(
-            f"its order of comparison is {profile.order}: beyond some T no number of heads is "
-            "enough without growing sets (Prop 2)"
+            f"its order of comparison is {profile.order}, of fixed trees, but the score's graph is "
+            "a tree: heads can retrieve its places one by one, against Prop 2 as it is printed"
         )
     else:
         reasons.append(

@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.exclusions import verify_exclusion
-from infoflow_lens.theory.comparison import growth_sizes
+from infoflow_lens.theory.comparison import (
+    Component,
+    all_different,
+    growth_sizes,
+    tuple_indices,
+)
 from infoflow_lens.theory.samples import Samples
 from infoflow_lens.theory.shapes import ModelShape
 
@@ -25,6 +31,16 @@ _INPUTS = 120
 _LONGEST = 4096
 _MOST_SCORES = 3 * 10**7
 _STEP = 1e-2
+_MOST_COPIED = 16
+_CHECKED = 50  # sequences, about, whose values the check of a witness asks for
+_MOST_CHECKED = 2 * 10**8
+_MOST_TIED = 20_000  # tuples of the tokens of tied ones
+_TIED_TRIES = 3
+_TIED_STEPS = 150
+_TIED_RATE = 0.1  # of a token's norm
+_TILT = 0.05
+_POOL = 2000
+_FILLERS = 64
 
 
 def excluding(task: Any, shape: ModelShape, seed: int, fixed: bool = False) -> Document | None:
@@ -47,8 +63,39 @@ def excluding(task: Any, shape: ModelShape, seed: int, fixed: bool = False) -> D
     elif _INPUTS * samples.n_scores <= _MOST_SCORES and not any(shape.windows):
         if shape.n_layers == 1:
             candidates.append(_pigeonholes(shape, samples))
-        candidates.append(_growths(shape, samples))
+        candidates += [_growths(shape, samples), _tied(shape, samples)]
     return next((found for each in candidates for found in each if is_witness(found, task)), None)
+
+
+def carried_over(documents: Sequence[Document], task: Any, shape: ModelShape) -> Document | None:
+    """A witness of more heads or fewer tokens that serves here; None if none does."""
+    if task.n_tokens > _LONGEST or _CHECKED * Samples(task, 1, 0).n_scores > _MOST_CHECKED:
+        return None
+    for document in documents:
+        fewer = all(a >= b for a, b in zip(document["n_heads"], shape.n_heads, strict=True))
+        if fewer and document["n_tokens"] <= task.n_tokens:
+            served = (d for d in _longer(document, task.n_tokens, shape) if is_witness(d, task))
+            if (found := next(served, None)) is not None:
+                return found
+    return None
+
+
+def _longer(document: Document, n_tokens: int, shape: ModelShape) -> Iterator[Document]:
+    """A witness whose sequences become longer by copies of one token that it does not move."""
+    n, sequences = document["n_tokens"], ("input", "contexts")
+    used = {*document.get("places", ()), *document.get("active", ())}
+    used |= {place for row in document.get("tuples", ()) for place in row}
+    for free in [place for place in range(n) if place not in used][:_MOST_COPIED]:
+
+        def grown(part: Any) -> Any:
+            if isinstance(part[0][0], list):
+                return [grown(each) for each in part]
+            return [*part, *[part[free]] * (n_tokens - n)]  # noqa: B023
+
+        other = {name: grown(document[name]) for name in sequences if name in document}
+        if "held" in document:
+            other["held"] = growth_sizes(shape.n_heads, 2**62)[-1][1]
+        yield document | other | {"n_tokens": n_tokens, "n_heads": list(shape.n_heads)}
 
 
 def is_witness(document: Document, task: Any) -> bool:
@@ -84,6 +131,13 @@ def describe(document: Document) -> str:
         return (
             f"CLS can hold {document['held']} tokens by max-position retrieval, whatever the "
             f"scores, and the value of the witness's input moves with {len(document['active'])}"
+        )
+    if kind == "ties":
+        n, m = len(document["tuples"][0]), len(document["tuples"])
+        return (
+            f"no choice of a head sees two of {m} tuples of {n} tokens that tie in the witness's "
+            f"input, each the best close to it, and CLS can hold {document['held']} of their "
+            f"{n * m} tokens"
         )
     if kind == "order":
         return (
@@ -154,6 +208,101 @@ def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
                 "growth", shape, samples, input=tokens, held=held, active=places,
                 moved=tokens[places] + step * torch.nn.functional.normalize(noise, dim=-1),
             )  # fmt: skip
+
+
+def _tied(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """Inputs at which more disjoint tuples tie than CLS can hold, and no choice sees two of them.
+
+    High tuples of random tokens are moved so that the least of them is as far as possible above all
+    others of the same tokens; then the others are lowered to it. All other tokens are copies of the
+    one that makes the worst tuples with them.
+    """
+    sizes = [(1, 0), *growth_sizes(shape.n_heads, 2**62)]
+    (token, before), (_, held) = sizes[-2:]
+    for component in getattr(samples.task, "components", ()):
+        a, m, plain = component.arity, held // component.arity + 1, component.tuples is None
+        n = a * m
+        if before + 2 * token >= 2 * a or not plain or component.positions is not None:
+            continue
+        if m < 2 or n > samples.task.n_tokens or n**a > _MOST_TIED:
+            continue
+        for seed in range(_TIED_TRIES):
+            x = _apart(component, samples.tokens(_POOL), m, samples.seed + seed)
+            if x is None:
+                continue
+            rest = samples.task.n_tokens - n
+            tokens = torch.cat([x, _worst(component, x, samples).expand(rest, -1)])
+            gradient = _along(component, x.view(m, a, -1))
+            slopes = gradient.norm(dim=-1, keepdim=True)
+            near = torch.cdist(x, tokens) + torch.eye(n, len(tokens)).mul(1e9)
+            step = min(_STEP, 0.2 * float(near.min())) * float(slopes.min())
+            yield _document(
+                "ties", shape, samples, input=tokens, held=held,
+                tuples=torch.arange(n).view(m, a),
+                moved=x.view(m, a, -1) + step * gradient / slopes.square(),
+            )  # fmt: skip
+
+
+def _along(
+    component: Component, x: Float[Tensor, "tuple arity d"]
+) -> Float[Tensor, "tuple arity d"]:
+    """By how much preferences grow with each token, along the sphere that it lies on."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(component.preference(x).sum(), x)
+    outwards = torch.nn.functional.normalize(x.detach(), dim=-1)
+    if x.shape[-1] == 1:
+        return gradient
+    return gradient - (gradient * outwards).sum(dim=-1, keepdim=True) * outwards
+
+
+def _apart(
+    component: Component, pool: Float[Tensor, "sample d"], m: int, seed: int
+) -> Float[Tensor, "token d"] | None:
+    """Tokens of m tuples that tie above all other tuples of these tokens; None if not found."""
+    a, generator = component.arity, torch.Generator().manual_seed(seed)
+    drawn = pool[torch.randint(len(pool), (_POOL * m, a), generator=generator)]
+    best = component.preference(drawn).topk(m).indices
+    x = drawn[best].flatten(0, 1)
+    norms = x.norm(dim=-1, keepdim=True)
+    tuples = tuple_indices(len(x), a, False)
+    own = torch.arange(len(x)).view(m, a)
+    alike = (tuples.sort(dim=1).values[:, None] == own).all(dim=2)  # a tuple in another order
+    others = tuples[~alike.any(dim=1)]
+    if component.distinct:
+        others = others[all_different(others)]
+
+    def margin(x: Tensor) -> Tensor:
+        return component.preference(x[own]).amin() - component.preference(x[others]).amax()
+
+    for step in range(_TIED_STEPS):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            (gradient,) = torch.autograd.grad(margin(x), x)
+        rate = _TIED_RATE * (1 - step / _TIED_STEPS)
+        x = x.detach() + rate * norms.mean() * torch.nn.functional.normalize(gradient, dim=-1)
+        x *= norms / x.norm(dim=-1, keepdim=True)
+    # a tilt keeps the derivatives at the tuples off 0; then all are lowered to the least
+    x = x + _TILT * norms * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    x *= norms / x.norm(dim=-1, keepdim=True)
+    for _ in range(_TIED_STEPS):
+        values = component.preference(x[own])
+        gradient = _along(component, x[own])[:, 0]
+        by = (values - values.amin()) / gradient.square().sum(dim=-1).clamp(min=1e-9)
+        x[own[:, 0]] -= by[:, None].clamp(max=1) * gradient
+        x *= norms / x.norm(dim=-1, keepdim=True)
+    return x if float(margin(x)) > 0 else None
+
+
+def _worst(component: Component, x: Float[Tensor, "token d"], samples: Samples) -> Tensor:
+    """Of some tokens the one with which tuples of x and itself are the worst."""
+    tuples = tuple_indices(len(x) + 1, component.arity, False)
+    with_it = tuples[(tuples == len(x)).any(dim=1)]
+    found = [
+        (float(component.preference(torch.cat([x, token[None]])[with_it]).amax()), number)
+        for number, token in enumerate(samples.tokens(_FILLERS))
+    ]
+    return samples.tokens(_FILLERS)[min(found)[1]]
 
 
 def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:

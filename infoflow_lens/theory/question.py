@@ -1,7 +1,9 @@
 """The counts of a target, and the lists of components that serve it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from infoflow_lens.theory.comparison import (
 from infoflow_lens.theory.equivalence import Reading, readings
 from infoflow_lens.theory.samples import Samples
 from infoflow_lens.theory.schedule import Schedule
+from infoflow_lens.theory.score_graph import graph_of, partners_grow
 from infoflow_lens.theory.search import Found, find, needs_order
 from infoflow_lens.theory.shapes import ModelShape
 
@@ -55,8 +58,9 @@ class Answer:
         return samples.learns(self.schedule, self.reading.components, shape)
 
     def is_believed(self, held: float | None) -> bool:
-        """Whether the schedule serves the target; a list that is not its own must have been run."""
-        return held == 1.0 or (held is None and not self.reading.notes)
+        """Whether the schedule serves the target; one that rests on samples must have been run."""
+        asked = self.schedule is not None and self.schedule.has_messages
+        return held == 1.0 or (held is None and not self.reading.notes and not asked)
 
     def describe(self) -> str:
         """The schedule and its list, in words."""
@@ -172,6 +176,38 @@ class Question:
         if not reading.notes:
             return self.profile
         return components_profile(self.profile.name, reading.components)
+
+    @cached_property
+    def width(self) -> int | None:
+        """The largest treewidth of a score's graph, of the list that needs least; None if unasked.
+
+        Pairs whose positions must differ have width 1.
+        """
+        reading = self.readings[-1]
+        if reading.tokens is None:
+            return None
+        return max(graph_of(c, reading.tokens).width for c in reading.components)
+
+    @cached_property
+    def unmet(self) -> tuple[str, ...]:
+        """What the paper's count assumes and the target was seen not to have, in words."""
+        reading = self.readings[-1]
+        if reading.tokens is None:
+            return ()
+        tokens, unmet = reading.tokens, []
+        graphs = [graph_of(c, tokens) for c in reading.components]
+        if any(len(graph.edges) < math.comb(graph.n_places, 2) for graph in graphs):
+            unmet.append(
+                f"whole tuples are compared, and the score splits (its graph has treewidth "
+                f"{self.width}, so that about T^{(self.width or 0) + 1} comparisons are enough)"
+            )
+        fewest = min((len(plan.messages) for plan in reading.plans()), default=None)
+        if fewest is not None and fewest < sum(len(g.edges) for g in graphs if g.is_forest):
+            unmet.append("each pair is looked up apart, and one look-up serves several")
+        pairs = [c for c in reading.components if c.arity == 2 and c.tuples is None]
+        if any(not partners_grow(pair, tokens) for pair in pairs):
+            unmet.append("more tokens are best partners as T grows, and the same few stay")
+        return tuple(unmet)
 
     def counts_out(self, shape: ModelShape, n_tokens: int, count: Count, trees: int) -> bool:
         """Whether fewer comparisons are made than the least number of trees needs.

@@ -1,6 +1,7 @@
 """Sequences of a target, at a T that can be drawn and run."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.theory.comparison import best_tuples
+from infoflow_lens.theory.comparison import Component, best_tuples
 from infoflow_lens.theory.schedule import Schedule, as_vectors, inputs, learns, reference_tokens
 from infoflow_lens.theory.shapes import ModelShape
 
@@ -46,21 +47,30 @@ class Samples:
                 return None if task.n_tokens > _LARGEST_RUN else cls(task, n, seed)
         return cls(task, n, seed)
 
-    def learns(self, schedule: Schedule, components: Any, shape: ModelShape) -> float:
-        """How often a schedule that retrieves these components holds the active set."""
+    def number(self, schedule: Schedule, components: Sequence[Component]) -> int:
+        """On how many of them a schedule is run: on fewer than there are where that is dear."""
         arity = max([1, *(c.arity for c in components)])
         size = min(self.task.n_tokens, schedule.size)
         work = self.task.n_tokens * size**arity * max(1, len(components)) + self.n_scores
+        return max(5, min(self.n, _MOST_SCORES // max(1, work)))
+
+    def learns(
+        self, schedule: Schedule, components: Sequence[Component], shape: ModelShape
+    ) -> float:
+        """How often a schedule that retrieves these components holds the active set."""
         return learns(
-            self.task, schedule, max(5, min(self.n, _MOST_SCORES // max(1, work))), self.seed,
+            self.task, schedule, self.number(schedule, components), self.seed,
             components=components, positional=shape.positional, causal=shape.causal,
         )  # fmt: skip
 
     @property
     def n_scores(self) -> int:
-        """Tuples that the target compares on one of them."""
-        components = getattr(self.task, "components", ())
-        return sum(c.n_tuples(self.task.n_tokens, ordered=not c.symmetric) for c in components)
+        """Tuples whose scores the target asks for on one of them."""
+        n = self.task.n_tokens
+        return sum(
+            n if c.rank > 1 else c.n_tuples(n, ordered=not c.symmetric)
+            for c in getattr(self.task, "components", ())
+        )
 
     def tokens(self, n: int) -> Float[Tensor, "sample d_token"]:
         """Some tokens."""

@@ -20,7 +20,7 @@ from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Seed, checked
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.information_sets import InformationSets, initial_sets, update
-from infoflow_lens.theory.jobs import Job, Progress
+from infoflow_lens.theory.jobs import Job, Message, Progress
 
 
 @runtime_checkable
@@ -104,8 +104,17 @@ class Schedule:
 
     @property
     def adaptive(self) -> bool:
-        """Whether what a head looks for depends on what was found before."""
-        return any(job.is_adaptive for job in self.jobs)
+        """Whether what a head looks for depends on what was found before.
+
+        A first step of such a search is that for the largest or the smallest, and depends on none.
+        """
+        steps = [job.uses for job in self.jobs if job.is_adaptive]
+        return len(steps) > len(set(steps))
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether it rests on the graph of a score, which was asked on samples or declared."""
+        return any(isinstance(job, Message) for job in self.jobs)
 
     def describe(self) -> str:
         """The jobs in words."""

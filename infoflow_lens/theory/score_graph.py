@@ -27,6 +27,7 @@ ASKED = 400  # pairs of fillings for each question
 _COLLAPSED = 3000
 _ANCHORS = 6  # fillings of the other places, over which scores of some places are averaged
 _ROUNDING = 1e-5  # relative, of numbers of 32 bits
+_FIRST = 40  # draws, for a first look
 _MOST_PLACES = 12  # the treewidth is exact, by subsets
 
 
@@ -124,7 +125,7 @@ def graph_of(
         (i, j)
         for i, j in pairs
         if any(
-            reversals(component.preference, component.arity, [one], rest(i, j), tokens, n)
+            reverses(component.preference, component.arity, [one], rest(i, j), tokens, n)
             for one in (i, j)
         )
     )
@@ -179,6 +180,20 @@ def reversals(
         else _step(other, *both)
     )
     return float((before * after < 0).double().mean())
+
+
+def reverses(
+    score: Score,
+    arity: int,
+    places: Sequence[int],
+    fixed: Sequence[int],
+    tokens: Float[Tensor, "sample d_token"],
+    n: int,
+    other: Score | None = None,
+) -> bool:
+    """Whether :func:`reversals` sees any, in a few draws or else in all."""
+    draws = (_FIRST, n)
+    return any(reversals(score, arity, places, fixed, tokens, m, m, other) > 0 for m in draws)
 
 
 def _step(score: Score, one: Tensor, two: Tensor) -> Tensor:
@@ -279,8 +294,8 @@ def order_of(component: Component, places: Sequence[int], n_filled: int, tokens:
         said = partial(sum_of_parts, inside, places)
         whole = partial(placed, said, places)
         filled, given = places[:n_filled], places[n_filled:]
-        agreed = partial(reversals, component.preference, component.arity, filled, given, tokens)
-        if agreed(n=5 * ASKED, other=whole) == 0:
+        score, n = component.preference, 5 * ASKED
+        if not reverses(score, component.arity, filled, given, tokens, n, whole):
             return said
     generator = torch.Generator().manual_seed(4)
     return partial(
@@ -293,3 +308,20 @@ def _averaged(score: Score, places: Sequence[int], anchors: Tensor, x: Tensor) -
     filled = anchors.to(x).expand(*x.shape[:-2], *anchors.shape).clone()
     filled[..., list(places), :] = x.unsqueeze(-3)
     return score(filled).mean(dim=-1)
+
+
+def partners_grow(component: Component, tokens: Float[Tensor, "sample d_token"]) -> bool:
+    """Whether more tokens are the best partner of some query among 256 keys than among 16.
+
+    Where they do not, a few single tokens serve as partners, as the farthest ones do for convex
+    scores, and no head has to look up pairs.
+    """
+    generator = torch.Generator().manual_seed(7)
+    queries = tokens[torch.randint(len(tokens), (256,), generator=generator)]
+    counts = []
+    for n_keys in (16, 256):
+        keys = tokens[torch.randint(len(tokens), (n_keys,), generator=generator)]
+        pairs = torch.stack(torch.broadcast_tensors(queries[:, None], keys[None]), dim=-2)
+        sides = [component.preference(x).argmax(dim=1) for x in (pairs, pairs.flip(-2))]
+        counts.append(min(len(keys[side].unique(dim=0)) for side in sides))
+    return counts[1] > counts[0]

@@ -22,7 +22,7 @@ from infoflow_lens.theory.score_graph import (
     graph_of,
     order_of,
     placed,
-    reversals,
+    reverses,
 )
 
 _MOST_ROOTS = 64  # choices of roots that are tried
@@ -150,8 +150,8 @@ class _Maker:
         for rest in itertools.permutations(filled[1:]):
             order = (0, *rest)
             other = partial(placed, two.score, [*order, one.size])
-            if not reversals(
-                one.score, one.size + 1, filled, [one.size], self.tokens, 5 * ASKED, other=other
+            if not reverses(
+                one.score, one.size + 1, filled, [one.size], self.tokens, 5 * ASKED, other
             ):
                 return order
         return None

@@ -13,6 +13,7 @@ from infoflow_lens.studies.bounds import (
     kth_largest_bound,
     kth_largest_collision,
     softmin_gap,
+    triangle_limit,
 )
 from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
 from tests.reference.pigeonholes import (
@@ -138,3 +139,32 @@ def test_the_gap_of_a_softmin_over_numbers_beyond_floats():
     # Lambert's equation w e^w = (n - 1) / e, in logarithms
     w = softmin_gap(10**400, 1.0)
     assert w + math.log(w) == pytest.approx(400 * math.log(10) - 1)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_two_layers_lose_the_triangle_from_an_explicit_length_on(first, second):
+    """Below it the bound on what heads see of planted triples is no bound."""
+    limit = triangle_limit(first, second)
+    m = (second * (1 + first) + first) // 3 + 1
+    for n_tokens, excluded in ((limit, True), (10 * limit, True), (limit - 3, False)):
+        n = (n_tokens - 3 * m) / 3
+        cls = 3 * m * first * 2 / n
+        own = 3 * m * first * 2 * 2 / n  # a planted token picks one of the two others
+        two = n_tokens * m * first * (first - 1) * 3 * 2 / n**2  # by two heads of one state
+        assert (cls + own + two < 1) == excluded
+
+
+def test_planted_tokens_are_rarely_picked():
+    """Heads that score tokens by how near they come to closing a triple, at growing T."""
+    generator = torch.Generator().manual_seed(0)
+    shares = []
+    for n in (5, 20, 80):
+        x, y = torch.rand(2, 400, n, generator=generator)
+        z = -2 * torch.rand(400, n, generator=generator)
+        z[:, 0] = -x[:, 0] - y[:, 0]  # planted among n of each law
+        tokens = torch.cat([x, y, z], dim=1)
+        for query, partner in ((x[:, :1], 2 * n), (z[:, :1], 0)):
+            picked = (-(tokens + query).square()).argmax(dim=1) == partner
+            assert float(picked.float().mean()) <= 2 / n + 0.05
+            shares.append(float(picked.float().mean()))
+    assert shares[-1] < 0.1

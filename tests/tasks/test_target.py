@@ -129,7 +129,7 @@ def test_a_target_is_trained_estimated_and_described():
     architecture = Architecture(
         n_heads=(2, 2), d_model=16, d_token=3, n_tokens=8, positional_embedding="learned"
     )
-    assert estimate(architecture, task).verdict == "allowed"
+    assert estimate(architecture, task).verdict == "allowed by construction"
     model = build_model(architecture, seed=0)
     config = TrainingConfig(epochs=2, batch_size=64)
     trained = train(model, task, config, progress=False)
@@ -160,7 +160,7 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
     for name in ("mine:task", "mine.py:task", "mine:sized"):
         result = CliRunner().invoke(app, ["estimate", name, "--heads", "1", "--json"])
         assert result.exit_code == 0, result.stderr
-        assert '"verdict": "allowed"' in result.stdout
+        assert '"verdict": "allowed by construction"' in result.stdout
     assert load_task("mine:task", n_tokens=12).n_tokens == 12
     assert load_task("mine:sized", n_tokens=5).n_tokens == 5
     with pytest.raises(InfoFlowError, match="did you mean 'n_tokens'"):
@@ -241,7 +241,7 @@ def test_tuples_of_different_positions_or_of_listed_ones():
     shape = ModelShape((1, 1), (16, 16), 7, positional=True)
     for task in tasks:
         found = estimate(shape, task)
-        assert (found.verdict, found.verified) == ("allowed", 1.0)
+        assert (found.verdict, found.verified) == ("allowed by construction", 1.0)
 
 
 def test_probes_read_a_target_by_module_and_name(tmp_path, monkeypatch):
