@@ -13,7 +13,8 @@ for heads in ((4, 4), (2, 4)):
     found = estimate(architecture, task)
     print(f"heads {heads}: max-position retrieval alone: {found.verdict}")
     print(f"  some |I| >= {found.min_information}; |I| <= {found.upper_information} is enough")
-    print(f"  parameters between eps^-{found.lower['law']:g} and eps^-{found.upper['law']:g}")
+    least, enough = found.lower["certified"], found.upper["law"]
+    print(f"  parameters between eps^-{least:g} and eps^-{enough:g}")
     print(f"  schedule: {found.schedule.describe()}")
 
 # The same with the lower bound that is proved, instead of the paper's count: little is excluded.

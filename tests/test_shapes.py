@@ -18,6 +18,7 @@ with install_import_hook("infoflow_lens", "beartype.beartype"):
     from infoflow_lens.studies.demo import DemoConfig, run_demo
     from infoflow_lens.hooks.passes.ranking import rank_keys
     from infoflow_lens.studies.constructions import CONSTRUCTIONS
+    from infoflow_lens.studies import *
 
 import torch
 run_demo(

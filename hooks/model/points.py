@@ -92,8 +92,6 @@ def _what_to_give(model: Any) -> str:
         return f"; give load_any({model!r}).model"
     if hasattr(getattr(model, "model", None), "hook_dict"):
         return "; give its .model"
-    if hasattr(model, "config") and hasattr(model, "main_input_name"):  # of transformers
-        return "; give load_any(model).model, which hosts it"
     return ""
 
 

@@ -34,7 +34,6 @@ from infoflow_lens.foundation.files import (
     user_path,
     writable_folder,
 )
-from infoflow_lens.foundation.record import is_same
 
 MANIFEST = "manifest.jsonl"
 PRIVATE = ".infoflow-lens"  # the folder for files that are needed only during a run
@@ -127,6 +126,8 @@ class RunFolder:
         """
         if self.identity is None:
             return
+        from infoflow_lens.foundation.record import is_same  # which loads torch
+
         for what, now in json.loads(json.dumps(dict(identity))).items():
             was = self.identity.get(what)
             if is_same(was, now):

@@ -286,7 +286,7 @@ def test_bad_substitutions_are_named(token_model, model, inputs):
         measure_mechanisms(model, inputs, metric="kl", progress=False)
     with pytest.raises(InfoFlowError, match="the same for all inputs"):
         measure_mechanisms(model, inputs[:1].expand(4, -1, -1), progress=False)
-    with pytest.raises(InfoFlowError, match="no transformer blocks"):
+    with pytest.raises(InfoFlowError, match="Linear does not run on an example"):
         measure_mechanisms(torch.nn.Linear(2, 2), inputs, progress=False)
     with pytest.raises(InfoFlowError, match="metric 'loss' is over all next tokens"):
         measure_mechanisms(token_model, torch.ones(2, 3).long(), metric="loss", read=(1,))

@@ -20,6 +20,7 @@ CASES = {
     "depth_separation": {"attention": "hardmax", "ffn": "exact", "n_tokens": 9},
     "d_retrieval": {"attention": "hardmax"},
     "intrinsic_dimension": {"attention": "hardmax", "n_tokens": 9},
+    "best_tree": {"attention": "hardmax", "n_tokens": 8},
     "position_sum": {},
     "global_mean": {},
     "kth_largest": {"n_tokens": 7, "k": 3},
