@@ -37,9 +37,8 @@ def _chaos(seed: int) -> list[str]:
 TOOLS: dict[str, Callable[[int], list[str]]] = {
     "inputs": lambda seed: ["-m", "tests.fuzz", "--cases", "300", "--seed", f"{seed}"],
     "interruptions": _chaos,
-    "verdicts": lambda seed: _python(
-        f"from tests.theory.test_referee import referee; referee({1000 + seed})"
-    ),
+    "verdicts": lambda seed: ["-m", "tests.referee", "--n", "20", "--impossible", "5", "--seed",
+                              f"{1000 * (1000 + seed)}"],
     "schedules": lambda seed: _python(
         f"from tests.theory.test_search import by_brute_force; by_brute_force({1000 + seed})"
     ),

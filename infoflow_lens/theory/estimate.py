@@ -401,7 +401,8 @@ class _Case:
         positions_matter = asked.fixed and (self.shape.positional or self.shape.causal)
         if case is not None and not (self.reachable and positions_matter):
             witness = carried_over(known, case, self.shape)
-            witness = witness or excluding(case, self.shape, seed, asked.fixed)
+            unserved = self.alone.schedule is None
+            witness = witness or excluding(case, self.shape, seed, asked.fixed, unserved)
             if witness is not None:
                 return "excluded, proved", describe(witness), witness
         if self.alone.schedule is not None and self.alone.is_believed(self.held(self.alone)):

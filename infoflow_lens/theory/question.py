@@ -26,7 +26,7 @@ from infoflow_lens.theory.search import Found, find, needs_order
 from infoflow_lens.theory.shapes import ModelShape
 
 _OBSERVED = 50  # inputs on which |I_F| is observed
-_TOKENS = 512  # on which scores are asked
+_TOKENS = 8192  # on which scores are asked
 _OBSERVED_AT = 64  # their T, so that active tokens are not crowded, unless that is dear
 _MOST_SCORES = 3 * 10**7
 

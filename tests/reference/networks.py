@@ -1,16 +1,16 @@
 """Targets made from small networks of hard attention, each with the network that computes it.
 
-Nothing of the theory's jobs, searches or counts is used: a network is a function of the tokens that
-calls `Heads.read`, which counts how many heads each layer uses.
+Nothing of the theory's jobs, searches, graphs or counts is used: a network is a function of the
+tokens that calls `Heads.read`, which counts how many heads each layer uses.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from infoflow_lens.theory.comparison import Component
+from infoflow_lens.theory import Component
 
 
 @dataclass
@@ -43,11 +43,17 @@ class Made:
         components: as `Target` takes them.
         outer: from values [batch, component] to [batch].
         network: from Heads and tokens to [batch].
+        arity: the longest tuple, which says how long sequences may be.
+        subset: positions that all components look at; None for all.
+        rare: a token [d] of rare inputs on which more tokens matter; None for none.
     """
 
     components: list
     outer: Callable
     network: Callable
+    arity: int = 2
+    subset: Sequence[int] | None = None
+    rare: object = None
 
 
 def linear(rng, d):
@@ -195,14 +201,169 @@ def top_k(rng, d):
     return Made([single(score, rank=r) for r in (1, 2, 3)], lambda z: z.sum(dim=1), network)
 
 
+def random_pair(rng, d):
+    """A score of two tokens: bilinear, a small network, or how near they come to lying opposite."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return bilinear(rng, d)
+    draw = lambda *shape: torch.tensor(  # noqa: E731
+        [rng.gauss(0, 1) for _ in range(torch.Size(shape).numel())]
+    ).view(shape)
+    u, v, w = draw(d, 5), draw(d, 5), draw(5)
+    if kind == 1:
+        return lambda x, y: torch.tanh(x @ u + y @ v) @ w
+    return lambda x, y: -((x + y) @ u).square().sum(dim=-1) / d
+
+
+def random_single(rng, d):
+    """A score of one token: linear, quadratic, bent, or the larger of two."""
+    a, b, kind = linear(rng, d), linear(rng, d), rng.randrange(4)
+    return [
+        a,
+        lambda x: a(x) * b(x),
+        lambda x: torch.tanh(a(x)) + 0.3 * b(x),
+        lambda x: torch.maximum(a(x), b(x)),
+    ][kind]
+
+
+SCORES = {**GROWING, "arctan": torch.atan}
+
+
+def tree(rng, d, parents, alone=0):
+    """The best tuple of a tree of places, and of single ones, in one score, places in any order.
+
+    Places are eliminated from the last on: tokens find the best for a place and what it holds.
+    """
+    n = len(parents) + 1
+    edges = {place: random_pair(rng, d) for place in range(1, n)}
+    own = [random_single(rng, d) for _ in range(n + alone)]
+    weight = [rng.choice([0.0, 1.0]) if place < n else 1.0 for place in range(n + alone)]
+    g, at = SCORES[rng.choice(list(SCORES))], rng.sample(range(n + alone), n + alone)
+
+    def score(x):
+        tokens = [x[..., at[place], :] for place in range(n + alone)]
+        pairs = sum(edges[p](tokens[p], tokens[parents[p - 1]]) for p in edges)
+        return g(pairs / 2 + sum(w * s(t) for w, s, t in zip(weight, own, tokens, strict=True)) / 2)
+
+    height = [0] * n
+    for place in reversed(range(1, n)):
+        height[parents[place - 1]] = max(height[parents[place - 1]], height[place] + 1)
+
+    def network(heads, x, layer=None):
+        last = height[0] if layer is None else max(layer, height[0])
+        held = dict.fromkeys(range(n), x)  # each token with what it carries for a place
+        worth = {place: weight[place] * own[place](x) for place in range(n)}
+        order = {place: [place] for place in range(n)}
+        for place in reversed(range(1, n)):
+            parent = parents[place - 1]
+            both = edges[place](x[:, None], x[:, :, None])  # [batch, query as parent, key]
+            found = heads.read(
+                height[place], "tokens", both + worth[place][:, None],
+                torch.cat([held[place], worth[place][..., None]], dim=-1),
+            )  # fmt: skip
+            carried, value = found[..., :-1], found[..., -1]
+            held[parent] = torch.cat([held[parent], carried], dim=-1)
+            worth[parent] = worth[parent] + value + edges[place](carried[..., :d], x)
+            order[parent] = order[parent] + order[place]
+        best = heads.read(last, "CLS", worth[0][:, None], held[0])[:, 0]
+        tokens = dict(zip(order[0], best.split(d, dim=-1), strict=True))
+        for place in range(n, n + alone):
+            tokens[place] = heads.read(last, "CLS", own[place](x)[:, None], x)[:, 0]
+        return score(torch.stack([tokens[at.index(p)] for p in range(n + alone)], dim=-2))
+
+    component = Component(n + alone, score)
+    return Made([component], lambda z: z[:, 0], network, n + alone)
+
+
+def pairs_of_any_kind(rng, d):
+    """A best pair by any score."""
+    return tree(rng, d, [0])
+
+
+def star(rng, d):
+    """Two or three arms around one token."""
+    return tree(rng, d, [0] * rng.choice([2, 2, 3]))
+
+
+def path(rng, d):
+    """A chain of four or five places, or one with a side arm: three layers."""
+    return tree(rng, d, rng.choice([[0, 0, 1], [0, 0, 1], [0, 0, 1, 2], [0, 1]]))
+
+
+def pair_and_single(rng, d):
+    """A pair and a single token, or two, in one score."""
+    return tree(rng, d, [0], alone=rng.choice([1, 1, 2]))
+
+
+def star_and_single(rng, d):
+    """A chain of three and a single token in one score."""
+    return tree(rng, d, [0, 0], alone=1)
+
+
+def definite(rng, d):
+    """Best pairs by positive semidefinite forms: single tokens."""
+    roots = [torch.tensor([[rng.gauss(0, 1) for _ in range(d)] for _ in range(d)]) for _ in "123"]
+    roots = roots[: rng.randint(1, 3)]
+    scores = [lambda x, r=r: (x @ r).square().sum(dim=-1) for r in roots]
+
+    def network(heads, x, layer=0):
+        found = [heads.read(layer, "CLS", s(x)[:, None], x)[:, 0] for s in scores]
+        return sum(s(token) for s, token in zip(scores, found, strict=True))
+
+    parts = [pair(lambda x, y, r=r: ((x @ r) * (y @ r)).sum(dim=-1)) for r in roots]
+    return Made(parts, lambda z: z.sum(dim=1), network)
+
+
+def twice(rng, d):
+    """A target and itself again, by a growing function, its places in another order."""
+    inner = rng.choice([star, path, pairs_of_any_kind])(rng, d)
+    (component,), g = inner.components, SCORES[rng.choice(list(SCORES))]
+    turned = rng.sample(range(component.arity), component.arity)
+    other = Component(component.arity, lambda x: g(component.score(x[..., turned, :])))
+    return Made(
+        [component, other],
+        lambda z: z[:, 0] + 2 * z[:, 1],
+        lambda h, x, **layer: (y := inner.network(h, x, **layer)) + 2 * g(y),
+        inner.arity,
+    )
+
+
+def rare(rng, d):
+    """A score with a large value where a coordinate of a token is rare, and one without it."""
+    score, bound, outer = linear(rng, d), rng.uniform(2.0, 3.0), rng.randrange(2)
+    bump = lambda x: 5 * torch.relu(x[..., 0] - bound)  # noqa: E731
+    high = lambda x: score(x) + bump(x)  # noqa: E731
+
+    def network(heads, x, layer=0):
+        found = [heads.read(layer, "CLS", s(x)[:, None], x)[:, 0] for s in (score, high)]
+        return score(found[0]) + (1 + outer) * high(found[1])
+
+    made = Made(
+        [single(score), single(high)], lambda z: z[:, 0] + (1 + outer) * z[:, 1], network, 1
+    )
+    made.rare = torch.eye(d)[0] * (bound + 20)
+    return made
+
+
+def masked(rng, d):
+    """A target that looks at some positions only, by scores that know where a token stands."""
+    inner = rng.choice([pairs_of_any_kind, alike, star])(rng, d)
+    made = Made(inner.components, inner.outer, None, inner.arity)
+    made.subset = sorted(rng.sample(range(6), rng.randint(3, 5)))
+    made.network = lambda h, x, **layer: inner.network(h, x[:, made.subset], **layer)
+    return made
+
+
 FAMILIES = [
     largest, smallest, one_of_many, alike, alike_pairs, largest_pair, separable, repeated, top_k,
+    pairs_of_any_kind, star, path, pair_and_single, star_and_single, definite, twice, rare,
 ]  # fmt: skip
 
 
 def composed(rng, d):
     """The sum of two such targets, each by heads of its own in the last layers."""
-    one, other = (rng.choice(FAMILIES)(rng, d) for _ in range(2))
+    families = [f for f in FAMILIES if f not in (path, rare, star_and_single)]
+    one, other = (rng.choice(families)(rng, d) for _ in range(2))
     n = len(one.components)
 
     def network(heads, x):
@@ -212,17 +373,22 @@ def composed(rng, d):
         [*one.components, *other.components],
         lambda z: one.outer(z[:, :n]) + other.outer(z[:, n:]),
         network,
+        max(one.arity, other.arity),
     )
 
 
 def functioned(rng, d):
     """A growing function of such a target."""
-    inner, g = rng.choice(FAMILIES)(rng, d), GROWING[rng.choice(list(GROWING))]
-    return Made(inner.components, lambda z: g(inner.outer(z)), lambda h, x: g(inner.network(h, x)))
+    inner, g = rng.choice(FAMILIES[:-1])(rng, d), GROWING[rng.choice(list(GROWING))]
+    network = lambda h, x: g(inner.network(h, x))  # noqa: E731
+    return Made(inner.components, lambda z: g(inner.outer(z)), network, inner.arity)
+
+
+KINDS = [*FAMILIES, masked, composed, composed, functioned]
 
 
 def make(seed):
-    """A target and its network, of some family."""
+    """A target and its network, of some family, its tokens' dimension and what draws on."""
     rng = random.Random(seed)
-    family = [*FAMILIES, composed, composed, functioned][seed % (len(FAMILIES) + 3)]
-    return family.__name__, family(rng, rng.randint(3, 5)), rng
+    family, d = KINDS[seed % len(KINDS)], rng.randint(3, 5)
+    return family.__name__, family(rng, d), d, rng
