@@ -24,19 +24,24 @@ from pathlib import Path
 
 import psutil
 
+from infoflow_lens import probe
 from tests.fuzz import SPOILS, spoiled
 from tests.processes import Program, started
 from tests.reference import zoo
 
 _STUCK, _STILL = 1000, "still running"
-TROUBLES = ("SIGINT", "SIGTERM", "SIGKILL", "worker", "spoiled", "full disk", "twice")
-# Files of at most so many bytes, then the command.
+TROUBLES = ("SIGINT", "SIGTERM", "SIGKILL", "worker", "spoiled", "full disk", "twice", "closed")
+# Files of at most so many bytes, or without standard streams, then the command.
 _LIMITED = """
-import faulthandler, resource, runpy, signal, sys
+import faulthandler, os, resource, runpy, signal, sys
 faulthandler.register(signal.SIGUSR1)  # what it does, if it does not end
 limit = int(sys.argv[1])
-if limit:
+if limit > 0:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+elif limit < 0:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.close(number)
+        setattr(sys, name, None)
 del sys.argv[:2]
 if sys.argv[0].endswith(".py"):
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -81,6 +86,27 @@ try:
 except typer.Exit as left:
     sys.exit(left.exit_code)
 """
+# A result of fewer parts over one of more, of which a kill may leave files that have no name yet.
+_SAVING = """
+import sys
+from pathlib import Path
+
+import typer
+
+from infoflow_lens.commands.common import report_errors
+from infoflow_lens.foundation.streams import open_streams
+from infoflow_lens.hooks import Result
+open_streams()
+home, out = Path(sys.argv[0]).parent, Path(sys.argv[1])
+try:
+    with report_errors():
+        for name in ("larger", "smaller"):
+            Result.load(home / name / "positions").save(out / "positions")
+        Result.load(out / "positions").whole()
+except typer.Exit as left:
+    sys.exit(left.exit_code)
+"""
+_UNNAMED = r"\..*\.[0-9a-f]{12}\.part"
 
 
 @dataclass
@@ -104,9 +130,9 @@ class Place:
 
 def commands(home: Path, address: str | None) -> dict[str, list[str]]:
     """What is run, without its folder."""
-    demo, training = home / "demo.py", home / "training.py"
-    demo.write_text(_SMALL_DEMO)
-    training.write_text(_SMALL_TRAINING)
+    demo, training, saving = (home / f"{name}.py" for name in ("demo", "training", "saving"))
+    for script, text in ((demo, _SMALL_DEMO), (training, _SMALL_TRAINING), (saving, _SAVING)):
+        script.write_text(text)
     lens = "infoflow_lens.cli"
     probe = [lens, "probe", str(home / "model"), "--data", "repeated", "--n", "60",
              "--max-length", "12", "--batch-size", "2", "--n-detail", "6", "--ranks", "1,2",
@@ -120,6 +146,7 @@ def commands(home: Path, address: str | None) -> dict[str, list[str]]:
                    "--window", "8", "--quiet", "--out"],
         "demo": [str(demo)],
         "train-language-model": [str(training)],
+        "save": [str(saving)],
         "study": [*study, "--out"],
         "study, language model": [lens, "study", "top_k", "--model", str(home / "model"),
                                   "--preset", "smoke", "--quiet", "--resume", "--out"],
@@ -157,7 +184,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {
         path.relative_to(out).as_posix(): path.read_bytes()
         for path in sorted(out.rglob("*"))
-        if path.is_file()
+        if path.is_file() and not re.fullmatch(_UNNAMED, path.name)
     }
 
 
@@ -186,9 +213,9 @@ def trouble(
     kind: str, command: list[str], out: Path, seconds: float, place: Place, drawn: random.Random
 ) -> str:
     """Trouble for one run; what it said."""
-    limit = drawn.choice([500, 3000, 20_000]) if kind == "full disk" else 0
-    program = place.start(command, out, limit)
-    if kind == "full disk":
+    limits = {"full disk": [500, 3000, 20_000], "closed": [-1]}
+    program = place.start(command, out, drawn.choice(limits.get(kind, [0])))
+    if kind in limits:
         return ended(program)[1]
     time.sleep(drawn.uniform(0.2, 1.1 * seconds))
     if kind == "twice":
@@ -232,6 +259,9 @@ def settled(
 def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> Iterator[tuple[str, ...]]:
     """Disturb runs, and let them end: command, trouble, outcome and what was said, of each."""
     zoo.save("gpt2", home / "model")
+    for name, size in (("larger", 20), ("smaller", 9)):
+        probe(str(home / "model"), "repeated", home / name, n=size, max_length=8, shard=4,
+              probes=["positions"], progress=False)  # fmt: skip
     drawn = random.Random(seed)
     with ExitStack() as stack:
         address, programs = None, []

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import torch
@@ -168,10 +169,22 @@ files = st.one_of(
 )
 
 
-def data_file(case: tuple[str, Any], n: int | None, max_length: int | None) -> None:
+# Names of data that a library may take for a pattern or a chain, and what lies beside them.
+NAMES = {
+    "data": None, "run[1]": "run1", "a*": "ab", "q?": "qr", "zip::x": "zip", "d[1]/x": "d1/x",
+    ".hidden": None, "dataset_info": None, "é" * 100: None, "~x": "x",
+}  # fmt: skip
+
+
+def data_file(case: tuple[str, Any], name: str, n: int | None, max_length: int | None) -> None:
     """A file of data: ids that the model takes, those of the file where they are well-formed."""
     suffix, content = case
-    path = home() / f"data.{suffix}"
+    path = home() / "names" / f"{name}.{suffix}"
+    beside = home() / "names" / f"{NAMES[name]}.{suffix}"
+    for each in (path, beside):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    if NAMES[name] is not None:
+        beside.write_text('{"input_ids": [7, 7, 7, 7]}\n')
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif isinstance(content, list):
@@ -244,7 +257,8 @@ def settings_of_a_run(values: dict[str, Any]) -> None:
 HF_FIELDS = [
     "n_head", "n_embd", "n_layer", "vocab_size", "n_positions", "n_inner", "architectures",
     "activation_function", "model_type", "layer_norm_epsilon", "tie_word_embeddings", "auto_map",
-    "dtype", "bos_token_id", "pad_token_id", "quantization_config", "rope_scaling",
+    "dtype", "bos_token_id", "pad_token_id", "quantization_config", "rope_scaling", "backbone",
+    "text_config", "_attn_implementation", "_name_or_path",
 ]  # fmt: skip
 
 
@@ -254,9 +268,16 @@ def config_of_a_model(changes: dict[str, Any]) -> None:
     shutil.copytree(model_folder(), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    with bounded("configs of models", changes), warnings.catch_warnings():
+    tried: list[Any] = []
+    with (
+        bounded("configs of models", changes),
+        warnings.catch_warnings(),
+        mock.patch("socket.getaddrinfo", tried.append),
+        mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False),
+    ):
         warnings.simplefilter("ignore")
         load_any(str(folder))
+    assert tried == [], changes
 
 
 @cache
@@ -373,12 +394,20 @@ def command_line(case: tuple[str, str, list[tuple[str, str]]]) -> None:
     command("command lines", arguments)
 
 
-values = st.one_of(anything, st.sampled_from([10**7, 3000, [3000], [2] * 3000, [10**9, 1]]))
+hostile = st.sampled_from(
+    ["owner/chosen", {"model_type": "dpt", "backbone": "owner/chosen"}, "hf-hub:owner/chosen"]
+)
+values = st.one_of(
+    anything, hostile, st.sampled_from([10**7, 3000, [3000], [2] * 3000, [10**9, 1], "dpt", "detr"])
+)
 KINDS: dict[str, tuple[float, Callable[[Any], Callable[[], None]]]] = {
     # share of all cases, and how a test is made of it
     "data files": (
         0.3,
-        given(files, st.none() | st.integers(1, 3), st.none() | st.integers(1, 40)),
+        given(
+            files, st.sampled_from(list(NAMES)), st.none() | st.integers(1, 3),
+            st.none() | st.integers(1, 40),
+        ),
     ),
     "ids and masks": (
         0.25,

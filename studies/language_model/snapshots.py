@@ -14,7 +14,7 @@ from torch import nn
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.naming import find_model
-from infoflow_lens.models.bridges import find_class
+from infoflow_lens.models.bridges import Stored, check_config, find_class
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import shipped_folder
 
@@ -137,6 +137,9 @@ def untrained(source: str, seed: int) -> Iterator[str]:
     from transformers import AutoConfig, AutoTokenizer
 
     name, _, revision = source.partition("@")
+    if Path(source).is_dir():
+        name, revision = source, ""
+        check_config(Path(source), Stored.in_folder(Path(source)))
     config: Any = AutoConfig.from_pretrained(
         name, revision=revision or None, trust_remote_code=False
     )

@@ -1,5 +1,6 @@
 """Every command that takes --out leaves what others have put into the folder as it was."""
 
+import contextlib
 import errno
 import json
 import os
@@ -22,6 +23,7 @@ from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from infoflow_lens.studies import demo
 from infoflow_lens.studies.language_model import training
 from infoflow_lens.studies.language_model.config import preset
+from infoflow_lens.studies.language_model.snapshots import untrained
 from tests.conftest import some_of
 from tests.foundation.test_documents import occupy
 from tests.processes import started
@@ -275,6 +277,9 @@ def test_no_config_of_a_folder_asks_a_network(changes, no_network, tmp_path):
         result = CliRunner().invoke(app, [command, *more, str(folder)])
         assert command == "estimate" or result.exit_code == 2, result.output
         assert no_network == []
+    with contextlib.suppress(InfoFlowError), untrained(str(folder), 0):
+        pass
+    assert no_network == []
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.studies.language_model.snapshots import snapshots, untrained
+from infoflow_lens.studies.language_model.snapshots import load_snapshot, snapshots, untrained
 from tests.reference import zoo
 
 STEPS = (0, 1, 64, 128, 256, 512, 1024)
@@ -62,6 +62,13 @@ def test_revisions_of_the_hub():
 def test_what_names_nothing_is_refused(model, most):
     with pytest.raises(InfoFlowError, match="expected"):
         snapshots(model, most)
+
+
+def test_a_folder_with_a_sign_of_revisions_in_its_name_is_a_folder(tmp_path):
+    (found,) = snapshots(str(zoo.save("gpt2", tmp_path / "me@home")))
+    load_snapshot(found.source, "cpu")
+    with untrained(found.source, 3) as drawn:
+        load_snapshot(drawn, "cpu")
 
 
 def test_an_untrained_model_has_the_shape_but_not_the_weights(folder):
