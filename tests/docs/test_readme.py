@@ -1,0 +1,115 @@
+"""What README.md says of its example, computed anew by transformers and PyTorch alone."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers.models.gpt2 import modeling_gpt2
+
+from infoflow_lens import flow
+from infoflow_lens.models.shipped import shipped_folder
+
+ROOT = Path(__file__).parents[2]
+TEXT = " ".join((ROOT / "README.md").read_text("utf-8").split())
+STATE, PAREN, NAME = 23, 5, 6  # the last position; the first "(", and "name" behind it
+
+
+@pytest.fixture(scope="module")
+def shown():
+    code = re.search(r'code = "(.*?)"\n', (ROOT / "README.md").read_text("utf-8"))
+    assert code is not None
+    text = code[1].replace("\\n", "\n")
+    folder = shipped_folder("stdlib-2l")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]])
+    assert tokenizer.convert_ids_to_tokens(ids[0].tolist())[PAREN : NAME + 1] == ["(", "name"]
+    return text, model, ids
+
+
+def measured(model, ids):
+    """Norms of the last state's derivatives by tokens [pos]; attention [layer, head, ...]."""
+    states = {}
+    keep = model.transformer.h[-1].register_forward_hook(
+        lambda module, inputs, output: states.update(last=output)
+    )
+    embedded = model.transformer.wte(ids).detach().requires_grad_()
+    attention = model.transformer(inputs_embeds=embedded, output_attentions=True).attentions
+    keep.remove()
+    last = states["last"][0] if isinstance(states["last"], tuple) else states["last"]
+    rows = [
+        torch.autograd.grad(number, embedded, retain_graph=True)[0][0]
+        for number in last.reshape(ids.shape[1], -1)[STATE]
+    ]
+    return torch.stack(rows).square().sum((0, 2)).sqrt(), torch.stack(attention)[:, 0].detach()
+
+
+def test_its_example(shown, monkeypatch):
+    text, model, ids = shown
+    influence, attention = measured(model, ids)
+    share = influence[:STATE] / influence[:STATE].sum()
+    held = sorted(flow("stdlib-2l", text, progress=False).sets.of(1, 0, STATE) - {STATE})
+    n = len(held)
+
+    def first(scores):
+        return float(share[scores[:STATE].topk(n).indices].sum())
+
+    half = attention.mean(1) / 2 + torch.eye(len(ids[0])) / 2
+    rollout, layer_1 = (half[1] @ half[0])[STATE], attention[1, :, STATE].amax(0)
+    assert f"{share[held].sum():.0%} of the influence of other tokens lies inside" in TEXT
+    assert f"a random set of the same size would hold {n / STATE:.0%}, the tokens" in TEXT
+    found = {f"{first(scores):.0%}" for scores in (rollout, layer_1, influence)}
+    assert len(found) == 1
+    assert f"ranks first {found.pop()}, as much as any set of that size" in TEXT
+    assert round(float(attention[1, :, STATE, PAREN].max()), 2) == 0.05
+    assert round(float(attention[0, :, NAME, PAREN].max()), 2) == 0.99
+    assert "(at most .05 of a head's attention)" in TEXT
+    assert "layer 0 has put the token before (.99)" in TEXT
+    rank = int((share > share[PAREN]).sum()) + 1
+    says = f"`(` has {share[PAREN]:.1%} of the influence of other tokens, rank {rank} of {STATE}"
+    assert says in TEXT
+
+    whole = modeling_gpt2.eager_attention_forward
+
+    def cut(module, query, key, value, mask, **settings):
+        output, weights = whole(module, query, key, value, mask, **settings)
+        if module.layer_idx == 1:
+            weights = weights.clone()
+            weights[:, :, STATE, NAME] = 0
+            output = (weights @ value).transpose(1, 2)
+        return output, weights
+
+    monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", cut)
+    left = measured(model, ids)[0][PAREN] / influence[PAREN]
+    assert f"and {left:.0%} of that is left when layer 1's edge to `name` is cut" in TEXT
+
+
+def test_what_it_says_of_rollout():
+    """By the table of the study, of the five models of ours."""
+    table = (ROOT / "docs/results/language_model/graded_sets.md").read_text("utf-8")
+
+    def row(name):
+        rows = re.findall(rf"^\| \**{re.escape(name)}\** \|(.*;.*)\|$", table, re.M)[:2]
+        return [cell for line in rows for cell in line.split("|")[:5]]
+
+    rollout, graded, plain = map(
+        row, ("attention rollout", "graded: norm, product", "first choices")
+    )
+    assert len(rollout) == len(graded) == len(plain) == 10
+    assert not [cell for cell in rollout if "ahead" in cell]
+
+    def share(cell):
+        return float(cell.split(";")[1].split()[0])
+
+    def rank(cell):
+        return float(cell.split(";")[0])
+
+    assert all(rank(a) > rank(b) for a, b in zip(rollout, plain, strict=True))
+    ahead = [
+        share(a) - share(b) for a, b in zip(rollout, graded, strict=True) if share(a) > share(b)
+    ]
+    assert f"ahead by up to .{round(1000 * max(ahead)):03d} in" in TEXT
+    assert len(ahead) == 3
+    assert "in three of ten comparisons" in TEXT
