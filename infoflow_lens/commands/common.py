@@ -37,7 +37,8 @@ Backend = Annotated[
 Jobs = Annotated[int, typer.Option(help="Processes that run at once.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bars.")]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a file of another kind that stands there.")
+    bool,
+    typer.Option("--overwrite", help="Replace a file of another kind, or one that was edited."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

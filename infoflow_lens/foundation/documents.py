@@ -59,7 +59,8 @@ class Document:
         Args:
             path: of the file, see :func:`~infoflow_lens.foundation.files.user_path`; its folder is
                 made if it is not there.
-            overwrite: whether a regular file of another kind may be replaced, too.
+            overwrite: whether a regular file of another kind, or one that was edited, may be
+                replaced, too.
 
         Returns:
             The path.
