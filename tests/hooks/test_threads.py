@@ -23,7 +23,13 @@ from infoflow_lens import (
     replace_greedily,
     run_probes,
 )
-from infoflow_lens.hooks import Result, measure_why, measure_why_all
+from infoflow_lens.hooks import (
+    FunctionOfOutput,
+    Result,
+    measure_shares,
+    measure_why,
+    measure_why_all,
+)
 from infoflow_lens.hooks.influence import derivatives
 from infoflow_lens.hooks.model.call import call
 from tests.conftest import make_token_model
@@ -47,6 +53,9 @@ MEASURES = {
     "measure_top_k": lambda model, x: measure_top_k(model, x, progress=False),
     "measure_edge_budget": lambda model, x: measure_edge_budget(
         model, x[6:], x[:6], budgets=(3, 5), draws=1, progress=False
+    ),
+    "measure_shares": lambda model, x: measure_shares(
+        model, x[:1], FunctionOfOutput(lambda output: output.flatten(1)[:, -1], is_linear=True)
     ),
     "measure_why": lambda model, x: measure_why(model, x[:1], 1, 0),
     "measure_why_all": lambda model, x: measure_why_all(model, x[:2]),
