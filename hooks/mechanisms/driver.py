@@ -1,6 +1,6 @@
 """What all measurements of edited models share: inputs read again, the model checked, a bar."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +121,25 @@ def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
             f"{brief(expected[name])} here; expected the same inputs, settings and model; leave "
             "resume out to measure anew"
         )
+
+
+def check_kept(value: Any, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
+    """Refuse a tensor to go on with that no run of this kind has kept.
+
+    Raises:
+        InfoFlowError: for another shape or type, and for NaN or infinity.
+    """
+    found = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        found = f"{value.dtype} {list(value.shape)}"
+        if value.dtype == dtype and list(value.shape) == list(shape):
+            if value.isfinite().all():
+                return
+            found += " with NaN or infinity"
+    raise InfoFlowError(
+        f"resume holds {found} as {name}: expected {dtype} {list(shape)} of numbers, as a run kept "
+        "them; leave resume out to measure anew"
+    )
 
 
 def mean_patterns(

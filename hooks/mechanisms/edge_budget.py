@@ -316,12 +316,14 @@ def measure_edge_budget(
         "n_calibration": others.n_sequences,
     }
     identity = identify(model, settings, inputs=batches, calibration=others)
-    once = KeptLosses(identity, resume, after).once
+    once = KeptLosses(identity, resume, after, batches.n_sequences).once
     with reading.measuring(model, batches, "edge budget", len(names) * len(chosen) + 2) as step:
         work = _Run(model, batches, others, measure, batch_size, chosen, asked, seed, step)
         bare = once("bare", work.bare)
         none = once("none", work.none)
-        losses = [once(f"{name} at {budget_names}", partial(work.by, name)) for name in names]
+        losses = [
+            once(f"{name} at {budget_names}", partial(work.by, name), len(chosen)) for name in names
+        ]
     return EdgeBudgetResult(
         metric=metric,
         methods=tuple(names),

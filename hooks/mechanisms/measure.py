@@ -24,6 +24,7 @@ from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.mechanisms.damage import Damage, Metric, Read, Reference, metric_of
 from infoflow_lens.hooks.mechanisms.driver import (
     Reading,
+    check_kept,
     check_resumed,
     example_of,
     identify,
@@ -229,6 +230,7 @@ class _Run:
     def begin(self, resume: MechanismsProgress | None) -> None:
         """From the progress, or with the mean patterns and the scale of the damage."""
         if resume is not None:
+            self._check(resume)
             self.at = deepcopy(resume)
             self.metric.load_state(self.at.seen)
         else:
@@ -247,6 +249,47 @@ class _Run:
             for ideal in IDEALS
         ]
         self.ideal = torch.arange(len(self.replacements)) % _N_IDEALS
+
+    def _check(self, resume: MechanismsProgress) -> None:
+        """Refuse progress that no run of this kind has made.
+
+        Raises:
+            InfoFlowError: naming the field.
+        """
+        names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
+        batch = next(self.calibration.batches(1))
+        more = (self.calibration.longest or 0) - batch.tokens.shape[1]
+        patterns = call(self.model, batch, names).activations
+        found = [patterns[name].shape[1:] for name in names]
+        shapes = [(n_heads, n_query + more, n_key + more) for n_heads, n_query, n_key in found]
+        n_heads = sum(shape[0] for shape in shapes)
+        each, real = [n_heads * _N_IDEALS], torch.float64
+        for name, expected in (
+            ("mean_patterns", shapes),
+            ("slopes", [(2, *shape) for shape in shapes]),
+        ):
+            given = getattr(resume, name)
+            given = given if isinstance(given, (list, tuple)) else [given]
+            for layer, shape in enumerate(expected):
+                value = given[layer] if len(given) == len(expected) else None
+                check_kept(value, shape, real, f"{name}[{layer}]")
+        kinds = {"asked": torch.bool, "closed": torch.bool, "n": torch.int64, "n_rows": torch.int64}
+        for name in ("estimates", "asked", "closed", "n", "n_rows", "sums", "squares"):
+            check_kept(getattr(resume, name), each, kinds.get(name, real), name)
+        check_kept(resume.n_mean, [shapes[0][1]], real, "n_mean")
+        known = getattr(resume.calibration, "shape", None) != (0,)
+        check_kept(resume.calibration, [n_heads if known else 0], real, "calibration")
+        counts, seen = (resume.n_estimated, resume.n_done), resume.seen
+        if not all(type(count) is int and 0 <= count <= self.n for count in counts) or not (
+            isinstance(seen, dict)
+            and seen.keys() == self.metric.state().keys()
+            and all(isinstance(value, (int, float, Tensor)) for value in seen.values())
+            and all(torch.as_tensor(value).isfinite().all() for value in seen.values())
+        ):
+            raise InfoFlowError(
+                f"resume holds n_estimated and n_done {counts} of {self.n} sequences, and as seen "
+                f"{seen!r:.100}: expected what after_batch gave; leave resume out to measure anew"
+            )
 
     # Estimated
 

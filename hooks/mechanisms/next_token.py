@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.mechanisms.damage import Read, places_of
-from infoflow_lens.hooks.mechanisms.driver import check_resumed
+from infoflow_lens.hooks.mechanisms.driver import check_kept, check_resumed
 from infoflow_lens.hooks.model.call import call, output_of, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
@@ -59,6 +59,7 @@ class KeptLosses:
         identity: what the losses depend on (:func:`~.driver.identify`).
         resume: those of the run before.
         after: called after each that is measured, with all so far.
+        n: how many sequences there are.
 
     Raises:
         InfoFlowError: if those of the run before depend on something else.
@@ -69,18 +70,29 @@ class KeptLosses:
         identity: Mapping[str, Any],
         resume: Losses | None,
         after: Callable[[Losses], None] | None,
+        n: int | None,
     ) -> None:
         if resume is not None:
             check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
         self._found = {_IDENTITY: dict(identity), **(resume or {})}
-        self._after = after
+        self._after, self._n = after, n
 
-    def once(self, name: str, measured: Callable[[], Tensor]) -> Tensor:
-        """The loss of that name, measured unless it is there."""
+    def once(self, name: str, measured: Callable[[], Tensor], *points: int) -> Tensor:
+        """The loss of that name, measured unless it is there.
+
+        Args:
+            name: of the loss.
+            measured: gives it, float64 [*point, sequence].
+            points: how many it has beside the sequences.
+
+        Raises:
+            InfoFlowError: if what is there is no such loss.
+        """
         if name not in self._found:
             self._found[name] = measured()
             if self._after is not None:
                 self._after(dict(self._found))
+        check_kept(self._found[name], (*points, self._n or 0), torch.float64, name)
         return self._found[name]
 
 

@@ -300,7 +300,9 @@ def measure_sufficiency(
     replaced = [(name, k, n, given and sorted(given.items())) for name, given, k, _, n in points]
     # what takes the place of heads, and of their patterns, is no setting and goes into the losses
     known = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
-    once = KeptLosses(identify(model, known, inputs=batches), resume, after).once
+    once = KeptLosses(
+        identify(model, known, inputs=batches), resume, after, batches.n_sequences
+    ).once
 
     with reading.measuring(model, batches, "sufficiency", len(points)) as step:
         bare = once("bare", loss.sums)

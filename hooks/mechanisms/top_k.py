@@ -169,7 +169,9 @@ def measure_top_k(
         "last": last,
         "seed": seed,
     }
-    once = KeptLosses(identify(model, settings, inputs=batches), resume, after).once
+    once = KeptLosses(
+        identify(model, settings, inputs=batches), resume, after, batches.n_sequences
+    ).once
 
     n_points = len(kinds) * (n_layers + 1)
     with reading.measuring(model, batches, "top k", n_points) as step:

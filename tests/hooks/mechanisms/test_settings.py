@@ -1,5 +1,6 @@
 """Every option of every measurement: wrong types are refused by name, NumPy numbers are taken."""
 
+import dataclasses
 import inspect
 from typing import get_type_hints
 
@@ -214,3 +215,58 @@ def test_mechanisms_of_other_inputs_are_another_run(token_model, token_inputs):
     measure_mechanisms(token_model, token_inputs[:4], after_batch=kept.append, progress=False)
     with pytest.raises(InfoFlowError, match="resume is of another run: inputs = "):
         measure_mechanisms(token_model, token_inputs[4:8], resume=kept[0], progress=False)
+
+
+def spoiled(value):
+    """What a value made by hand may be in the place of a tensor."""
+    yield value[..., :-1]
+    yield value[None]
+    yield value.tolist()
+    yield None
+    if value.is_floating_point():
+        yield value.float()
+        for bad in (torch.nan, torch.inf):
+            yield value.clone().index_fill_(-1, torch.tensor([0]), bad)
+    else:
+        yield value.double()
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_losses_made_by_hand_are_refused(name, token_model, token_inputs):
+    """NaN went into the result, and another length ended in an error of torch."""
+    measure, arguments, settings, _ = MEASURES[name]
+    kept = []
+    given = (token_model, *arguments(token_model, token_inputs[:8])[1:])
+    measure(*given, **settings, after=kept.append, progress=False)
+    for key in ("bare", list(kept[-1])[-1]):
+        for value in spoiled(kept[-1][key]):
+            with pytest.raises(InfoFlowError, match=rf"resume holds .* as {key}: expected"):
+                measure(*given, **settings, resume={**kept[-1], key: value}, progress=False)
+
+
+def test_progress_made_by_hand_is_refused(token_model, token_inputs):
+    kept = []
+    measure_mechanisms(token_model, token_inputs[:6], after_batch=kept.append, progress=False)
+
+    def go_on(**changes):
+        return measure_mechanisms(
+            token_model,
+            token_inputs[:6],
+            resume=dataclasses.replace(kept[-1], **changes),
+            progress=False,
+        )
+
+    assert go_on().to_frame().equals(go_on().to_frame())
+    for field in dataclasses.fields(kept[-1]):
+        value, bad = getattr(kept[-1], field.name), ["x", None]
+        if isinstance(value, torch.Tensor):
+            bad += [each for each in spoiled(value) if len(value) or each is None]
+        elif isinstance(value, (list, tuple)):
+            bad += [value[:-1], *([*value[:-1], each] for each in spoiled(value[-1]))]
+        elif isinstance(value, dict):
+            bad += [{}, {**value, next(iter(value)): torch.nan}]
+        else:
+            bad += [-1, 1000, 1.5]
+        for each in bad:
+            with pytest.raises(InfoFlowError, match=r"resume (holds|is of another run)"):
+                go_on(**{field.name: each})
