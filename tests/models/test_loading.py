@@ -31,7 +31,7 @@ TOKENS = zoo.tokens(3, 9)
 OF_OFFICIAL_NAMES = "HookedTransformer" if HAS_HOOKED_TRANSFORMER else "TransformerBridge"
 # for which TransformerLens 3 would run Python from the hub: a bridge hosts them
 WITH_CODE = ("openai/gpt-oss-20b",)
-# whose logits the bridge gets wrong; they are refused
+# whose logits the bridge gets wrong; they are opened as they are
 WRONG = ("cohere", "cohere2") if HAS_HOOKED_TRANSFORMER else ()
 RIGHT = tuple(name for name in zoo.FAMILIES if name not in WRONG)
 # official names of models of many architectures, and what stands for them in the cache
@@ -97,9 +97,10 @@ def test_twenty_families_are_known():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_bridge_that_computes_something_else_is_refused(name, tmp_path):
-    with pytest.raises(InfoFlowError, match=r"computes something else .* differ by \d\d%"):
-        load_any(zoo.save(name, tmp_path / name))
+def test_a_folder_that_a_bridge_gets_wrong_is_opened_as_it_is(name, tmp_path):
+    found = load_any(zoo.save(name, tmp_path / name))
+    assert isinstance(found.model, NamedModel)
+    torch.testing.assert_close(logits(found.model), plain(name), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_a_bridge_gets_wrong_is_opened_as_it_is(tmp_path, monkeypatch):
@@ -488,9 +489,8 @@ def test_a_model_that_was_built_from_a_config_is_hosted(family):
         alone = kind(getattr(transformers, config)(**SMALL, **FROM_A_CONFIG[family])).eval()
     alone.set_attn_implementation("eager")
     assert alone.config.architectures is None
-    if family.lower() not in WRONG:
-        expected = logits(alone).logits
-        torch.testing.assert_close(logits(load_any(alone).model), expected, rtol=1e-4, atol=1e-4)
+    expected = logits(alone).logits
+    torch.testing.assert_close(logits(load_any(alone).model), expected, rtol=1e-4, atol=1e-4)
     assert alone.config.architectures is None
 
 
