@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -61,16 +61,27 @@ class LogitDifference(Readout):
         answer: a token or a class, as a word of the tokenizer or an id; or several.
         against: the same; None for the mean of all logits: how far the answer stands out.
         position: of the logits, from 0 or from -1 backwards; of no use for a classifier.
+        words: what it is called, if not by ids.
     """
 
     answer: Answer
     against: Answer | None = None
     position: int = -1
+    words: str = field(default="", compare=False, repr=False)
 
     def bind(self, model: nn.Module) -> "LogitDifference":
         """Make ids of words."""
         against = None if self.against is None else ids_of_answer(model, self.against)
-        return LogitDifference(ids_of_answer(model, self.answer), against, self.position)
+        return replace(self, answer=ids_of_answer(model, self.answer), against=against)
+
+    def spelled(self, tokenizer: Any) -> "LogitDifference":
+        """Show ids as words of a tokenizer."""
+
+        def spell(answer: Answer) -> str:
+            return " or ".join(repr(tokenizer.decode([i])) for i in _as_ids(answer))
+
+        other = "the mean" if self.against is None else spell(self.against)
+        return replace(self, words=f"{spell(self.answer)} against {other}")
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""
@@ -79,6 +90,8 @@ class LogitDifference(Readout):
         return logits[:, list(_as_ids(self.answer))].mean(-1) - against.mean(-1)
 
     def __str__(self) -> str:
+        if self.words:
+            return self.words
         other = "the mean" if self.against is None else repr(self.against)
         return f"logit of {self.answer!r} minus that of {other}"
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.agreement import compare_by_position as compare_by_position
     from infoflow_lens.agreement import coverage_curve as coverage_curve
+    from infoflow_lens.flows.answer import Answer as Answer
+    from infoflow_lens.flows.ask import ask as ask
     from infoflow_lens.flows.comparing import compare_flows as compare_flows
     from infoflow_lens.flows.result import Flow as Flow
     from infoflow_lens.flows.run import flow as flow
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Agreement": "agreement",
+    "Answer": "flows.answer",
     "Architecture": "models.architecture",
     "AttendedProbe": "hooks",
     "AttentionFlow": "hooks",
@@ -102,6 +105,7 @@ _HOMES = {
     "TrainingConfig": "training",
     "Why": "hooks",
     "WhyAll": "hooks",
+    "ask": "flows.ask",
     "attach": "hooks",
     "baselines": "hooks",
     "build_model": "models.host",

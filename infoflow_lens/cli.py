@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from infoflow_lens.commands.ask import ask
 from infoflow_lens.commands.common import (
     AsJson,
     Backend,
@@ -296,6 +297,7 @@ def tasks(
 
 
 app.command(short_help="Draw what can reach a state of a text, and what does.")(flow)
+app.command(short_help="Why this answer and not that one: words, states, heads, paths.")(ask)
 app.command(short_help="Split the reason why a head prefers one key to another.")(why)
 app.command(short_help="Estimate what a task costs an architecture, before training.")(estimate)
 app.command(short_help="Find the smallest architectures that the theory allows.")(design)

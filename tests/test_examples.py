@@ -77,11 +77,13 @@ def commands(page):
             words = shlex.split(line, comments=True)
             if words and words[0] == "infoflow-lens":
                 named = {"gpt2": MODEL, "gpt2-probed": "probed", "MODEL": MODEL}
+                named["build/models/smollm2"] = MODEL
                 yield [named.get(word, word) for word in words[1:]]
 
 
 # What stands last is what counts: less work by the same command.
 SMALLER = {
+    "ask": ["--instead", "When Mary and John went to the store, Kohn gave a drink to", "--quick"],
     "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
     "survey": ["--n", "8", "--device", "cpu"],
     "study": ["--preset", "smoke", "--jobs", "1"],

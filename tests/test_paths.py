@@ -19,12 +19,14 @@ from infoflow_lens import (
     InfoFlowError,
     PositionsProbe,
     TrainingConfig,
+    ask,
     build_model,
     compare_flows,
     flow,
     load_any,
     load_model,
     load_task,
+    open_model,
     probe,
     propagate,
     run_probes,
@@ -74,9 +76,11 @@ def made(tmp_path_factory):
     probed = probe(token_model, IDS, out, probes=["positions"], shard=2, ranks=(1,), progress=False)
     shown = flow(token_model, [[1, 2, 3]], progress=False)
     (positions,) = run_probes(token_model, IDS, [PositionsProbe((1,))], progress=False)
+    answer = ask(zoo_model_of_words(), "w4 w5 w6", "w9", "w7", quick=True, progress=False)
     rows = phase_diagram(load_task("kth_largest", n_tokens=8), ((1,), (2,)), (8,), "paper", 1)
     return {"model": token_model, "probed": probed, "flow": shown, "result": positions,
-            "rows": rows, "folder": zoo.save("gpt2", tmp_path_factory.mktemp("gpt2"))}  # fmt: skip
+            "answer": answer, "rows": rows,
+            "folder": zoo.save("gpt2", tmp_path_factory.mktemp("gpt2"))}  # fmt: skip
 
 
 @pytest.fixture
@@ -87,6 +91,10 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "home"
+
+
+def zoo_model_of_words():
+    return open_model(zoo.build("gpt2"), zoo.tokenizer())
 
 
 def trained(path):
@@ -113,6 +121,7 @@ FILES = {
     "Flow.to_html": (".html", lambda m, p: m["flow"].to_html(p)),
     "FlowComparison.to_html": (".html", lambda m, p: compare_flows(*[m["flow"]] * 2).to_html(p)),
     "write_flow": (".html", lambda m, p: write_flow(m["flow"].view, p)),
+    "Answer.to_html": (".html", lambda m, p: m["answer"].to_html(p)),
     "ProbingResult.report": (".html", lambda m, p: m["probed"].report(p)),
     "draw_phase_diagram": (".png", lambda m, p: draw_phase_diagram(m["rows"], "x", p)),
     "check_picture_path": (".svg", lambda m, p: check_picture_path(p).write_text("x")),
@@ -156,6 +165,10 @@ READERS = {
     "load_any, file:": (lambda m, p: save_model(ours(), p), lambda p: load_any(f"file:{p}")),
     "shape_of": (lambda m, p: save_model(ours(), p), shape_of),
     "shape_of_named": (lambda m, p: save_model(ours(), p), shape_of_named),
+    "ask": (
+        lambda m, p: zoo.save("gpt2", p),
+        lambda p: ask(p, "w4 w5 w6", quick=True, progress=False),
+    ),
     "flow": (lambda m, p: zoo.save("gpt2", p), lambda p: flow(p, "w4 w5", progress=False)),
     "why": (lambda m, p: zoo.save("gpt2", p), lambda p: why(p, "w4 w5 w6", 0, 1)),
     "why_all": (lambda m, p: zoo.save("gpt2", p), lambda p: why_all(p, "w4 w5 w6")),
@@ -296,6 +309,7 @@ READ = {
     ("probe", "data"): "DATA",
     ("survey", "model"): "MODEL",
     ("survey", "data"): "DATA",
+    ("ask", "model"): "MODEL",
     ("flow", "model"): "MODEL",
     ("flow", "with_model"): "MODEL",
     ("why", "model"): "MODEL",
@@ -314,6 +328,7 @@ LINES = {
     ("probe", "data"): ["stdlib-2l", "--data", "DATA", "--n", "2", "--probes", "positions"],
     ("survey", "model"): ["MODEL", "--data", "repeated", "--n", "6", "--window", "8"],
     ("survey", "data"): ["stdlib-2l", "--data", "DATA", "--n", "6", "--window", "8"],
+    ("ask", "model"): ["MODEL", "w4 w5", "--quick", "--quiet"],
     ("flow", "model"): ["MODEL", "w4 w5", "--quiet"],
     ("flow", "with_model"): ["stdlib-2l", "a b", "--with-model", "MODEL", "--quiet"],
     ("why", "model"): ["MODEL", "w4 w5 w6", "--layer", "0", "--head", "1"],

@@ -26,6 +26,7 @@ from infoflow_lens import (
     PatternsProbe,
     PositionsProbe,
     RecoveryProbe,
+    ask,
     compare,
     compare_rankings,
     coverage_curve,
@@ -55,6 +56,7 @@ from infoflow_lens.hooks import (
     replace_greedily,
     summed,
 )
+from infoflow_lens.hooks.answer.result import AnswerNumbers
 from infoflow_lens.models.host import load_model, save_model
 from infoflow_lens.report.phase import draw_phase_diagram
 from infoflow_lens.tasks import load_task
@@ -96,13 +98,15 @@ def made(tmp_path_factory):
         model, IDS, probes=["positions", "influence", "routes"], shard=3, ranks=(1,),
         out=tmp_path_factory.mktemp("run") / "out", **QUIET,
     )  # fmt: skip
+    answer = ask(model, IDS[0], 3, 5, **QUIET)
     every = [
         *results, mechanisms, run.found["positions"], run.found["routes"],
         measure_sufficiency(model, IDS[4:], mechanisms, draws=1, **QUIET),
         measure_top_k(model, IDS[4:], **QUIET),
         measure_edge_budget(model, IDS[4:], IDS[:4], budgets=(3, 5), **QUIET),
         measure_why(model, IDS[:1], 1, 2), measure_why_all(model, IDS[:2]),
-        measure_shares(model, IDS[:1], LogitDifference(3, 5)),
+        measure_shares(model, IDS[:1], LogitDifference(3, 5)), answer,
+        AnswerNumbers(**{f.name: getattr(answer, f.name) for f in dataclasses.fields(answer)}),
         sets, propagate(strength=[p.float() for p in attended.attended]), compare(sets, influence),
         compare(sets, influence).cls, explained(sets, influence),
         coverage_curve(positions, influence),

@@ -245,6 +245,7 @@ def kind_of_page(command: str) -> Document:
 
 
 FLOW_PAGE, PROBE_PAGE = kind_of_page("flow"), kind_of_page("probe")
+ANSWER_PAGE = kind_of_page("ask")
 PICTURE_MAKER = "infoflow-lens estimate --plot"  # in the metadata of a picture
 PICTURE = kind_by_signature("picture of infoflow-lens", "picture of infoflow-lens")
 CERTIFICATE = kind_by_digest("certificate", "format", ("infoflow-lens one-layer certificate",))

@@ -380,7 +380,7 @@ def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[
         place: the name or folder of a model, whose tokenizer is found there; None for nowhere.
         given: a tokenizer in its stead.
     """
-    if given is None and place and _has_tokenizer(place):
+    if given is None and own_tokenizer(place) is not None:
         yield None, True
         return
     words = given
@@ -397,21 +397,18 @@ def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[
         yield type(words).from_pretrained(folder, trust_remote_code=False), given is not None
 
 
-def own_tokenizer(name: str) -> Any:
-    """Load the tokenizer of a name or folder."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-
-
-def _has_tokenizer(name: str) -> bool:
-    """Whether there is a tokenizer with words.
+def own_tokenizer(name: str | None) -> Any | None:
+    """Load the tokenizer of a name or folder, where it has one with words.
 
     For some architectures transformers makes one of special tokens alone where there is no file.
     """
+    if not name:
+        return None
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = own_tokenizer(name)
+        found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many kinds: no file, no network, a missing package
         check_needs_no_code(name, error)
-        return False
-    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+        return None
+    return None if set(found.get_vocab()) <= set(found.all_special_tokens) else found

@@ -5,7 +5,7 @@ import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +44,7 @@ from infoflow_lens.models.host import load_model
 from infoflow_lens.models.named import NamedModel, open_model
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
-Backend = Literal["auto", "hooked", "bridge"]
+Backend = Literal["auto", "hooked", "bridge", "opened"]
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -136,7 +136,8 @@ def load_any(
             where it is.
         dtype: "float32", "bfloat16", "float16" or "float64"; default, float32, and for a folder of
             ours, or a model in memory, what it is.
-        backend: "hooked" for HookedTransformer, "bridge" for TransformerBridge, or "auto".
+        backend: "hooked" for HookedTransformer, "bridge" for TransformerBridge, "opened" for the
+            model as it is, by `open_model`, with the tokens that its tokenizer gives; or "auto".
 
     Raises:
         InfoFlowError: if there is no such model, it cannot be had here, weights are missing, the
@@ -147,6 +148,21 @@ def load_any(
     wanted = _dtype(dtype)
     if device is not None:
         device = check_device(device)
+    if host == "opened":
+        found = _load(name_or_path, tokenizer, device, wanted, host)
+        model = open_model(found.model, found.tokenizer)
+        return replace(found, model=model)
+    return _load(name_or_path, tokenizer, device, wanted, host)
+
+
+def _load(
+    name_or_path: str | os.PathLike[str] | nn.Module | LoadedModel,
+    tokenizer: Any,
+    device: str | None,
+    wanted: torch.dtype | None,
+    host: Backend,
+) -> LoadedModel:
+    """Find out what the model is, and load it."""
     if isinstance(name_or_path, nn.Module | LoadedModel):
         return _in_memory(name_or_path, tokenizer, device, wanted, host)
     if not isinstance(name_or_path, str | os.PathLike):
@@ -170,14 +186,15 @@ def load_any(
     if named.kind == "file":
         folder = named.path
         if _kind_of_folder(folder) == "checkpoint":
-            _check_backend(host, "hooked", f"{name!r} was written by save_model")
+            if host != "opened":
+                _check_backend(host, "hooked", f"{name!r} was written by save_model")
             return _checkpoint(folder, place.device, wanted)
         _check_backend(host, "bridge", _UNLOADED.format(name, "is a local folder"))
-        return _by_bridge(str(folder), place, "folder")
+        return _by_bridge(str(folder), place, "folder", host)
     if shipped := shipped_folder(name):
         if _is_hooked(host):
             return _gpt2_by_hooked(shipped, place)
-        return _by_bridge(str(shipped), place, "name", shipped.name)
+        return _by_bridge(str(shipped), place, "name", host, shipped.name)
     if os.path.isdir(name) and "@" not in name:
         raise InfoFlowError(
             f"hub:{name} is to come from the hub, and the libraries would read the folder "
@@ -185,7 +202,7 @@ def load_any(
         )
     if "@" in name:
         _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
-        return _by_bridge(_at_revision(name), place, "name", name)
+        return _by_bridge(_at_revision(name), place, "name", host, name)
     return _by_name(name, place, host)
 
 
@@ -203,7 +220,7 @@ def _is_hooked(backend: Backend) -> bool:
             f"backend is 'hooked', but transformer-lens {version('transformer-lens')} has no "
             "HookedTransformer: expected backend 'auto' or 'bridge', or transformer-lens 3.9"
         )
-    return backend != "bridge" and HAS_HOOKED_TRANSFORMER
+    return backend in ("auto", "hooked") and HAS_HOOKED_TRANSFORMER
 
 
 def _check_backend(backend: Backend, only: Backend, why: str) -> None:
@@ -214,7 +231,7 @@ def _check_backend(backend: Backend, only: Backend, why: str) -> None:
     """
     if only == "bridge":
         _is_hooked(backend)
-    if backend not in ("auto", only):
+    if backend not in ("auto", only) and (backend, only) != ("opened", "bridge"):
         raise InfoFlowError(f"{why}: expected backend 'auto' or {only!r}")
 
 
@@ -320,7 +337,7 @@ def _by_name(name: str, place: Place, backend: Backend) -> LoadedModel:
                 "official name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or "
                 f"'bridge'), a local folder, or what comes with this package: {', '.join(SHIPPED)}"
             )
-        return _by_bridge(name, place, "name")
+        return _by_bridge(name, place, "name", backend)
     if official.startswith(_NOT_HOOKED):
         what = f"{official!r} is no model for HookedTransformer (not a decoder of tokens)"
         _check_backend(backend, "bridge", what)
@@ -331,7 +348,7 @@ def _by_name(name: str, place: Place, backend: Backend) -> LoadedModel:
         return _by_hooked(official, place)
     if official.startswith(_IN_OLD_FORMAT):
         return _in_old_format(official, place)
-    return _by_bridge(official, place, "name")
+    return _by_bridge(official, place, "name", backend)
 
 
 def _runs_code(official: str) -> bool:
@@ -413,6 +430,7 @@ def _by_bridge(
     name: str,
     place: Place,
     source: Literal["folder", "name"],
+    backend: Backend,
     known_as: str | None = None,
 ) -> LoadedModel:
     """A folder or a name of the hub; `known_as` is what messages call it, by default the same."""
@@ -427,12 +445,16 @@ def _by_bridge(
         if stored is not None:
             check_sizes(Path(name), config, stored)
         alone = transformers_model(name, config, place)
+        if backend == "opened":
+            opened = open_model(alone.eval(), own_tokenizer(name))
+            description = _description(opened, known_as or name)
+            return LoadedModel(opened, opened.tokenizer, source, description)
         with tokenizer_of(name) as (tokenizer, has_words):
             try:
                 host = hosted(name, alone, tokenizer, has_words)
             except Exception as error:  # a class that no bridge hosts is shown as it is
                 alone = transformers_model(name, config, place)
-                words = own_tokenizer(name) if has_words else None
+                words = own_tokenizer(name)
                 host = _opened_instead(alone, words, error)
             return _loaded(host, known_as or name, source)
 
@@ -480,6 +502,10 @@ def _in_memory(
     if not isinstance(model, PreTrainedModel):
         opened = open_model(model, tokenizer)
         return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
+    if backend == "opened":
+        tokenizer = own_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
+        opened = open_model(model, tokenizer)
+        return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
     if backend == "hooked":
         raise InfoFlowError(
             f"the {kind} in memory is hosted by TransformerBridge: expected backend 'auto' or "
@@ -499,7 +525,7 @@ def _in_memory(
             try:
                 return _loaded(hosted(name, alone, words, has_words), name, "memory")
             except Exception as error:  # a class that no bridge hosts is shown as it is
-                if has_words and tokenizer is None:
+                if tokenizer is None:
                     tokenizer = own_tokenizer(name)
                 found = _opened_instead(model, tokenizer, error)
     return LoadedModel(found, tokenizer, "memory", _description(found, name))

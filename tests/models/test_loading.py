@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from infoflow_lens import InfoFlowError, flow, open_model
+from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
@@ -798,3 +799,25 @@ def test_a_model_that_gives_nan_by_itself_is_named(spoiled, tmp_path):
         with pytest.raises(InfoFlowError, match=message) as error:
             load()
         assert "ridge" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_folder_can_be_opened_as_it_is(name, tmp_path):
+    found = load_any(zoo.save(name, tmp_path / name), backend="opened")
+    assert isinstance(found.model, NamedModel)
+    assert (found.source, type(found.model.original_model).__module__[:12]) == (
+        "folder",
+        "transformers",
+    )
+    torch.testing.assert_close(logits(found.model), plain(name), rtol=1e-5, atol=1e-5)
+    assert found.tokenizer("w5 w7")["input_ids"] == [5, 7]
+    # no token is put in front that the tokenizer does not
+    assert found.model.to_tokens("w5 w7").tolist() == [[5, 7]]
+
+
+def test_what_is_in_memory_is_opened_without_a_copy():
+    alone = zoo.build("llama")
+    found = load_any(alone, backend="opened")
+    assert found.model.original_model is alone
+    host = build_model(Architecture(n_heads=(1,), d_model=8, d_token=3, n_tokens=4))
+    assert load_any(host, backend="opened").model.original_model is host

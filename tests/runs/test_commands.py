@@ -71,11 +71,13 @@ ARGUMENTS = {
     "certify": ["DATA", "--quiet"],
     "estimate": ["kth_largest", "--heads", "1", "--tokens", "8"],
     "flow": ["MODEL", "a b a b", "--quiet"],
+    "ask": ["MODEL", "a b a b", "--quick", "--quiet"],
 }
 DOCUMENTS = {
     "certify": "certificate.json",
     "estimate": "witness.json",
     "flow": "flow.html",
+    "ask": "answer.html",
 }
 # What others may have in a folder: downloads and transfers, notes beside files of the run, other
 # runs, and links.

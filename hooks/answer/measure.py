@@ -1,0 +1,175 @@
+"""measure_answer(): the steps of an answer, one after the other."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks.answer.paths import Circuit, find_circuit
+from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.result import KINDS, AnswerNumbers
+from infoflow_lens.hooks.answer.steps import (
+    N_HEADS,
+    TokenEffects,
+    measure_states,
+    measure_tokens,
+    measure_units,
+)
+from infoflow_lens.hooks.model.points import check_one_device
+from infoflow_lens.hooks.model.texts import readable_tokens
+from infoflow_lens.hooks.readouts import LogitDifference, Readout
+
+LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
+_QUICK = 10  # heads that are measured in a quick answer
+
+
+def measure_answer(
+    model: nn.Module,
+    text: Int[Tensor, " pos"],
+    instead: Int[Tensor, " pos"] | None,
+    readout: Readout,
+    *,
+    quick: bool = False,
+    exact: bool = False,
+    seed: int = 0,
+    batch_size: int = 16,
+    progress: bool = True,
+) -> AnswerNumbers:
+    """AnswerNumbers a question of one text; :func:`infoflow_lens.ask` with everything at hand.
+
+    Args:
+        model: what ``open_model`` gives.
+        text: token ids.
+        instead: the other text, as long; None for the model's own guess at the place where that
+            moves the readout most.
+        readout: bound to the model.
+        quick: no tokens, no strips, ten heads, no pruning of paths.
+        exact: all heads are measured.
+        seed: of the draws of tokens and random paths.
+        batch_size: rows in a pass.
+        progress: whether to show a bar.
+
+    Raises:
+        InfoFlowError: for texts that differ in length or nowhere, and models that do not show what
+            is needed.
+    """
+    check_one_device(model)
+    notes: list[str] = []
+    with eval_mode(model), progress_bar("asking", None, progress) as advance:
+        question = Question(model, text, instead, readout, batch_size)
+        tokens = None
+        if instead is None or not quick:
+            tokens = measure_tokens(question, seed, advance)
+        if instead is None:
+            assert tokens is not None
+            at, chosen = _most_telling(tokens)
+            other = text.clone()
+            other[at] = chosen
+            question.compare_with(other)
+            notes.append(
+                "the other text is the model's own guess at the place where that moves the "
+                "readout most"
+            )
+        replaced = question.replace_tokens(advance)
+        strips = {} if quick else measure_states(question, advance=advance)
+        most = 10**9 if exact else _QUICK if quick else N_HEADS
+        units = measure_units(question, most, advance=advance)
+        circuit = Circuit([], {}, 0.0, 0.0, is_whole=False)
+        if reason := _no_paths(question):
+            notes.append(f"no paths are drawn: {reason}")
+        else:
+            try:
+                circuit = find_circuit(question, units, prune=not quick, seed=seed, advance=advance)
+                if not circuit.is_whole:
+                    notes.append(
+                        "the effect is spread too widely: these paths are the largest part of it"
+                    )
+            except InfoFlowError as error:
+                notes.append(f"no paths are drawn: {error}")
+    nothing = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
+    clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
+    words, other_words = readable_tokens(model, [clean, others])
+    guess, chance = _guess(question)
+    config = {
+        "probe": "ask", "readout": str(readout), "quick": quick, "exact": exact, "seed": seed,
+        "text": clean.tolist(), "instead": others.tolist(),
+    }  # fmt: skip
+    return AnswerNumbers(
+        readout=str(readout),
+        value=question.clean.value,
+        other_value=question.other.value,
+        tokens=words,
+        other_tokens=other_words,
+        guess=guess,
+        chance=chance,
+        token_mean=nothing if tokens is None else tokens.mean,
+        token_error=nothing if tokens is None else tokens.error,
+        token_other=replaced,
+        strip_layers=tuple(strips),
+        strips=torch.stack([*strips.values()])
+        if strips
+        else torch.zeros(0, question.n_pos).double(),
+        units=torch.tensor(units.units),
+        unit_estimate=units.estimate,
+        unit_effect=units.effect,
+        **_columns(circuit),
+        kept=circuit.kept,
+        lost=circuit.lost,
+        random=tuple(circuit.random),
+        n_pruned=len(circuit.pruned),
+        forwards=round(question.forwards, 1),
+        record=RunRecord.of_model(model, config),
+        notes=tuple(notes),
+    )
+
+
+def _most_telling(tokens: TokenEffects) -> tuple[int, int]:
+    """Find the place and the guess that move the readout most."""
+    sizes = tokens.changes.abs().nan_to_num(-1)
+    place, draw = divmod(int(sizes.argmax()), sizes.shape[1])
+    return place, int(tokens.donors[place, draw])
+
+
+def _no_paths(question: Question) -> str:
+    """Why paths would explain little; empty if they may be drawn."""
+    if not isinstance(question.readout, LogitDifference):
+        return ""
+    if abs(question.gap) < LEAST_GAP:
+        return f"the two texts differ by {question.gap:.2f} in this, which is below {LEAST_GAP:g}"
+    if question.clean.value < 0:
+        return "the model does not prefer the answer in this text"
+    return ""
+
+
+def _guess(question: Question) -> tuple[str, float]:
+    """What the model says where the readout reads, and how probable it finds that."""
+    logits = question.clean.logits
+    position = getattr(question.readout, "position", -1)
+    row = logits[position] if logits.ndim == 2 else logits
+    chance, token = row.float().softmax(-1).max(dim=-1)
+    tokenizer: Any = getattr(question.model, "tokenizer", None)
+    word = str(int(token)) if tokenizer is None else tokenizer.decode([int(token)])
+    return word, float(chance)
+
+
+def _columns(circuit: Circuit) -> dict[str, Tensor]:
+    rows = [
+        [*path.writer, *(path.reader or (-1, -1, -1)), KINDS.index(path.kind)]
+        for path in circuit.paths
+    ]
+
+    def column(values: dict[Any, float]) -> Tensor:
+        found = [values.get(path, torch.nan) for path in circuit.paths]
+        return torch.tensor(found, dtype=torch.float64)
+
+    return {
+        "places": torch.tensor(rows, dtype=torch.int64).reshape(-1, 7),
+        "path_worth": column(circuit.worth),
+        "path_cost": column(circuit.cost),
+        "path_effect": column(circuit.effect),
+    }

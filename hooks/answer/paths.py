@@ -1,0 +1,474 @@
+"""Paths from the words that differ to the answer: found by estimates, kept by what they carry.
+
+A path runs from a writer (the embedding of a changed token, or a head at a position) to one input
+of a reader (the query, a key or a value of a head at a position) or to the answer. MLPs belong to
+the way (Wang et al. 2023 stop at attention alone). A circuit is the smallest set of paths found
+that carries the target share of the difference between two texts when all else has the other text's
+values, and without which as much is lost.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from infoflow_lens.hooks.answer.question import Advance, Question
+from infoflow_lens.hooks.answer.steps import UnitEffects
+from infoflow_lens.hooks.answer.streams import LayerRun, Streams
+
+N_NODES = 60  # heads at positions, between which paths are scored
+TARGET = 0.7  # of the difference, that a circuit keeps, and that is lost without it
+_FIRST, _MOST = 8, 120  # paths that are tried first, and at most
+_PRUNED, _ROUNDS = 40, 12  # a circuit of more paths is not pruned; rounds of pruning
+_RANDOM = 10  # random circuits of as many paths
+
+
+class Node(NamedTuple):
+    """A head at a position; head -1 is the embedding of a token, before layer 0."""
+
+    layer: int
+    head: int
+    position: int
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the embedding of a token."""
+        return self.head < 0
+
+
+# a position, and the writers whose values it carries
+Stream: TypeAlias = "tuple[int, frozenset[Node]]"
+
+
+class Path(NamedTuple):
+    """What a writer brings to one input of a reader.
+
+    Attributes:
+        writer: who writes.
+        reader: whose input it is; None for the answer.
+        kind: "query", "key" or "value" of the reader; "answer".
+    """
+
+    writer: Node
+    reader: Node | None
+    kind: str
+
+
+@dataclass
+class Circuit:
+    """Paths that carry an answer.
+
+    Attributes:
+        paths: in the order of their worth.
+        worth: of every path that was scored, estimated: positive for the answer.
+        kept: share of the difference when all else has the other text's values.
+        lost: share that is lost when these alone have the other text's values.
+        cost: by path, the share that is lost when it is taken out of the circuit.
+        pruned: paths that were found and taken out, as the circuit does without them.
+        effect: by path, measured: the change of the readout when it alone is cut in the clean text.
+        random: shares that as many random connected paths keep.
+        is_whole: whether it reaches the target.
+    """
+
+    paths: list[Path]
+    worth: dict[Path, float]
+    kept: float
+    lost: float
+    cost: dict[Path, float] = field(default_factory=dict)
+    pruned: list[Path] = field(default_factory=list)
+    effect: dict[Path, float] = field(default_factory=dict)
+    random: list[float] = field(default_factory=list)
+    is_whole: bool = True
+
+
+def find_circuit(
+    question: Question,
+    units: UnitEffects,
+    *,
+    target: float = TARGET,
+    prune: bool = True,
+    seed: int = 0,
+    advance: Advance | None = None,
+) -> Circuit:
+    """Find the paths that decide between the two texts.
+
+    Raises:
+        InfoFlowError: for a model whose blocks cannot be run at single positions.
+    """
+    streams = Streams(question)
+    nodes = _strongest(units)
+    gradients = _mean_gradients(question)
+    down = score_paths(streams, nodes, gradients, streams.clean, streams.other)
+    up = score_paths(streams, nodes, gradients, streams.other, streams.clean)
+    sign = math.copysign(1, question.gap)
+    worth = {path: (up[path] - down[path]) / 2 * sign for path in down}
+    rank = sorted((p for p in worth if worth[p] > 0), key=lambda p: -worth[p])
+
+    def measure(sets: Sequence[set[Path]]) -> list[tuple[float, float]]:
+        """How much of the difference each set keeps by itself, and is lost where it is cut."""
+        if advance is not None:
+            advance(0)
+        jobs = [(paths, swap) for paths in sets for swap in (False, True)]
+        shares = share(streams, jobs)
+        return list(zip(shares[::2], shares[1::2], strict=True))
+
+    n, found, both = _FIRST, set[Path](), (0.0, 0.0)
+    while True:
+        found = connect(rank[:n])
+        both = measure([found])[0]
+        if min(both) >= target or n > _MOST or n >= len(rank):
+            break
+        n = max(n + 2, int(1.3 * n))
+    first, cost = set(found), dict[Path, float]()
+    rounds = _ROUNDS if prune and min(both) >= target and len(found) <= _PRUNED else 0
+    for _ in range(rounds):  # a tenth of the paths at once, else the one that matters least
+        without = {path: connect(found - {path}) for path in found}
+        measured = dict(zip(without, measure([*without.values()]), strict=True))
+        left = {path: min(each) for path, each in measured.items()}
+        cost = {path: min(both) - left[path] for path in found}
+        fine = [path for path in found if left[path] >= target]
+        fine.sort(key=lambda p: (-(left[p] + 0.02 * (len(found) - len(without[p]))), p))
+        if not fine or len(found) == 1:
+            break
+        fewer = connect(found - set(fine[: max(1, len(found) // 10)]))
+        reached = measure([fewer])[0] if len(found) >= 20 else measured[fine[0]]
+        if min(reached) >= target:
+            found, both = fewer, reached
+        else:
+            found, both = without[fine[0]], measured[fine[0]]
+    paths = sorted(found, key=lambda p: -worth[p])
+    circuit = Circuit(
+        paths,
+        worth,
+        *both,
+        {path: cost[path] for path in paths if path in cost},
+        sorted(first - found, key=lambda p: -worth[p]),
+        is_whole=min(both) >= target,
+    )
+    circuit.random = _random_shares(streams, worth, len(paths), seed)
+    circuit.effect = cut_paths(streams, paths, advance)
+    return circuit
+
+
+def _strongest(units: UnitEffects) -> list[Node]:
+    """The heads at positions with the largest products of gradient and difference."""
+    sized = [
+        (abs(float(value)), Node(layer, head, position))
+        for layer, by_place in enumerate(units.by_place)
+        for position, row in enumerate(by_place.tolist())
+        for head, value in enumerate(row)
+    ]
+    sized.sort(key=lambda pair: (-pair[0], pair[1]))
+    return sorted(node for _, node in sized[:N_NODES])
+
+
+def _mean_gradients(question: Question) -> list[Tensor]:
+    """By layer, the derivative of the readout by what heads write, [pos, head, d_head]."""
+    found = []
+    for layer in range(question.n_layers):
+        parts = [g[question.z(layer)] for g in question.known_gradients.values()]
+        mean = torch.stack(parts).mean(dim=0)[0]
+        found.append(mean.reshape(len(mean), question.n_heads[layer], -1))
+    return found
+
+
+@torch.no_grad()
+def score_paths(
+    streams: Streams,
+    nodes: Sequence[Node],
+    gradients: Sequence[Tensor],
+    base: Sequence[LayerRun],
+    other: Sequence[LayerRun],
+) -> dict[Path, float]:
+    """Estimate what each path does in a run, when its writer has the other text's value.
+
+    The change is followed through MLPs on the writer's own position; the reader's attention is
+    computed anew; what follows it is its gradient.
+    """
+    question, end = streams.question, streams.end
+    writers = [Node(-1, -1, position) for position in question.changed] + sorted(nodes)
+    places = torch.tensor([node.position for node in writers])
+    states = base[0].state.new_zeros(len(writers), base[0].state.shape[1])
+    is_on = torch.zeros(len(writers), dtype=torch.bool)
+    for row, node in enumerate(writers):
+        if node.is_embedding:
+            states[row], is_on[row] = other[0].state[node.position], True
+    scores: dict[Path, float] = {}
+    for layer, run in enumerate(base):
+        own = [row for row, node in enumerate(writers) if node.layer == layer]
+        live = is_on.nonzero().flatten().tolist()
+        rows = live + own
+        if not rows:
+            continue
+        entering = torch.cat([states[live], run.state[places[own]]])
+        z = run.z[places[rows]].clone()
+        for place, row in enumerate(own, len(live)):
+            node = writers[row]
+            z[place, node.head] = other[layer].z[node.position, node.head]
+        found = streams.step(layer, entering, places[rows], z)
+        for reader in (node for node in nodes if node.layer == layer):
+            _score_reader(streams, run, reader, gradients[layer], writers, live, found, scores)
+        states[rows] = found["out"]
+        is_on[own] = True
+    at_end = [row for row, node in enumerate(writers) if node.position == end]
+    if at_end:
+        clean = _value_of(streams, base)
+        values = streams.read(states[at_end]) - clean
+        for row, value in zip(at_end, values.tolist(), strict=True):
+            scores[Path(writers[row], None, "answer")] = value
+    return scores
+
+
+def _score_reader(
+    streams: Streams,
+    run: LayerRun,
+    reader: Node,
+    gradients: Tensor,
+    writers: Sequence[Node],
+    live: Sequence[int],
+    found: dict[str, Tensor],
+    scores: dict[Path, float],
+) -> None:
+    """Score the paths to the three inputs of one reader."""
+    layer, head, query = reader
+    n_heads = run.scores.shape[0]
+    before, gradient = run.z[query, head], gradients[query, head]
+    for place, row in enumerate(live):
+        writer = writers[row]
+        at = writer.position
+        kinds = ["query"] if at == query else []
+        if run.scores[head, query, at] > -torch.inf:
+            kinds += ["key", "value"]
+        for kind in kinds:
+            inputs = _input(kind, at, found, place, head, n_heads)
+            z = streams.attend(run, layer, head, query, **inputs)
+            scores[Path(writer, reader, kind)] = float((z - before) @ gradient)
+
+
+def _input(
+    kind: str, position: int, made: dict[str, Tensor], row: int, head: int, n_heads: int
+) -> dict[str, Any]:
+    """One input of a reader, as :meth:`Streams.attend` takes it, from what a row of a step made."""
+    if kind == "query":
+        return {"q": made["q"][row, head]}
+    vectors = made[kind[0]][row]
+    return {kind[0]: {position: vectors[head * len(vectors) // n_heads]}}
+
+
+def _value_of(streams: Streams, base: Sequence[LayerRun]) -> float:
+    question = streams.question
+    return question.clean.value if base is streams.clean else question.other.value
+
+
+def connect(paths: Iterable[Path]) -> set[Path]:
+    """Leave out paths whose reader leads nowhere, or whose writer is reached by none."""
+    left = set(paths)
+    while True:
+        writers, readers = {p.writer for p in left}, {p.reader for p in left}
+        kept = {
+            p
+            for p in left
+            if (p.reader is None or p.reader in writers)
+            and (p.writer.is_embedding or p.writer in readers)
+        }
+        if kept == left:
+            return kept
+        left = kept
+
+
+@dataclass
+class _Job:
+    """A set of paths that is measured: what runs live, and what its readers read.
+
+    Attributes:
+        frozen, live: the run of all else, and the one from which the paths bring values.
+        readers: by reader, input and position, the stream that it reads: a position and writers.
+        until: by stream, the layer of its last reader.
+        states: of the streams that have begun, before the layer that comes next.
+    """
+
+    frozen: Sequence[LayerRun]
+    live: Sequence[LayerRun]
+    readers: dict[Node | None, dict[tuple[str, int], Stream]]
+    until: dict[Stream, int]
+    states: dict[Stream, Tensor]
+
+    @classmethod
+    def of(cls, streams: Streams, paths: Iterable[Path], swap: bool) -> "_Job":
+        """Begin with the embeddings among the writers."""
+        frozen, live = (streams.clean, streams.other) if swap else (streams.other, streams.clean)
+        inputs: dict[tuple[Node | None, str, int], set[Node]] = {}
+        for path in paths:
+            key = (path.reader, path.kind, path.writer.position)
+            inputs.setdefault(key, set()).add(path.writer)
+        readers: dict[Node | None, dict[tuple[str, int], Stream]] = {}
+        until: dict[Stream, int] = {}
+        for (reader, kind, position), writers in inputs.items():
+            stream = (position, frozenset(writers))
+            readers.setdefault(reader, {})[kind, position] = stream
+            last = streams.question.n_layers if reader is None else reader.layer
+            until[stream] = max(until.get(stream, 0), last)
+        states = {
+            stream: live[0].state[stream[0]]
+            for stream in until
+            if any(node.is_embedding for node in stream[1])
+        }
+        return cls(frozen, live, readers, until, states)
+
+    def of_layer(self, layer: int) -> dict[Node, dict[tuple[str, int], Stream]]:
+        """Find the readers of a layer that read a stream which has begun."""
+        return {
+            reader: read
+            for reader, read in self.readers.items()
+            if reader is not None
+            and reader.layer == layer
+            and any(stream in self.states for stream in read.values())
+        }
+
+
+@torch.no_grad()
+def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list[float]:
+    """Measure which part of the difference paths carry when all else has the other text's values.
+
+    Each input of each reader has a stream of its own: a copy of the state at its position, which
+    differs from the frozen run by what the writers of its paths bring. All sets go through the
+    model together.
+
+    Args:
+        streams: of the question.
+        jobs: connected sets, each with whether to measure what is lost when they alone have the
+            other text's values.
+    """
+    running = [_Job.of(streams, paths, swap) for paths, swap in jobs]
+    for layer in range(streams.question.n_layers):
+        read = [
+            (job, stream)
+            for job in running
+            for stream in dict.fromkeys(s for r in job.of_layer(layer).values() for s in r.values())
+            if stream in job.states
+        ]
+        shown = _step(streams, layer, [(job, stream, None) for job, stream in read])
+        rows = {(id(job), stream): row for row, (job, stream) in enumerate(read)}
+        moved: list[tuple[_Job, Stream, dict[Node, Tensor] | None]] = []
+        for job in running:
+            z_of: dict[Node, Tensor] = {}
+            run = job.frozen[layer]
+            for reader, inputs in job.of_layer(layer).items():
+                given: dict[str, Any] = {}
+                for (kind, position), stream in inputs.items():
+                    if stream in job.states:
+                        place = (rows[id(job), stream], reader.head, len(run.scores))
+                        for side, vector in _input(kind, position, shown, *place).items():
+                            old = given.get(side, {})
+                            given[side] = vector if side == "q" else {**old, **vector}
+                z_of[reader] = streams.attend(run, layer, reader.head, reader.position, **given)
+            for stream, last in job.until.items():
+                mine = {node: z_of[node] for node in stream[1] if node in z_of}
+                if last > layer and (mine or stream in job.states):
+                    moved.append((job, stream, mine))
+        left = _step(streams, layer, moved).get("out", ())
+        for (job, stream, _), state in zip(moved, left, strict=True):
+            job.states[stream] = state
+    found = [0.0] * len(running)
+    ends = []
+    for number, job in enumerate(running):
+        end = job.readers.get(None, {}).get(("answer", streams.end))
+        if end is not None and end in job.states:
+            ends.append((number, job.states[end]))
+    if ends:
+        values = streams.read(torch.stack([state for _, state in ends]))
+        for (number, _), value in zip(ends, values.tolist(), strict=True):
+            job = running[number]
+            before, after = _value_of(streams, job.frozen), _value_of(streams, job.live)
+            found[number] = (value - before) / (after - before)
+    return found
+
+
+def _step(
+    streams: Streams,
+    layer: int,
+    rows: Sequence[tuple[_Job, Stream, dict[Node, Tensor] | None]],
+) -> dict[str, Tensor]:
+    """Run a block on streams, with what their writers now give."""
+    if not rows:
+        return {}
+    entering, heads = [], []
+    for job, stream, given in rows:
+        run, position = job.frozen[layer], stream[0]
+        entering.append(job.states.get(stream, run.state[position]))
+        z = run.z[position]
+        if given:
+            z = z.clone()
+            for node, value in given.items():
+                z[node.head] = value
+        heads.append(z)
+    places = torch.tensor([stream[0] for _, stream, _ in rows])
+    return streams.step(layer, torch.stack(entering), places, torch.stack(heads))
+
+
+@torch.no_grad()
+def cut_paths(
+    streams: Streams, paths: Sequence[Path], advance: Advance | None = None
+) -> dict[Path, float]:
+    """Measure what cutting each path alone does to the readout of the clean text.
+
+    The reader's input takes what it would be with the other text's value of the writer; all that
+    follows the reader goes free.
+    """
+    question, base = streams.question, streams.clean
+    changes, direct = {}, {}
+    for path in paths:
+        writer, reader = path.writer, path.reader
+        at = torch.tensor([writer.position])
+        if writer.is_embedding:
+            state, first = streams.other[0].state[at], 0
+        else:
+            z = base[writer.layer].z[at].clone()
+            z[0, writer.head] = streams.other[writer.layer].z[writer.position, writer.head]
+            state = streams.step(writer.layer, base[writer.layer].state[at], at, z)["out"]
+            first = writer.layer + 1
+        last = question.n_layers if reader is None else reader.layer
+        for layer in range(first, last):
+            state = streams.step(layer, state, at, base[layer].z[at])["out"]
+        if reader is None:
+            direct[path] = float(streams.read(state)[0]) - question.clean.value
+            continue
+        run = base[last]
+        made = streams.step(last, state, at, run.z[at])
+        inputs = _input(path.kind, writer.position, made, 0, reader.head, len(run.scores))
+        changes[path] = streams.attend(run, last, reader.head, reader.position, **inputs)
+    rows = []
+    for path, z in changes.items():
+        assert path.reader is not None
+        layer, head, position = path.reader
+        _, of_head = question.of_head(layer, head)
+        rows.append([(question.z(layer), (position, of_head), z)])
+    measured = question.measure(rows, advance=advance).tolist()
+    return direct | dict(zip(changes, measured, strict=True))
+
+
+def _random_shares(
+    streams: Streams, worth: dict[Path, float], n_paths: int, seed: int
+) -> list[float]:
+    """Measure as many random paths, each connected to the answer."""
+    draw, into = random.Random(seed), dict[Node | None, list[Path]]()
+    for path in worth:
+        into.setdefault(path.reader, []).append(path)
+    sets = []
+    for _ in range(_RANDOM):
+        some: set[Path] = set()
+        front: list[Node | None] = [None]
+        for _ in range(20 * n_paths):
+            if len(some) >= n_paths:
+                break
+            choices = into.get(draw.choice(front))
+            if choices:
+                path = draw.choice(choices)
+                some.add(path)
+                front += [] if path.writer.is_embedding else [path.writer]
+        sets.append(connect(some))
+    return share(streams, [(paths, False) for paths in sets])

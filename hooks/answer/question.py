@@ -1,0 +1,370 @@
+"""A question of a model: two texts, what is read of it, and runs in which parts are exchanged.
+
+Every effect is a change of one number, the readout, when a part takes the value that it has in the
+other text (Wang et al. 2023, "path patching"; noising: the text that is asked about runs, and parts
+of it are spoiled).
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call, on_this_thread
+from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
+from infoflow_lens.hooks.readouts import Readout
+
+# a hook point, the place within a sequence, and what stands there instead
+Change: TypeAlias = tuple[str, Any, Tensor]
+Advance: TypeAlias = Callable[..., None]
+
+_SAME = 1e-5  # of the readout: as near as passes of other batches come
+
+
+@dataclass(frozen=True)
+class Run:
+    """One text, run as it is.
+
+    Attributes:
+        tokens: int [1, pos].
+        value: of the readout.
+        logits: what the model gives, [pos, choice]; of a classifier or an embedding, [choice].
+        shown: activations by hook point, [1, pos, ...].
+    """
+
+    tokens: Int[Tensor, "1 pos"]
+    value: float
+    logits: Tensor
+    shown: dict[str, Tensor]
+
+
+class Question:
+    """Two texts of equal length, and a readout.
+
+    Args:
+        model: any Transformer with hook points, in evaluation mode.
+        text: token ids [pos], the text that is asked about.
+        instead: token ids [pos], the other text; None if it is not known yet.
+        readout: bound to the model.
+        batch_size: rows that run together.
+
+    Attributes:
+        clean, other: the two runs.
+        changed: the positions at which the texts differ.
+        n_layers, n_heads: layers, and heads by layer.
+        known_gradients: by the point between the texts, what :meth:`gradients` gave.
+        forwards: passes over one text so far; a derivative counts as two.
+
+    Raises:
+        InfoFlowError: for texts that differ in length or nowhere, and for a model that does not
+            show its states, or what its heads write.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: Int[Tensor, " pos"],
+        instead: Int[Tensor, " pos"] | None,
+        readout: Readout,
+        batch_size: int = 16,
+    ) -> None:
+        self.model, self.readout, self.batch_size = model, readout, batch_size
+        self.forwards = 0.0
+        self.known_gradients: dict[float, dict[str, Tensor]] = {}
+        self.n_layers = layer_count(model)
+        self._points = self._needed()
+        self._blocks: list[nn.Module] = []
+        if hasattr(model, "anatomy"):
+            self._blocks = [block.module for block in model.anatomy.blocks]  # type: ignore[union-attr]
+        self._givers: list[Callable[[Tensor], Any] | None] = []
+        with self._watching_blocks():
+            self.clean = self.other = self._run(text[None])
+        self._check_starts()
+        self.changed: list[int] = []
+        self.n_heads = [self._head_count(layer) for layer in range(self.n_layers)]
+        if instead is not None:
+            self.compare_with(instead)
+
+    def compare_with(self, instead: Int[Tensor, " pos"]) -> None:
+        """Run the other text.
+
+        Raises:
+            InfoFlowError: for a text of another length, and for the same one.
+        """
+        text = self.clean.tokens[0]
+        if text.shape != instead.shape:
+            raise InfoFlowError(
+                f"the two texts have {len(text)} and {len(instead)} tokens: expected as many, so "
+                "that each place of the one has its place in the other; change words into words of "
+                "as many tokens"
+            )
+        if text.equal(instead.to(text)):
+            raise InfoFlowError("the two texts are one: expected another text, to compare with")
+        self.other = self._run(instead[None])
+        self.changed = (text != instead.to(text)).nonzero().flatten().tolist()
+
+    @property
+    def gap(self) -> float:
+        """How far the readouts of the two texts are apart."""
+        return self.clean.value - self.other.value
+
+    @property
+    def n_pos(self) -> int:
+        """The length of the texts."""
+        return self.clean.tokens.shape[1]
+
+    def state(self, layer: int) -> str:
+        """Name the hook point of the states that enter a layer; of those that leave the last."""
+        if layer == self.n_layers:
+            return f"blocks.{layer - 1}.hook_resid_post"
+        return f"blocks.{layer}.hook_resid_pre"
+
+    def z(self, layer: int) -> str:
+        """Name the hook point of what the heads of a layer write."""
+        return f"blocks.{layer}.attn.hook_z"
+
+    def mlp(self, layer: int) -> str:
+        """Name the hook point of what the MLP of a layer writes."""
+        return f"blocks.{layer}.hook_mlp_out"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP that shows what it writes."""
+        return self.mlp(layer) in self.clean.shown
+
+    def of_head(self, layer: int, head: int) -> Any:
+        """Find a head's place in the z of a sequence, at all positions."""
+        z = self.clean.shown[self.z(layer)]
+        if z.ndim == 4:
+            return slice(None), head
+        width = z.shape[-1] // self.n_heads[layer]
+        return slice(None), slice(head * width, (head + 1) * width)
+
+    def exchange(self, point: str, place: Any) -> Change:
+        """Make the change that brings a part's value from the other text."""
+        return point, place, self.other.shown[point][0][place]
+
+    @torch.no_grad()
+    def measure(
+        self,
+        rows: Sequence[Sequence[Change]],
+        tokens: Int[Tensor, "row pos"] | None = None,
+        advance: Advance | None = None,
+    ) -> Float[Tensor, " row"]:
+        """Read what each row of changes does to the readout: its value minus the clean one.
+
+        Blocks before the first change of a batch do not run, as they would give the same again.
+
+        Args:
+            rows: changes of the clean text, for each row.
+            tokens: other texts, one a row, in the place of the clean one.
+            advance: called with the number of rows that have run.
+        """
+        found = torch.zeros(len(rows), dtype=torch.float64)
+        texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
+        starts = [min((layer_of(c[0]) or 0 for c in changes), default=0) for changes in rows]
+        order = sorted(range(len(rows)), key=lambda row: starts[row])
+        for first in range(0, len(rows), self.batch_size):
+            these = order[first : first + self.batch_size]
+            some = [rows[row] for row in these]
+            by_point: dict[str, list[tuple[int, Any, Tensor]]] = {}
+            for row, changes in enumerate(some):
+                for point, place, value in changes:
+                    by_point.setdefault(point, []).append((row, place, value))
+            edits: list[NamedHook] = [(point, _writer(these)) for point, these in by_point.items()]
+            with self.starting(starts[these[0]] if tokens is None else 0) as share:
+                output = call(self.model, texts[these], edit=edits, output=True).output
+            found[these] = self.readout.read(output).detach().double().cpu()
+            self.forwards += len(some) * share
+            if advance is not None:
+                advance(len(some))
+        return found - self.clean.value
+
+    def replace_tokens(self, advance: Advance | None = None) -> Float[Tensor, " pos"]:
+        """Replace each token by the other text's: the change of the readout, 0 where it is one."""
+        found = torch.zeros(self.n_pos, dtype=torch.float64)
+        rows = self.clean.tokens.repeat(len(self.changed), 1)
+        for row, position in enumerate(self.changed):
+            rows[row, position] = self.other.tokens[0, position]
+        found[self.changed] = self.measure([()] * len(rows), rows, advance)
+        return found
+
+    @torch.enable_grad()
+    def gradients(self, at: float) -> dict[str, Tensor]:
+        """Differentiate the readout by what heads and MLPs write.
+
+        Args:
+            at: where between the embeddings of the two texts: 0 is the clean one.
+
+        Returns:
+            By hook point, [1, pos, ...].
+        """
+        clean, other = (run.shown["hook_embed"] for run in (self.clean, self.other))
+        embedded = (clean + at * (other - clean)).detach().requires_grad_()
+        shown: dict[str, Tensor] = {}
+        points = [name for name in self._points if name.endswith((".hook_z", ".hook_mlp_out"))]
+        edits: list[NamedHook] = [("hook_embed", lambda activation, hook: embedded.clone())]
+        edits += [(name, _keeper(name, shown)) for name in points]
+        output = call(
+            self.model, self.clean.tokens, edit=edits, output=True, keep_graph=True
+        ).output
+        value = self.readout.read(output).sum()
+        self.forwards += 3
+        found = torch.autograd.grad(value, [shown[name] for name in points], allow_unused=True)
+        self.known_gradients[at] = {
+            name: torch.zeros_like(shown[name]) if gradient is None else gradient
+            for name, gradient in zip(points, found, strict=True)
+        }
+        return self.known_gradients[at]
+
+    # Runs
+
+    @contextmanager
+    def _watching_blocks(self) -> Iterator[None]:
+        """Note how each block gives its states: alone, or first in a tuple of nothing else."""
+
+        def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            alone = isinstance(out, Tensor)
+            first = isinstance(out, tuple) and isinstance(out[0], Tensor)
+            if alone:
+                self._givers.append(lambda state: state)
+            elif first and all(part is None for part in out[1:]):
+                self._givers.append(partial(_in_tuple, out[1:]))
+            else:  # something goes on beside the states, such as a bias of positions
+                self._givers.append(None)
+
+        with ExitStack() as stack:
+            for block in dict.fromkeys(self._blocks):
+                stack.callback(block.register_forward_hook(on_this_thread(note)).remove)
+            yield
+
+    def _check_starts(self) -> None:
+        """Let all passes run whole where one from the last layer on gives something else."""
+        if len(self._givers) != self.n_layers:
+            self._blocks = []
+        if self._blocks:
+            value = self.clean.value
+            again = float(self.measure([[(self.z(self.n_layers - 1), (), self._no_change())]])[0])
+            if not abs(again) <= _SAME * max(1.0, abs(value)):
+                self._blocks = []
+
+    def _no_change(self) -> Tensor:
+        return self.clean.shown[self.z(self.n_layers - 1)][0]
+
+    @contextmanager
+    def starting(self, layer: int) -> Iterator[float]:
+        """Run passes of this thread from a layer on: blocks before it give the clean states.
+
+        Args:
+            layer: the first block that runs; their number for none.
+
+        Yields:
+            The share of the blocks that runs.
+        """
+        if not self._blocks or None in self._givers[:layer]:
+            layer = 0
+        givers = self._givers[:layer]
+        given = [self.clean.shown[self.state(number + 1)] for number in range(layer)]
+        order = iter([*zip(givers, given, strict=True), *[None] * (self.n_layers - layer)])
+        with ExitStack() as stack:
+            for module in dict.fromkeys(self._blocks) if layer else ():
+                own = vars(module).get("forward")
+                # in its dictionary, as modules of a bridge hand attributes on to others
+                vars(module)["forward"] = _Skip(module.forward, order)
+                stack.callback(_restore, module, own)
+            yield 1 - layer / self.n_layers
+
+    def _needed(self) -> list[str]:
+        known = hook_points(self.model)
+        needed = ["hook_embed", *(self.state(layer) for layer in range(self.n_layers + 1))]
+        needed += [self.z(layer) for layer in range(self.n_layers)]
+        missing = [name for name in needed if name not in known]
+        if missing:
+            raise InfoFlowError(
+                f"{type(self.model).__name__} does not show {', '.join(missing[:3])}: expected a "
+                "model whose embedding, states and heads can be seen; open_model(model).lacks() "
+                "says why it does not"
+            )
+        mlps = (self.mlp(layer) for layer in range(self.n_layers))
+        patterns = (f"blocks.{layer}.attn.hook_pattern" for layer in range(self.n_layers))
+        return needed + [name for name in (*mlps, *patterns) if name in known]
+
+    @torch.no_grad()
+    def _run(self, tokens: Int[Tensor, "1 pos"]) -> Run:
+        caught = call(self.model, tokens, self._points, output=True)
+        self.forwards += 1
+        value = float(self.readout.read(caught.output)[0].double())
+        output = getattr(caught.output, "logits", caught.output)
+        logits = output if isinstance(output, Tensor) else next(iter(output.values()))
+        return Run(tokens, value, logits[0].detach(), caught.activations)
+
+    def _head_count(self, layer: int) -> int:
+        z = self.clean.shown[self.z(layer)]
+        if z.ndim == 4:
+            return z.shape[2]
+        pattern = self.clean.shown.get(f"blocks.{layer}.attn.hook_pattern")
+        return 1 if pattern is None else pattern.shape[1]
+
+
+def _in_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
+    return (state, *rest)
+
+
+class _Skip:
+    """The forward of a block that gives known states in passes of this thread, or runs.
+
+    Args:
+        forward: of the block.
+        order: for the calls of all blocks, in turn: what to give; None to run.
+    """
+
+    def __init__(self, forward: Callable[..., Any], order: Iterator[Any]) -> None:
+        self._forward, self._order = forward, order
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the states in as many rows as enter, or run."""
+        known = next(self._order, None) if threading.get_ident() == self._thread else None
+        if known is None:
+            return self._forward(*args, **kwargs)
+        give, state = known
+        entered = next(t for t in (*args, *kwargs.values()) if _is_stream(t))
+        return give(state[:, : entered.shape[1]].expand(len(entered), -1, -1))
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    """Give a module its own forward back, or that of its class."""
+    if forward is None:
+        del vars(module)["forward"]
+    else:
+        vars(module)["forward"] = forward
+
+
+def _writer(changes: Iterable[tuple[int, Any, Tensor]]) -> HookFunction:
+    """Make a hook that writes values into rows."""
+
+    def hook_fn(activation: Tensor, hook: Any) -> Tensor:
+        activation = activation.clone()
+        for row, place, value in changes:
+            activation[row][place] = value.to(activation.dtype)
+        return activation
+
+    return hook_fn
+
+
+def _keeper(name: str, shown: dict[str, Tensor]) -> HookFunction:
+    def hook_fn(activation: Tensor, hook: Any) -> Tensor:
+        shown[name] = activation.clone()  # on which the rest depends, also where this is a view
+        return shown[name]
+
+    return hook_fn

@@ -1,0 +1,218 @@
+"""An answer to "why this and not that": tokens, strips of states, heads, paths."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KINDS = ("query", "key", "value", "answer")
+_WORDS = {
+    "query": "tells {} where to look",
+    "key": "is found by {}",
+    "value": "is carried by {}",
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AnswerNumbers(Result):
+    """Why a model gives this answer and not that one, in one text: the numbers.
+
+    Every `effect` is measured: the change of the readout when a part takes its value from the other
+    text. Estimates are by gradients; they find, and are no sizes.
+
+    Attributes:
+        readout: what is asked, in words.
+        value, other_value: the readout of the text, and of the other one.
+        tokens, other_tokens: of the two texts, as one reads them.
+        guess, chance: what the model says, and how probable that is.
+        token_mean, token_error: [pos], when a token is replaced by the model's own guesses at its
+            place: mean change and its standard error; NaN where it was not asked.
+        token_other: [pos], when it is replaced by the other text's token.
+        strip_layers: the layers at which states were exchanged; the last is what leaves the last
+            layer, as the others are what enters theirs.
+        strips: [strip, pos], the effect of the state at each position.
+        units: int [unit, 2], layers and heads; head -1 is the MLP.
+        unit_estimate, unit_effect: [unit]; NaN where it was not measured.
+        places: int [path, 7]: layer, head and position of the writer (layer and head -1: the
+            embedding), of the reader (-1: the answer), and the kind: query, key, value, answer.
+        path_worth: [path], estimated, positive for the answer.
+        path_cost: [path], the share of the difference that the circuit loses without it; NaN where
+            it was not measured.
+        path_effect: [path], when it alone is cut in the text.
+        kept, lost: the share of the difference that the paths keep when all else has the other
+            text's values, and that is lost when they alone have them.
+        random: shares that as many random paths keep.
+        n_pruned: paths that were found and that the others make up for.
+        forwards: passes over one text that it took; a derivative counts as two.
+    """
+
+    small: ClassVar[bool] = True
+
+    readout: str
+    value: float
+    other_value: float
+    tokens: tuple[str, ...]
+    other_tokens: tuple[str, ...]
+    guess: str
+    chance: float
+    token_mean: Float[Tensor, " pos"]
+    token_error: Float[Tensor, " pos"]
+    token_other: Float[Tensor, " pos"]
+    strip_layers: tuple[int, ...]
+    strips: Float[Tensor, "strip pos"]
+    units: Int[Tensor, "unit two"]
+    unit_estimate: Float[Tensor, " unit"]
+    unit_effect: Float[Tensor, " unit"]
+    places: Int[Tensor, "path seven"]
+    path_worth: Float[Tensor, " path"]
+    path_cost: Float[Tensor, " path"]
+    path_effect: Float[Tensor, " path"]
+    kept: float
+    lost: float
+    random: tuple[float, ...]
+    n_pruned: int
+    forwards: float
+
+    @property
+    def gap(self) -> float:
+        """How far the readouts of the two texts are apart."""
+        return self.value - self.other_value
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """The positions at which the texts differ."""
+        pairs = zip(self.tokens, self.other_tokens, strict=True)
+        return tuple(i for i, (one, other) in enumerate(pairs) if one != other)
+
+    def to_frame(self, what: str = "paths") -> "pd.DataFrame":
+        """A table of "tokens", "states", "heads" or "paths", the largest effect first.
+
+        Raises:
+            InfoFlowError: for anything else.
+        """
+        import pandas as pd
+
+        tables = {
+            "tokens": self._tokens,
+            "states": self._states,
+            "heads": self._heads,
+            "paths": self._paths,
+        }
+        if what not in tables:
+            raise InfoFlowError(f"{what!r} is no table: expected one of {', '.join(tables)}")
+        rows = list(tables[what]())
+        frame = pd.DataFrame(rows)
+        if what in ("heads", "paths") and rows:
+            order = frame["effect"].abs().fillna(-1).argsort(kind="stable")[::-1]
+            frame = frame.iloc[order].reset_index(drop=True)
+        return frame
+
+    def _tokens(self) -> Iterator[dict[str, Any]]:
+        columns = (self.token_mean, self.token_error, self.token_other)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for position, (mean, error, other) in enumerate(rows):
+            yield {
+                "position": position,
+                "token": self.tokens[position],
+                "effect": mean,
+                "error": error,
+                "effect of the other token": other,
+                "other token": self.other_tokens[position],
+            }
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        for layer, strip in zip(self.strip_layers, self.strips.tolist(), strict=True):
+            for position, effect in enumerate(strip):
+                yield {
+                    "layer": layer,
+                    "position": position,
+                    "token": self.tokens[position],
+                    "effect": effect,
+                    "share": -effect / self.gap,
+                }
+
+    def _heads(self) -> Iterator[dict[str, Any]]:
+        rows = zip(
+            self.units.tolist(), self.unit_effect.tolist(), self.unit_estimate.tolist(), strict=True
+        )
+        for (layer, head), effect, estimate in rows:
+            yield {
+                "layer": layer,
+                "head": head,
+                "name": f"MLP {layer}" if head < 0 else f"{layer}.{head}",
+                "effect": effect,
+                "estimate": estimate,
+            }
+
+    def _paths(self) -> Iterator[dict[str, Any]]:
+        columns = (self.path_effect, self.path_worth, self.path_cost)
+        rows = zip(self.places.tolist(), *(column.tolist() for column in columns), strict=True)
+        for place, effect, worth, cost in rows:
+            yield {
+                "writer": _name(place[:3]),
+                "from": self._word(place[2]),
+                "reader": "the answer" if place[3] < 0 else _name(place[3:6]),
+                "to": "" if place[3] < 0 else self._word(place[5]),
+                "input": KINDS[place[6]],
+                "effect": effect,
+                "estimate": worth,
+                "cost in the circuit": cost,
+            }
+
+    def _word(self, position: int) -> str:
+        return f"{self.tokens[position]}@{position}"
+
+    def bundles(self) -> list[tuple[str, list[int]]]:
+        """Paths that do one thing, such as nine heads that carry one word: a sentence and places.
+
+        They begin at one position, in the embedding or in heads, and end in one kind of input at
+        one position.
+        """
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, place in enumerate(self.places.tolist()):
+            key = (place[1] < 0, place[2], place[3] < 0, place[5], place[6])
+            groups.setdefault(key, []).append(number)
+        order = sorted(groups.values(), key=lambda g: -float(self.path_worth[g].sum()))
+        return [(self._sentence(group), group) for group in order]
+
+    def _sentence(self, group: list[int]) -> str:
+        places = [self.places[number].tolist() for number in group]
+        first = places[0]
+        writers = sorted({tuple(p[:3]) for p in places})
+        source = self._word(first[2])
+        if first[1] >= 0:
+            source = f"{', '.join(_name(w) for w in writers)} at {source}"
+        if first[3] < 0:
+            return f"{source} writes the answer"
+        readers = sorted({tuple(p[3:6]) for p in places})
+        names = ", ".join(_name(reader) for reader in readers)
+        return f"{source} {_WORDS[KINDS[first[6]]].format(names)} at {self._word(first[5])}"
+
+    def summary(self) -> str:
+        """What the model says, what decides, and how sure that is, in a few sentences."""
+        said = [
+            f"The model says {self.guess!r} ({self.chance:.0%}).",
+            f"{self.readout}: {self.value:+.2f}; in the other text {self.other_value:+.2f}.",
+        ]
+        if len(self.places):
+            middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
+            said.append(
+                f"Between the two decide {len(self.places)} paths: alone they keep {self.kept:.0%} "
+                f"of the difference, as many random ones {middle:.0%} (at most "
+                f"{max(self.random, default=0):.0%}); cut, they lose {self.lost:.0%}."
+            )
+        return " ".join(said)
+
+
+def _name(place: Any) -> str:
+    """Name a writer or a reader by layer and head."""
+    layer, head, _ = place
+    return "the word" if head < 0 else f"{layer}.{head}"

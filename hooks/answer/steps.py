@@ -1,0 +1,214 @@
+"""The steps of an answer: tokens, strips of states, heads and MLPs.
+
+The procedure and its numbers (candidates, draws, bars) were frozen on eleven texts and judged on
+ten others: rankings by the gradient at the clean text and half way to the other are taken in turn,
+as averaging them cancels.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.hooks.answer.question import Advance, Question
+
+POINTS = (0.0, 0.5)  # between the two texts, at which gradients rank
+N_HEADS, N_MLPS = 30, 8  # candidates that are measured
+N_DRAWS = 4  # replacements of each token, and as many more where ranks are open
+TOLERANCE = 0.1  # of the gap, by which two strips may differ without one between them
+
+
+@dataclass(frozen=True)
+class TokenEffects:
+    """What the readout loses when a token is replaced.
+
+    Attributes:
+        mean, error: by what the model itself would have put there: mean change and standard error.
+        donors: int [pos, draw], what was put there; -1 for none.
+        changes: [pos, draw], what each did; NaN for none.
+    """
+
+    mean: Float[Tensor, " pos"]
+    error: Float[Tensor, " pos"]
+    donors: Int[Tensor, "pos draw"]
+    changes: Float[Tensor, "pos draw"]
+
+
+def measure_tokens(
+    question: Question, seed: int = 0, advance: Advance | None = None
+) -> TokenEffects:
+    """Replace each token by the model's own guesses at its place.
+
+    Four draws of each; four more for the tokens that may be the one that matters most.
+    """
+    n_pos, clean = question.n_pos, question.clean.tokens[0]
+    draw = torch.Generator().manual_seed(seed)
+    guesses = guess_tokens(question)
+    donors = torch.full((n_pos, 2 * N_DRAWS), -1)
+    changes = torch.full((n_pos, 2 * N_DRAWS), torch.nan, dtype=torch.float64)
+
+    def put(positions: list[int], first: int) -> None:
+        for position in positions:
+            drawn = torch.multinomial(guesses[position], N_DRAWS, True, generator=draw)
+            donors[position, first : first + N_DRAWS] = drawn
+        rows = clean.repeat(len(positions) * N_DRAWS, 1)
+        for row, position in enumerate(positions):
+            part = slice(row * N_DRAWS, (row + 1) * N_DRAWS)
+            rows[part, position] = donors[position, first : first + N_DRAWS].to(rows)
+        found = question.measure([()] * len(rows), rows, advance).view(-1, N_DRAWS)
+        changes[positions, first : first + N_DRAWS] = found
+
+    put(list(range(n_pos)), 0)
+    mean, error = _mean_and_error(changes)
+    largest = int(mean.abs().argmax())
+    open_ = mean.abs() + error >= mean.abs()[largest] - error[largest]
+    if int(open_.sum()) > 1:
+        put(open_.nonzero().flatten().tolist(), N_DRAWS)
+        mean, error = _mean_and_error(changes)
+    return TokenEffects(mean, error, donors, changes)
+
+
+def _mean_and_error(
+    changes: Float[Tensor, "pos draw"],
+) -> tuple[Float[Tensor, " pos"], Float[Tensor, " pos"]]:
+    n = changes.isfinite().sum(dim=1)
+    mean = changes.nanmean(dim=1)
+    spread = (changes - mean[:, None]).square().nansum(dim=1) / (n - 1)
+    return mean, (spread / n).sqrt()
+
+
+def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
+    """The model's own distribution over what stands at each place, without what stands there.
+
+    Of a decoder it is the prediction at the place before, at the first place the mean of all; of a
+    masked language model that of the place itself. Without predictions all tokens are alike.
+    """
+    logits, tokens = question.clean.logits, question.clean.tokens[0].to("cpu")
+    n_ids = int(question.model.cfg.d_vocab)  # type: ignore[union-attr, arg-type]
+    if logits.ndim == 2 and logits.shape == (len(tokens), n_ids):
+        chances = logits.float().cpu().softmax(-1)
+        if _is_causal(question):
+            chances = torch.cat([chances.mean(dim=0, keepdim=True), chances[:-1]])
+    else:
+        chances = torch.ones(len(tokens), n_ids)
+    chances[torch.arange(len(tokens)), tokens] = 0
+    return chances
+
+
+def _is_causal(question: Question) -> bool:
+    cfg = question.model.cfg
+    return getattr(cfg, "attention_dir", "causal") != "bidirectional"
+
+
+def measure_states(
+    question: Question, tolerance: float = TOLERANCE, advance: Advance | None = None
+) -> dict[int, Float[Tensor, " pos"]]:
+    """Exchange the state at each position, at the layers where that comes to mean something else.
+
+    The ends first, what enters the first layer and what leaves the last; then the layer between two
+    strips that differ by more than the tolerance. Positions before the first change are the same.
+
+    Returns:
+        By layer, the change of the readout; the states are those that enter it, and the last are
+        those that leave the last layer.
+    """
+    first = question.changed[0] if _is_causal(question) else 0
+
+    def strip(layer: int) -> Float[Tensor, " pos"]:
+        point = question.state(layer)
+        clean, other = (run.shown[point][0] for run in (question.clean, question.other))
+        differ = [at for at in range(first, question.n_pos) if not clean[at].equal(other[at])]
+        row = torch.zeros(question.n_pos, dtype=torch.float64)
+        exchanges = [[question.exchange(point, at)] for at in differ]
+        row[differ] = question.measure(exchanges, advance=advance)
+        return row
+
+    found = {0: strip(0), question.n_layers: strip(question.n_layers)}
+    open_ = [(0, question.n_layers)]
+    while open_:
+        low, high = open_.pop()
+        apart = float((found[low] - found[high]).abs().max())
+        if high - low > 1 and apart > tolerance * abs(question.gap):
+            middle = (low + high) // 2
+            found[middle] = strip(middle)
+            open_ += [(low, middle), (middle, high)]
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class UnitEffects:
+    """What heads and MLPs do, all of their positions together.
+
+    Attributes:
+        units: (layer, head) of each; head -1 is the MLP.
+        estimate: by the mean of the gradients.
+        effect: measured: the change of the readout with what the unit writes in the other text; NaN
+            where it was not measured.
+        by_place: by layer, [pos, head], the estimates of heads at each position.
+    """
+
+    units: list[tuple[int, int]]
+    estimate: Float[Tensor, " unit"]
+    effect: Float[Tensor, " unit"]
+    by_place: list[Float[Tensor, "pos head"]]
+
+
+def measure_units(
+    question: Question,
+    n_heads: int = N_HEADS,
+    n_mlps: int = N_MLPS,
+    advance: Advance | None = None,
+) -> UnitEffects:
+    """Rank heads and MLPs by gradients at two points, taken in turn, and measure the first ones.
+
+    MLP 0 is left out: it is the second half of the embedding, and worth the whole gap in any text.
+    """
+    units: list[tuple[int, int]] = []
+    by_point: list[Tensor] = []
+    places: list[list[Tensor]] = []
+    for at in POINTS:
+        gradients = question.gradients(at)
+        units, estimates, place = [], [], []
+        for layer in range(question.n_layers):
+            of_heads = _products(question, gradients, question.z(layer), question.n_heads[layer])
+            place.append(of_heads)
+            units += [(layer, head) for head in range(question.n_heads[layer])]
+            estimates.append(of_heads.sum(dim=0))
+            if question.has_mlp(layer):
+                units.append((layer, -1))
+                estimates.append(_products(question, gradients, question.mlp(layer), 1).sum(dim=0))
+        by_point.append(torch.cat(estimates))
+        places.append(place)
+    estimate = torch.stack(by_point).mean(dim=0)
+    chosen = []
+    for is_mlp, most in ((False, n_heads), (True, n_mlps)):
+        kind = [
+            i
+            for i, (layer, head) in enumerate(units)
+            if (head < 0) == is_mlp and (layer or not is_mlp)
+        ]
+        orders = [e.abs().argsort(descending=True, stable=True).tolist() for e in by_point]
+        rankings = [[i for i in order if i in kind] for order in orders]
+        chosen += list(dict.fromkeys(chain.from_iterable(zip(*rankings, strict=True))))[:most]
+    effect = torch.full_like(estimate, torch.nan)
+    rows = []
+    for i in chosen:
+        layer, head = units[i]
+        point = question.mlp(layer) if head < 0 else question.z(layer)
+        place_of: Any = slice(None) if head < 0 else question.of_head(layer, head)
+        rows.append([question.exchange(point, place_of)])
+    effect[chosen] = question.measure(rows, advance=advance)
+    by_place = [sum(each) / len(POINTS) for each in zip(*places, strict=True)]
+    return UnitEffects(units, estimate, effect, by_place)
+
+
+def _products(
+    question: Question, gradients: dict[str, Tensor], point: str, n: int
+) -> Float[Tensor, "pos part"]:
+    """Difference of the two texts times gradient, summed over the width of each part."""
+    difference = question.other.shown[point] - question.clean.shown[point]
+    found = (difference * gradients[point])[0].double().cpu()
+    return found.reshape(len(found), n, -1).sum(dim=-1)

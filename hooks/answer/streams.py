@@ -1,0 +1,395 @@
+"""Single positions of a model: what a state at one place becomes while attention stands still.
+
+Between two attentions each position stands alone. So what one head changes at one place is followed
+on that place only, through norms and MLPs, at the cost of one token: the model's own blocks run on
+single positions, with the outputs of their heads pinned to those of a whole run.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.model.call import (
+    HookFunction,
+    NamedHook,
+    call,
+    catching,
+    on_this_thread,
+    own_call,
+)
+from infoflow_lens.hooks.model.points import hook_points
+
+_NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
+_LINEAR = 1e-4  # of a derivative: how much of it may point elsewhere where scores are not capped
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer of a whole run.
+
+    Attributes:
+        state: [pos, d_model], what enters the block.
+        q, k, v: [pos, head, d_head], as their products read them; keys and values may be grouped.
+        z: [pos, head, d_head].
+        scores: [head, query, key], -inf for closed keys.
+        sink: [head, query], the weight that belongs to no key.
+    """
+
+    state: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    scores: Tensor
+    sink: Tensor
+
+
+class Streams:
+    """The blocks of an opened model on single positions, and the whole runs of both texts.
+
+    Args:
+        question: whose model was opened by ``open_model``.
+
+    Attributes:
+        clean, other: by layer.
+        rules: by layer, how products of queries and keys become scores.
+        end: the position that the readout reads.
+
+    Raises:
+        InfoFlowError: for a model whose blocks give something else on single positions.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.model = question, question.model
+        if not hasattr(self.model, "anatomy"):
+            raise InfoFlowError(
+                f"paths are followed on the blocks of a model as it is, not of a "
+                f"{type(self.model).__name__}: expected what open_model gives"
+            )
+        self.blocks = [block.module for block in self.model.anatomy.blocks]  # type: ignore[union-attr]
+        position = getattr(question.readout, "position", -1)
+        self.end = int(position) % question.n_pos
+        self._names = [self._points_of(layer) for layer in range(question.n_layers)]
+        self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.rules: list[ScoreRule] = []
+        self.clean = self._whole_run(question.clean.tokens, is_first=True)
+        self.other = self._whole_run(question.other.tokens)
+        self._has_short_tail = True
+        with torch.no_grad():
+            self._check()
+
+    # Whole runs
+
+    def _points_of(self, layer: int) -> dict[str, str]:
+        known, place = hook_points(self.model), f"blocks.{layer}.attn.hook_"
+        names = {"scores": f"{place}attn_scores", "pattern": f"{place}pattern"}
+        names |= {"v": f"{place}v", "z": f"{place}z"}
+        for side in ("q", "k"):
+            names[side] = next(
+                (n for n in (f"{place}rot_{side}", f"{place}{side}") if n in known), ""
+            )
+        missing = [what for what, name in names.items() if name not in known]
+        if missing:
+            raise InfoFlowError(
+                f"attention layer {layer} does not show {', '.join(missing)}: paths need them all; "
+                "open_model(model).lacks() says why"
+            )
+        return names
+
+    def _whole_run(self, tokens: Int[Tensor, "1 pos"], is_first: bool = False) -> list[LayerRun]:
+        names = [name for points in self._names for name in points.values()]
+        states = [self.question.state(layer) for layer in range(self.question.n_layers)]
+        shown: dict[str, Tensor] = {}
+        if is_first:  # scores as a function of queries, and what the blocks are called with
+            with torch.enable_grad(), self._recording():
+                edits = [(p["q"], _keeper(p["q"], shown)) for p in self._names]
+                caught = call(self.model, tokens, [*names, *states], edit=edits, keep_graph=True)
+                at = caught.activations
+                self.rules = [
+                    ScoreRule.of(shown[p["q"]], at[p["k"]], at[p["scores"]]) for p in self._names
+                ]
+        else:
+            with torch.no_grad():
+                caught = call(self.model, tokens, [*names, *states])
+        self.question.forwards += 1
+        found = []
+        for points, state in zip(self._names, states, strict=True):
+            part = {what: caught.activations[name].detach()[0] for what, name in points.items()}
+            rows = part["pattern"].float().sum(dim=-1)
+            entered = caught.activations[state].detach()[0]
+            four = {what: part[what] for what in "qkvz"}
+            scores, sink = part["scores"].float(), (1 - rows).clamp(min=0)
+            found.append(LayerRun(entered, **four, scores=scores, sink=sink))
+        return found
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Keep what each block is called with."""
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._given.append((args, kwargs))
+
+        with ExitStack() as stack:
+            for module in dict.fromkeys(self.blocks):
+                handle = module.register_forward_pre_hook(on_this_thread(record), with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    # Single positions
+
+    def step(
+        self,
+        layer: int,
+        states: Float[Tensor, "row d_model"],
+        places: Int[Tensor, " row"],
+        z: Float[Tensor, "row head d_head"],
+    ) -> dict[str, Tensor]:
+        """Run a block on single positions, its heads pinned.
+
+        Returns:
+            "q", "k", "v" [row, head, d_head], and "out" [row, d_model], what leaves the block.
+        """
+        points, shown = self._names[layer], dict[str, Tensor]()
+
+        def look(what: str) -> HookFunction:
+            def hook_fn(activation: Tensor, hook: Any) -> None:
+                shown[what] = activation.detach()[:, 0]
+
+            return hook_fn
+
+        def pin(activation: Tensor, hook: Any) -> Tensor:
+            return z[:, None].reshape(activation.shape).to(activation.dtype)
+
+        edits: list[NamedHook] = [(points[what], look(what)) for what in ("q", "k", "v")]
+        edits.append((points["z"], pin))
+        args, kwargs = self._at(layer, states, places)
+        model: Any = self.model
+        with own_call(), catching(model, (), edits), model.watching():
+            out = self.blocks[layer](*args, **kwargs)
+        while not isinstance(out, Tensor):
+            out = out[0]
+        self.question.forwards += len(states) / self.question.n_pos / self.question.n_layers
+        return {**shown, "out": out.detach().reshape(states.shape)}
+
+    def _at(
+        self, layer: int, states: Tensor, places: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a block is called with, at single positions as sequences of one."""
+        args, kwargs = self._given[layer]
+        stream = next(t for t in (*args, *kwargs.values()) if _is_stream(t))
+        n_pos = self.question.n_pos
+
+        def move(value: Any) -> Any:
+            if value is stream:
+                return states[:, None]
+            if isinstance(value, Tensor):
+                axes = [axis for axis, size in enumerate(value.shape) if size == n_pos]
+                if value.ndim >= 2 and (len(axes) > 1 or value.ndim == 4):
+                    return None  # a mask: a position sees itself
+                if not axes:
+                    return value
+                if value.dtype == torch.bool or value.ndim == 1:
+                    return None
+                picked = value.index_select(axes[0], places.to(value.device))
+                if axes[0] == 1 and len(value) == 1:  # [1, pos, ...]
+                    return picked[0][:, None]
+                return picked
+            if isinstance(value, (tuple, list)):
+                return type(value)(move(one) for one in value)
+            if isinstance(value, Mapping):
+                return {name: move(one) for name, one in value.items()}
+            return None if hasattr(value, "get_seq_length") else value
+
+        return tuple(move(one) for one in args), {name: move(v) for name, v in kwargs.items()}
+
+    @torch.no_grad()
+    def read(self, states: Float[Tensor, "row d_model"]) -> Float[Tensor, " row"]:
+        """Read the readout off last states at the position that it reads."""
+        question = self.question
+        point = question.state(question.n_layers)
+        n = 1 if self._has_short_tail else question.n_pos
+        at = 0 if n == 1 else self.end
+        tokens = question.clean.tokens[:, :n].expand(len(states), -1)
+
+        def put(activation: Tensor, hook: Any) -> Tensor:
+            activation = activation.clone()
+            activation[:, at] = states.to(activation.dtype)
+            return activation
+
+        with question.starting(question.n_layers) as share:
+            output = call(self.model, tokens, edit=[(point, put)], output=True).output
+        question.forwards += len(states) * n / question.n_pos * share
+        return self._readout(n).read(output).detach().double().cpu()
+
+    def _readout(self, n: int) -> Any:
+        if n > 1 or not hasattr(self.question.readout, "position"):
+            return self.question.readout
+        from dataclasses import replace
+
+        return replace(self.question.readout, position=-1)  # type: ignore[type-var]
+
+    def _check(self) -> None:
+        """Refuse blocks that give something else on single positions than in the whole run.
+
+        Raises:
+            InfoFlowError: naming the block.
+        """
+        question = self.question
+        every = torch.arange(question.n_pos)
+        last = question.clean.shown[question.state(question.n_layers)][0]
+        for layer, run in enumerate(self.clean):
+            after = self.clean[layer + 1].state if layer + 1 < len(self.clean) else last
+            try:
+                found = self.step(layer, run.state, every, run.z)
+                pairs = [(found["out"], after), *((found[s], getattr(run, s)) for s in "qkv")]
+                far = max(
+                    float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in pairs
+                )
+            except (RuntimeError, TypeError, StopIteration, KeyError, InfoFlowError) as error:
+                far, reason = torch.inf, f" ({str(error).splitlines()[0][:120]})"
+            else:
+                reason = ""
+            if far > _NEAR:
+                raise InfoFlowError(
+                    f"block {layer} of {type(self.model.original_model).__name__} gives something "
+                    f"else at a single position than in the whole text{reason}: paths cannot be "
+                    "followed; expected blocks in which positions meet in attention alone"
+                )
+        for layer in range(question.n_layers):
+            self._check_attention(layer)
+        clean = question.clean.value
+        if not abs(float(self.read(last[[self.end]])[0]) - clean) <= _NEAR * max(1.0, abs(clean)):
+            self._has_short_tail = False
+
+    def _check_attention(self, layer: int) -> None:
+        """Refuse attention that is not found anew: the clean run's, with all that the other reads.
+
+        Raises:
+            InfoFlowError: naming the layer.
+        """
+        run, other, end = self.clean[layer], self.other[layer], self.end
+        found = []
+        for head in range(len(run.scores)):
+            of_k, of_v = (head * each.shape[1] // len(run.scores) for each in (run.k, run.v))
+            k, v = dict(enumerate(other.k[:, of_k])), dict(enumerate(other.v[:, of_v]))
+            found.append(self.attend(run, layer, head, end, q=other.q[end, head], k=k, v=v))
+        expected = other.z[end]
+        far = float((torch.stack(found) - expected).abs().max() / expected.abs().max())
+        if not far <= _NEAR:
+            raise InfoFlowError(
+                f"the attention of block {layer} of {type(self.model.original_model).__name__} is "
+                "no softmax of products of queries and keys, scaled or capped, and of what "
+                f"positions add: found anew, it is {far:.1%} off; paths cannot be followed"
+            )
+
+    # Attention of one reader, computed anew
+
+    def attend(
+        self,
+        run: LayerRun,
+        layer: int,
+        head: int,
+        query: int,
+        *,
+        q: Tensor | None = None,
+        k: Mapping[int, Tensor] | None = None,
+        v: Mapping[int, Tensor] | None = None,
+    ) -> Float[Tensor, " d_head"]:
+        """What a head gives at a position of a run, with another query, or keys and values.
+
+        Args:
+            run: the layer's run.
+            layer, head, query: whose.
+            q: another query [d_head].
+            k, v: others by position.
+        """
+        n_heads = run.scores.shape[0]
+        of_k, of_v = (head * each.shape[1] // n_heads for each in (run.k, run.v))
+        keys, values = run.k[:, of_k].clone(), run.v[:, of_v].clone()
+        for at, key in (k or {}).items():
+            keys[at] = key
+        for at, value in (v or {}).items():
+            values[at] = value
+        was = run.k[:, of_k] @ run.q[query, head]
+        now = keys @ (run.q[query, head] if q is None else q)
+        scores = run.scores[head, query].double()
+        is_open = scores > -torch.inf
+        change = self.rules[layer].change(
+            head, scores.masked_fill(~is_open, 0), (now - was).double()
+        )
+        sink = run.sink[head, query].double()
+        logs = scores - scores.logsumexp(0) + torch.log1p(-sink.clamp(max=1 - 1e-12))
+        weights = (logs + change).masked_fill(~is_open, -torch.inf).exp()
+        weights = weights / (weights.sum() + sink)
+        return (weights.to(values.dtype) @ values).detach()
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How products of queries and keys become scores, but for what positions add.
+
+    Attributes:
+        scale: [head], what a product is multiplied by.
+        cap: the bound c of scores c tanh(product / c); infinite where there is none.
+    """
+
+    scale: Float[Tensor, " head"]
+    cap: float
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, scores: Tensor) -> "ScoreRule":
+        """Read it off the derivatives of two scores of the last query.
+
+        Their difference is taken, from which a subtracted largest score is gone. Where it is no
+        multiple of the difference of the keys, scores are capped: the cap is what makes the two
+        multiples of it.
+        """
+        n_heads = scores.shape[1]
+        open_ = (scores[0, 0, -1] > -torch.inf).nonzero().flatten().tolist()
+        first, last = open_[0], open_[-1]
+        keys = k[0].detach().double().repeat_interleave(n_heads // k.shape[2], dim=1)
+        two = scores[0, :, -1, last]
+        one = scores[0, :, -1, first] if first != last else torch.zeros_like(two)
+        (gradient,) = torch.autograd.grad((two - one).sum(), q, retain_graph=True)
+        slope = gradient[0, -1].double()
+        pair = torch.stack([keys[last], -keys[first] * float(first != last)], dim=-1)
+        along = pair.sum(dim=-1)
+        scale = (slope * along).sum(-1) / along.square().sum(-1).clamp(min=1e-30)
+        rest = (slope - scale[:, None] * along).norm(dim=-1) / slope.norm(dim=-1).clamp(min=1e-30)
+        if float(rest.max()) < _LINEAR or first == last:
+            return cls(scale, torch.inf)
+        of_last, of_first = torch.linalg.lstsq(pair, slope[..., None]).solution[..., 0].T
+        two, one = two.detach().double().square(), one.detach().double().square()
+        bounds = (of_last * one - of_first * two) / (of_last - of_first)  # c squared, by head
+        best = int((of_last / of_first - 1).abs().argmax())
+        cap = float(bounds[best].clamp(min=1e-30).sqrt())
+        return cls(of_last / (1 - two / cap**2), cap)
+
+    def change(
+        self, head: int, scores: Float[Tensor, " key"], product: Float[Tensor, " key"]
+    ) -> Float[Tensor, " key"]:
+        """Find what a change of products adds to scores."""
+        step = self.scale[head] * product
+        if self.cap == torch.inf:
+            return step
+        raw = self.cap * (scores / self.cap).clamp(-1 + 1e-12, 1 - 1e-12).atanh()
+        return self.cap * ((raw + step) / self.cap).tanh() - scores
+
+
+def _keeper(name: str, shown: dict[str, Tensor]) -> HookFunction:
+    def hook_fn(activation: Tensor, hook: Any) -> Tensor:
+        shown[name] = activation.clone()
+        return shown[name]
+
+    return hook_fn

@@ -1,0 +1,125 @@
+"""``infoflow-lens ask``: why this answer and not that one."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infoflow_lens.commands.common import (
+    AsJson,
+    Device,
+    Dtype,
+    Overwrite,
+    Quiet,
+    console,
+    print_lines,
+    report_errors,
+    say,
+)
+
+_STRIP = 7  # characters of a column
+
+
+def ask(
+    model: Annotated[
+        str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
+    ],
+    text: Annotated[str, typer.Argument(help="The text that the model reads.")],
+    answer: Annotated[
+        str | None, typer.Option(help="The answer, such as ' Mary'; default, what the model says.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another answer; default, the second most probable.")
+    ] = None,
+    instead: Annotated[
+        str | None,
+        typer.Option(help="The other text, of as many tokens; default, by the model's own guess."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
+    overwrite: Overwrite = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="No tokens, no strips, ten heads: some 40 passes.")
+    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Measure all heads.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find which tokens, states, heads and paths decide between two answers, and measure each."""
+    import json
+
+    with report_errors():
+        from infoflow_lens.foundation.documents import ANSWER_PAGE
+
+        if out is not None:
+            ANSWER_PAGE.check(out, overwrite=overwrite)
+        from infoflow_lens.flows.ask import ask as measure
+
+        found = measure(
+            model, text, answer, against, instead,
+            quick=quick, exact=exact, seed=seed, device=device, dtype=dtype, progress=not quiet,
+        )  # fmt: skip
+        if out is not None:
+            found.to_html(out, overwrite=overwrite)
+    if as_json:
+        tables = {
+            name: found.to_frame(name).to_dict("records")
+            for name in ("tokens", "states", "heads", "paths")
+        }
+        about = {"summary": found.summary(), "value": found.value, "other": found.other_value}
+        say(json.dumps({**about, **tables}, indent=2))
+    else:
+        _print(found)
+    if out is not None:
+        say(f"page: {out}", err=as_json)
+
+
+def _print(found: Any) -> None:
+    out = console()
+
+    def show(line: str) -> None:
+        out.print(line, markup=False, soft_wrap=True)
+
+    show(found.summary())
+    print_lines(
+        "What decides",
+        [
+            f"{sentence}: cut, {float(found.path_effect[group].sum()):+.2f}"
+            for sentence, group in found.bundles()
+        ],
+    )
+    if found.strip_layers:
+        print_lines(
+            "Where: share of the difference in the state of each word, by layer", _strips(found)
+        )
+    print_lines("Words: change when each is replaced", _words(found))
+    heads = found.to_frame("heads").dropna().head(10)
+    pairs = zip(heads["name"], heads["effect"], strict=True)
+    said = [f"{name} {effect:+.2f}" for name, effect in pairs]
+    print_lines("Heads and MLPs: change with the other text's output", [", ".join(said)])
+    print_lines("Notes", [*found.notes, f"{found.forwards:.0f} passes over the text"])
+
+
+def _strips(found: Any) -> list[str]:
+    """A line for each word whose state comes to matter."""
+    width = max(map(len, found.tokens)) + 1
+    shares = -found.strips / found.gap
+    lines = [" " * width + "".join(f"{layer:>{_STRIP}}" for layer in found.strip_layers)]
+    for position, word in enumerate(found.tokens):
+        column = shares[:, position]
+        if float(column.abs().max()) >= 0.05:
+            lines.append(f"{word:{width}}" + "".join(f"{v:{_STRIP}.2f}" for v in column.tolist()))
+    return lines
+
+
+def _words(found: Any) -> list[str]:
+    lines = []
+    for row in found.to_frame("tokens").itertuples(index=False):
+        word, effect, error, other, instead = row[1:]
+        said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by a guess"]  # NaN
+        said += [f"{other:+.2f} by {instead!r}"] if other else []
+        if said:
+            lines.append(f"{word!r}: {', '.join(said)}")
+    return lines

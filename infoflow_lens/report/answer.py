@@ -1,0 +1,61 @@
+"""The page of an answer."""
+
+import json
+from typing import Any
+
+from infoflow_lens.hooks.answer.result import AnswerNumbers
+from infoflow_lens.report.assets import with_policy
+from infoflow_lens.report.charts import HeatMap, Table, render_chart
+from infoflow_lens.report.templating import templates
+
+_HEADS = 40  # rows of heads and MLPs
+
+
+def render_answer(answer: AnswerNumbers) -> str:
+    """Render an answer as one HTML page that asks a network for nothing."""
+    lines = answer.bundles()
+    bundles = Table(
+        {
+            "what happens": "paths that begin and end at one place, together",
+            "paths": "how many",
+            "effect": "on the readout, when they are cut one by one, summed",
+            "cost": "share of the difference that the circuit loses without them, summed",
+        },
+        [
+            [
+                said,
+                len(group),
+                *(float(c[group].sum()) for c in (answer.path_effect, answer.path_cost)),
+            ]
+            for said, group in lines
+        ],
+    )
+    shares = (-answer.strips / answer.gap).clamp(min=0).tolist()
+    hover = [
+        [
+            f"{word} ({position}), layer {layer}: {share:.0%}"
+            for position, (word, share) in enumerate(zip(answer.tokens, row, strict=True))
+        ]
+        for layer, row in zip(answer.strip_layers, shares, strict=True)
+    ]
+    page = (
+        templates()
+        .get_template("answer.html.j2")
+        .render(
+            answer=answer,
+            chart=render_chart,
+            bundles=bundles if lines else None,
+            paths=Table.of_frame(answer.to_frame("paths")) if lines else None,
+            strips=_strips(answer, shares, hover) if shares else None,
+            words=Table.of_frame(answer.to_frame("tokens")),
+            heads=Table.of_frame(answer.to_frame("heads").head(_HEADS)),
+            record=json.dumps(answer.record.to_dict(), indent=2),
+        )
+    )
+    return with_policy(page)
+
+
+def _strips(answer: AnswerNumbers, shares: Any, hover: Any) -> HeatMap:
+    layers = ", ".join(map(str, answer.strip_layers))
+    title = f"Share of the difference, rows: layers {layers}"
+    return HeatMap(title, shares, 1.0, "row", "position", hover)

@@ -1,0 +1,150 @@
+"""ask(): the front door, the command and the page of an answer."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from infoflow_lens import Answer, InfoFlowError, ask, load_any
+from infoflow_lens.cli import app
+from infoflow_lens.hooks.readouts import LogProbability
+from tests.conftest import make_token_model
+from tests.reference import zoo
+
+TEXT, OTHER = "w7 w34 w29 w47 w30 w5", "w7 w34 w36 w47 w30 w5"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return zoo.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return ask(folder, TEXT, "w9", "w23", OTHER, progress=False)
+
+
+def logits_of(text):
+    ids = torch.tensor([zoo.words().index(word) for word in text.split()])
+    with torch.no_grad():
+        return zoo.build("llama")(ids[None]).logits[0, -1]
+
+
+def test_a_folder_a_users_model_and_a_loaded_one_have_one_answer(folder, found):
+    """The model as it is, and the tokens that its tokenizer gives."""
+    for text, value in ((TEXT, found.value), (OTHER, found.other_value)):
+        assert value == pytest.approx(float(logits_of(text)[9] - logits_of(text)[23]), abs=1e-5)
+    assert found.tokens == tuple(TEXT.split())
+    assert found.readout == "'w9' against 'w23'"
+    alone = zoo.build("llama")
+    for model in (alone, load_any(folder, backend="opened")):
+        words = {} if model is not alone else {"tokenizer": zoo.tokenizer()}
+        again = ask(model, TEXT, "w9", "w23", OTHER, progress=False, **words)
+        assert again.unit_effect.nan_to_num(7).equal(found.unit_effect.nan_to_num(7))
+        assert (again.kept, again.lost) == (found.kept, found.lost)
+    ids = [torch.tensor([zoo.words().index(w) for w in t.split()]) for t in (TEXT, OTHER)]
+    again = ask(alone, ids[0], 9, 23, ids[1], progress=False)
+    assert again.value == found.value
+    assert not alone.training
+
+
+def test_a_hosted_model_is_asked_too(folder):
+    """Through a bridge, which puts its token in front; and one of our own classes."""
+    bridge = load_any(folder)
+    found = ask(bridge, TEXT, "w9", "w23", quick=True, progress=False)
+    assert isinstance(found, Answer)
+    ours = make_token_model()
+    ids = torch.arange(5) + 4
+    found = ask(ours, ids, 3, 7, quick=True, progress=False)
+    with torch.no_grad():
+        logits = ours(ids[None])[0, -1]
+    assert found.value == pytest.approx(float(logits[3] - logits[7]), abs=1e-5)
+
+
+def test_by_default_the_two_likeliest_are_compared(folder):
+    found = ask(folder, TEXT, quick=True, progress=False)
+    first, second = logits_of(TEXT).topk(2).indices.tolist()
+    words = zoo.words()
+    assert found.readout == f"{words[first]!r} against {words[second]!r}"
+    assert found.guess == words[first]
+    assert found.chance == pytest.approx(float(logits_of(TEXT).softmax(-1).max()), abs=1e-5)
+
+
+def test_answers_of_several_tokens_are_told_by_the_first_that_differs(folder):
+    found = ask(folder, TEXT, "w9 w10 w11", "w9 w12", OTHER, quick=True, progress=False)
+    assert found.tokens == (*TEXT.split(), "w9")
+    assert found.readout == "'w10' against 'w12'"
+    expected = logits_of(TEXT + " w9")
+    assert found.value == pytest.approx(float(expected[10] - expected[12]), abs=1e-5)
+
+
+def test_a_masked_word_is_asked_at_the_mask(tmp_path):
+    folder = zoo.save("bert", tmp_path / "bert")
+    words = zoo.tokenizer()
+    words.mask_token = "w49"
+    found = ask(
+        zoo.build("bert"), "w5 w49 w7 w8", "w9", "w23", "w5 w49 w7 w20",
+        tokenizer=words, quick=True, progress=False,
+    )  # fmt: skip
+    ids = torch.tensor([[5, 49, 7, 8]])
+    with torch.no_grad():
+        logits = zoo.build("bert")(ids).logits[0, 1]
+    assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"answer": "w9", "readout": LogProbability(9)}, "a readout is given beside answers"),
+        ({"answer": "w9 w10", "against": "w9"}, "do not differ in any token"),
+        ({"answer": ""}, "expected a word"),
+        ({"instead": "w5 w6"}, "have 6 and 2 tokens"),
+        ({"instead": TEXT}, "the two texts are one"),
+        ({"text": ""}, "text"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused(folder, given, match):
+    with pytest.raises(InfoFlowError, match=match):
+        ask(**{"model": folder, "text": TEXT, "progress": False, **given})
+
+
+def test_words_need_a_tokenizer():
+    with pytest.raises(InfoFlowError, match="tokenizer"):
+        ask(zoo.build("llama"), TEXT, progress=False)
+    ids = torch.tensor([7, 34, 29])
+    with pytest.raises(InfoFlowError, match="'w9' is a word, but the model has no tokenizer"):
+        ask(zoo.build("llama"), ids, "w9", progress=False)
+
+
+def test_the_command_prints_what_the_function_found(folder, found, tmp_path):
+    page = tmp_path / "answer.html"
+    line = ["ask", str(folder), TEXT, "--answer", "w9", "--against", "w23", "--instead", OTHER]
+    shown = CliRunner().invoke(app, [*line, "--out", str(page), "--quiet"])
+    assert shown.exit_code == 0, shown.output
+    assert found.summary() in shown.output.replace("\n", "")
+    for sentence, _ in found.bundles():
+        assert sentence in shown.output
+    text = page.read_text()
+    assert found.summary().replace("'", "&#39;") in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    again = CliRunner().invoke(app, [*line, "--json", "--quick", "--quiet"])
+    told = json.loads(again.stdout)
+    assert told["value"] == pytest.approx(found.value)
+    assert {"tokens", "states", "heads", "paths"} <= set(told)
+
+
+def test_what_texts_hold_is_no_markup_on_the_page(found, tmp_path):
+    import dataclasses
+
+    evil = dataclasses.replace(found, tokens=("<script>alert(1)</script>", *found.tokens[1:]))
+    text = evil.to_html(tmp_path / "x.html").read_text()
+    assert "<script>alert" not in text
+
+
+def test_a_notebook_shows_the_summary(found):
+    shown = found._repr_html_()
+    assert "Answer" in shown
+    assert "The model says" in shown

@@ -1,0 +1,328 @@
+"""Questions of a model, beside exchanges in plain transformers."""
+
+import random
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.hooks.answer.measure import measure_answer
+from infoflow_lens.hooks.answer.paths import Node, Path, connect, cut_paths, find_circuit, share
+from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.steps import (
+    guess_tokens,
+    measure_states,
+    measure_tokens,
+    measure_units,
+)
+from infoflow_lens.hooks.answer.streams import Streams
+from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
+from infoflow_lens.models.named import open_model
+from tests.reference import zoo
+from tests.reference.path_patching import TwoTexts
+
+ANSWER, AGAINST = 9, 23
+READOUT = LogitDifference(ANSWER, AGAINST)
+# whose blocks see positions through something else than what enters them
+WITHOUT_PATHS = dict.fromkeys(("bloom", "falcon"), "gives something else at a single position")
+
+
+def two_texts(length=6, changed=(2,)):
+    clean = zoo.tokens(1, length, seed=5)[0]
+    other = clean.clone()
+    for position in changed:
+        other[position] = 4 + (other[position] + 7 - 4) % (zoo.N_VOCAB - 4)
+    return clean, other
+
+
+def difference(logits):
+    return (logits[-1, ANSWER] - logits[-1, AGAINST]).double()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return TwoTexts(zoo.build("llama"), *two_texts(), difference)
+
+
+@pytest.fixture(scope="module")
+def question():
+    return Question(open_model(zoo.build("llama")), *two_texts(), READOUT, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def units(question):
+    return measure_units(question)
+
+
+def near(value):
+    return pytest.approx(value, abs=1e-4, rel=1e-4)
+
+
+# What is printed as an effect is one
+
+
+def test_the_two_runs_are_those_of_the_plain_model(question, plain):
+    assert (question.clean.value, question.other.value) == near([float(v) for v in plain.values])
+    assert question.changed == [2]
+
+
+def test_effects_of_heads_and_mlps_are_those_of_the_plain_model(units, plain):
+    """But for MLP 0, which is left out."""
+    for (layer, head), effect in zip(units.units, units.effect.tolist(), strict=True):
+        if (layer, head) == (0, -1):
+            assert effect != effect
+        else:
+            expected = plain.of_mlp(layer) if head < 0 else plain.of_head(layer, head)
+            assert effect == near(expected)
+
+
+def test_strips_are_those_of_the_plain_model(question, plain):
+    strips = measure_states(question, tolerance=0.0)
+    assert [*strips] == [0, 1, 2]
+    for layer in (0, 1):
+        expected = [plain.of_state(layer, position) for position in range(6)]
+        assert strips[layer].tolist() == near(expected)
+    assert strips[0].tolist()[2] == near(float(plain.values[1] - plain.values[0]))
+    assert strips[2].tolist() == near([0] * 5 + [-question.gap])
+
+
+def test_effects_of_tokens_are_those_of_the_plain_model(question, plain):
+    found = measure_tokens(question, seed=3)
+    changes = found.changes.tolist()
+    for position, donors in enumerate(found.donors.tolist()):
+        expected = [plain.of_token(position, donor) for donor in donors if donor >= 0]
+        assert changes[position][: len(expected)] == near(expected)
+        assert float(found.mean[position]) == near(sum(expected) / len(expected))
+        spread = torch.tensor(expected).std() / len(expected) ** 0.5
+        assert float(found.error[position]) == near(float(spread))
+        assert question.clean.tokens[0, position] not in donors
+    replaced = question.replace_tokens().tolist()
+    assert replaced == near([0, 0, plain.of_token(2, int(two_texts()[1][2])), 0, 0, 0])
+
+
+def test_guesses_are_the_models_own_without_what_stands_there(question):
+    guesses = guess_tokens(question)
+    with torch.no_grad():
+        logits = zoo.build("llama")(two_texts()[0][None]).logits[0]
+    expected = logits.softmax(-1)[1]
+    expected[two_texts()[0][2]] = 0
+    torch.testing.assert_close(guesses[2], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
+    rows = [[question.exchange(question.z(1), question.of_head(1, head))] for head in range(4)]
+    calls = []
+    handles = [
+        block.self_attn.register_forward_hook(lambda *given, layer=layer: calls.append(layer))
+        for layer, block in enumerate(question.model.original_model.model.layers)
+    ]
+    found = question.measure(rows)
+    for handle in handles:
+        handle.remove()
+    assert calls == [1, 1]  # two batches
+    blocks, question._blocks = question._blocks, []
+    whole = question.measure(rows)
+    question._blocks = blocks
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    assert not any("forward" in vars(m) for m in question.model.original_model.modules())
+
+
+# Paths
+
+
+def all_paths(streams):
+    """Every path between heads at positions, and from each changed embedding."""
+    question = streams.question
+    nodes = [
+        Node(layer, head, position)
+        for layer in range(question.n_layers)
+        for head in range(question.n_heads[layer])
+        for position in range(question.n_pos)
+    ]
+    writers = [Node(-1, -1, position) for position in question.changed] + nodes
+    paths = [Path(w, None, "answer") for w in writers if w.position == streams.end]
+    for reader in nodes:
+        open_ = streams.clean[reader.layer].scores[reader.head, reader.position] > -torch.inf
+        for writer in writers:
+            if writer.layer < reader.layer:
+                kinds = ["query"] if writer.position == reader.position else []
+                kinds += ["key", "value"] if open_[writer.position] else []
+                paths += [Path(writer, reader, kind) for kind in kinds]
+    return paths
+
+
+@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES))
+def test_all_paths_keep_and_lose_everything_and_none_nothing(name):
+    clean, other = two_texts(5, changed=(1, 2))
+    at = 4 if name == "bert" else -1
+    read = LogitDifference(ANSWER, AGAINST, at)
+    question = Question(open_model(zoo.build(name)), clean, other, read)
+    if name in WITHOUT_PATHS:
+        with pytest.raises(InfoFlowError, match=WITHOUT_PATHS[name]):
+            Streams(question)
+        return
+    streams = Streams(question)
+    paths = all_paths(streams)
+    found = share(streams, [(paths, False), (paths, True), ([], False), ([], True)])
+    assert found == pytest.approx([1, 1, 0, 0], abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_of_paths_are_those_of_the_plain_model(seed, plain, question):
+    """Whether they are measured alone or among others."""
+    streams = Streams(question)
+    paths = all_paths(streams)
+    draw = random.Random(seed)
+    sets = []
+    while len(sets) < 2:
+        chosen = connect(draw.sample(paths, 25) + [p for p in paths if p.reader is None])
+        if len(chosen) > 4:
+            sets.append(chosen)
+    jobs = [(chosen, swap) for chosen in sets for swap in (False, True)]
+    together = share(streams, jobs)
+    alone = [share(streams, [job])[0] for job in jobs]
+    expected = [
+        plain.share([(tuple(w), r and tuple(r), kind) for w, r, kind in chosen], swap)
+        for chosen, swap in jobs
+    ]
+    assert together == near(alone)
+    assert together == near(expected)
+    assert any(abs(value) > 0.01 for value in expected)
+
+
+def test_cuts_of_paths_are_those_of_the_plain_model(plain, question):
+    """A reader takes what it would have with the other text's value of the writer."""
+    streams = Streams(question)
+    paths = [p for p in all_paths(streams) if p.reader is not None][:40:3]
+    cuts = cut_paths(streams, paths)
+    for path in paths:
+        (w_layer, w_head, at), (layer, head, position) = path.writer, path.reader
+        embedded, pins = plain.embedded[0].clone(), {n: z.clone() for n, z in plain.z[0].items()}
+        if w_head < 0:
+            embedded[at] = plain.embedded[1][at]
+        else:
+            part = plain._slice(w_head)
+            pins[w_layer][at, part] = plain.z[1][w_layer][at, part]
+        side = path.kind[0]
+        n = plain.n_heads if side == "q" else plain.n_kv
+        of_head = head * n // plain.n_heads
+        vector = plain._run(embedded, pins)[side][layer][at].reshape(n, -1)[of_head]
+        changed = plain._run(
+            plain.embedded[0], projections={(layer, side): {(at, of_head): vector}}
+        )
+        pinned = plain.z[0][layer].clone()
+        part = plain._slice(head)
+        pinned[position, part] = changed["z"][layer][position, part]
+        assert cuts[path] == near(plain.effect(pins={layer: pinned}))
+
+
+def test_a_circuit_carries_what_it_says(plain, question, units):
+    circuit = find_circuit(question, units)
+    as_plain = [(tuple(w), r and tuple(r), kind) for w, r, kind in circuit.paths]
+    assert circuit.kept == near(plain.share(as_plain))
+    assert circuit.lost == near(plain.share(as_plain, swap=True))
+    assert circuit.is_whole == (min(circuit.kept, circuit.lost) >= 0.7)
+    assert connect(circuit.paths) == set(circuit.paths)
+    assert len(circuit.random) == 10
+    assert set(circuit.effect) == set(circuit.paths)
+    if circuit.cost:  # pruned to where each path is needed
+        assert min(circuit.kept, circuit.lost) - max(circuit.cost.values()) < 0.7
+
+
+# What comes of it
+
+
+def measured(readout=READOUT, texts=None, name="llama", **settings):
+    model = open_model(zoo.build(name))
+    clean, other = two_texts() if texts is None else texts
+    settings = {"progress": False, **settings}
+    return measure_answer(model, clean, other, readout.bind(model), **settings)
+
+
+def test_an_answer_says_what_was_measured(plain):
+    found = measured()
+    assert (found.value, found.other_value) == near([float(v) for v in plain.values])
+    assert found.changed == (2,)
+    heads = found.to_frame("heads")
+    assert abs(heads["effect"].iloc[0]) == heads["effect"].abs().max()
+    tokens = found.to_frame("tokens")
+    assert tokens["effect of the other token"].iloc[2] == near(-found.gap)
+    states = found.to_frame("states")
+    assert states["share"].iloc[2] == near(1.0)  # the changed token, before the first layer
+    if len(found.places):
+        assert len(found.to_frame("paths")) == len(found.places)
+        assert sorted(n for _, group in found.bundles() for n in group) == [
+            *range(len(found.places))
+        ]
+    with pytest.raises(InfoFlowError, match="expected one of tokens, states, heads, paths"):
+        found.to_frame("edges")
+
+
+def test_the_same_question_has_the_same_answer():
+    one, two = measured(seed=4), measured(seed=4)
+    for name in ("token_mean", "unit_effect", "places", "path_effect"):
+        torch.testing.assert_close(getattr(one, name), getattr(two, name), equal_nan=True)
+    assert (one.kept, one.lost, one.random) == (two.kept, two.lost, two.random)
+
+
+def test_exact_measures_all_heads_and_quick_fewer_passes():
+    exact, quick = measured(exact=True), measured(quick=True)
+    heads = exact.units[:, 1] >= 0
+    assert exact.unit_effect[heads].isfinite().all()
+    assert quick.forwards < exact.forwards / 2
+    assert not quick.strips.numel()
+    assert quick.token_mean.isnan().all()
+
+
+def test_without_another_text_the_models_own_guess_is_taken():
+    clean = two_texts()[0]
+    found = measured(texts=(clean, None))
+    (place,) = found.changed
+    assert "own guess" in found.notes[0]
+    largest = found.token_other.abs().max()
+    assert found.token_other.abs().argmax() == place
+    assert largest >= found.token_mean.abs().max() - 1e-6
+
+
+def test_no_paths_where_two_texts_hardly_differ():
+    clean, other = two_texts(changed=(2,))
+    model = open_model(zoo.build("llama"))
+    with torch.no_grad():
+        model.original_model.lm_head.weight.mul_(0.01)
+    found = measure_answer(model, clean, other, READOUT.bind(model), progress=False)
+    assert "no paths are drawn" in " ".join(found.notes)
+    assert not len(found.places)
+    assert found.unit_effect.isfinite().any()
+
+
+def test_a_masked_word_of_an_encoder():
+    clean, other = two_texts(6, changed=(4,))
+    read = LogProbability(ANSWER, position=2)
+    found = measured(read, (clean, other), "bert")
+    model = zoo.build("bert")
+    with torch.no_grad():
+        expected = model(clean[None]).logits[0, 2].log_softmax(-1)[ANSWER]
+    assert found.value == near(float(expected))
+    assert found.strips[0].tolist()[4] == near(-found.gap)
+    assert not found.strips[0][[0, 1, 2, 3, 5]].any()
+
+
+def test_any_function_of_the_output():
+    read = FunctionOfOutput(lambda logits: logits[:, -1].norm(dim=-1), name="size")
+    found = measured(read)
+    with torch.no_grad():
+        sizes = [zoo.build("llama")(ids[None]).logits[0, -1].norm() for ids in two_texts()]
+    assert (found.value, found.other_value) == near([float(s) for s in sizes])
+    assert found.readout == "size"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda clean, other: (clean, other[:-1]), "have 6 and 5 tokens: expected as many"),
+        (lambda clean, other: (clean, clean.clone()), "the two texts are one"),
+    ],
+)
+def test_texts_that_cannot_be_compared_are_refused(change, match):
+    with pytest.raises(InfoFlowError, match=match):
+        measured(texts=change(*two_texts()))
