@@ -17,13 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from infoflow_lens import InfoFlowError, flow, open_model
-from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import NamedModel
-from tests.conftest import some_of
+from tests.conftest import make_token_model, some_of
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -819,5 +818,5 @@ def test_what_is_in_memory_is_opened_without_a_copy():
     alone = zoo.build("llama")
     found = load_any(alone, backend="opened")
     assert found.model.original_model is alone
-    host = build_model(Architecture(n_heads=(1,), d_model=8, d_token=3, n_tokens=4))
+    host = make_token_model()
     assert load_any(host, backend="opened").model.original_model is host
