@@ -1,16 +1,15 @@
 """Trying out a probe of one's own on what its protocol must survive."""
 
 import copy
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.settings import Positive, checked
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
@@ -156,8 +155,8 @@ def _check_one_token(
 
 def _check_files(trial: "_Trial") -> None:
     """Refuse a result that its files do not hold."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result"
+    with temporary_folder() as folder:
+        path = folder / "result"
 
         def store() -> Result:
             trial.whole.save(path)

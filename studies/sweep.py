@@ -428,7 +428,13 @@ def _kept(out: Path, run: Run) -> list[Row]:
         InfoFlowError: if its file is spoiled.
     """
     hint = "expected what this version wrote; delete it to run it again"
-    rows: list[Row] = read_signed(out / _name(run), _RUN, "run of a study", hint)["rows"]
+    rows = read_signed(out / _name(run), _RUN, "run of a study", hint).get("rows")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and {"seed", "status"} <= {*row} for row in rows
+    ):
+        raise InfoFlowError(
+            f"{str(out / _name(run))!r} is no run of this study ({rows!r:.100}): {hint}"
+        )
     return rows
 
 

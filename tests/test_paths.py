@@ -299,6 +299,31 @@ def test_the_longest_name_of_a_folder(name, made, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_one_function_makes_temporary_folders():
+    """It names what cannot be done, where the system's own errors would end a run."""
+    root = Path(infoflow_lens.__file__).parents[1]
+    found = {
+        path.name
+        for room in ("infoflow_lens", "hooks", "studies", "tasks")
+        for path in (root / room).rglob("*.py")
+        if any(name in path.read_text(encoding="utf-8") for name in ("TemporaryDir", "mkdtemp"))
+    }
+    assert found == {"files.py"}
+
+
+DEEP = Path(*["a"] * 2000)
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS, *READERS])
+def test_folders_in_one_another_that_are_too_many_are_named(name, made, home):
+    zoo_folder[:] = [made["folder"]]
+    end, call = FILES.get(name, ("", None))
+    call = call or FOLDERS.get(name) or (lambda m, p: READERS[name][1](str(p)))
+    with pytest.raises(InfoFlowError, match=r"is no path \(200\d folders in one another\)"):
+        call(made, Path.cwd() / DEEP / f"x{end}")
+    assert list(Path.cwd().iterdir()) == []
+
+
 # Commands
 
 # What the parameters of commands name: a place to write, or what is read.

@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
     check_inputs,
@@ -400,7 +401,7 @@ class _Reader:
             first: the number of the first sequence.
             loader: which gave it.
         """
-        given, is_single = _as_tensors(given), isinstance(given, str)
+        given, is_single = _as_tensors(given, self.name), isinstance(given, str)
         if isinstance(given, Mapping) or _is_dataset(given):
             given, own = self._column_of(given, first)
             is_single = _is_row(given)
@@ -473,7 +474,7 @@ class _Reader:
             table = {name: list(plain[name]) for name in {column, MASKS[0]} & set(names)}
             if not reads_vectors(self.model) and _holds_batches(table[column]):
                 table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
-        found = _as_tensors(table[column])
+        found = _as_tensors(table[column], f"column {column!r} of {self.name}")
         is_list = isinstance(found, (list, tuple)) and len(found) > 0
         if is_dataset and is_list and not isinstance(found[0], (str, list, tuple)):
             raise InfoFlowError(
@@ -588,7 +589,7 @@ def _may_be_mask(other: Any, ids: Tensor) -> bool:
         return False
 
 
-def _as_tensors(given: Any) -> Any:
+def _as_tensors(given: Any, name: str) -> Any:
     """Arrays as tensors, also in lists; integers of every kind as int64, which embeddings read.
 
     Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
@@ -597,14 +598,16 @@ def _as_tensors(given: Any) -> Any:
         names = getattr(given, "columns", None)
         if names is not None:
             return {name: given[name].tolist() for name in names}
-        return _as_tensors(given.tolist())
+        return _as_tensors(given.tolist(), name)
     if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
-        return _as_tensors(given.tolist())
-    if isinstance(given, (list, tuple)) and any(isinstance(part, np.ndarray) for part in given):
-        parts = map(_as_tensors, given)
+        return _as_tensors(given.tolist(), name)
+    if isinstance(given, (list, tuple)) and any(
+        isinstance(part, (np.ndarray, Tensor)) for part in given
+    ):
+        parts = (_as_tensors(part, name) for part in given)
         return tuple(parts) if isinstance(given, tuple) else list(parts)
     if isinstance(given, Tensor) or (isinstance(given, np.ndarray) and given.dtype.kind in "biufc"):
-        return _tensor(given, "", "")
+        return _tensor(given, name, "numbers")
     return given
 
 
@@ -612,7 +615,7 @@ def _tensor(values: Any, name: str, expected: str) -> Tensor:
     """Values as a tensor, integers as int64.
 
     Raises:
-        InfoFlowError: for what is no numbers.
+        InfoFlowError: for what is no numbers, or a tensor without ordinary ones.
     """
     try:
         found = torch.as_tensor(values)
@@ -620,6 +623,7 @@ def _tensor(values: Any, name: str, expected: str) -> Tensor:
         raise InfoFlowError(
             f"{name} is {reprlib.repr(values)}, no row of numbers ({error}): expected {expected}"
         ) from error
+    check_is_plain(found, name)
     is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
     return found.long() if is_integer else found
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -18,12 +19,15 @@ from safetensors import SafetensorError
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
+_DEEPEST = 250  # folders in one another
+
 
 def user_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of what a user names, to be read or written, with ``~`` as in a shell.
 
     Raises:
-        InfoFlowError: for what is no path, and for a ``~`` or ``~name`` that has no home folder.
+        InfoFlowError: for what is no path, for more folders in one another than Python can make,
+            and for a ``~`` or ``~name`` that has no home folder.
     """
     if not isinstance(path, str | os.PathLike):
         raise InfoFlowError(
@@ -36,8 +40,42 @@ def user_path(path: str | os.PathLike[str]) -> Path:
             f"{text[:200]!r} is no path (there is no home folder of that name): expected ~ or "
             "~USER in front; a name that begins with '~' is written as ./~name"
         )
+    if len(Path(found).parts) > _DEEPEST:
+        raise InfoFlowError(
+            f"{text[:60]!r}... is no path ({len(Path(found).parts)} folders in one another): "
+            f"expected at most {_DEEPEST}"
+        )
     # "./~x" is a name here, and stays one wherever it is looked at again
     return Path(found).absolute() if str(Path(found)).startswith("~") else Path(found)
+
+
+def make_temporary_folder(prefix: str, inside: Path | None = None) -> Path:
+    """Make a new folder, in a given one or where the system keeps what is temporary.
+
+    Raises:
+        InfoFlowError: where it cannot, such as when TMPDIR has gone since the process began.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
+    except OSError as error:
+        raise InfoFlowError(
+            f"no temporary folder can be made ({error}): expected one that may be written to; "
+            "set TMPDIR to a folder with room, and start Python again"
+        ) from error
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder, which is removed with all that is in it when the block ends.
+
+    Raises:
+        InfoFlowError: as :func:`make_temporary_folder`.
+    """
+    folder = make_temporary_folder("infoflow-lens-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def temporary_name(target: Path) -> str:

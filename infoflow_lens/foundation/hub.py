@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
+from infoflow_lens.foundation.files import temporary_folder
 
 
 def push(
@@ -34,8 +34,7 @@ def push(
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+    with temporary_folder() as folder:
         write(folder)
         with _name_dataset_in_errors(repo_id):
             address = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)

@@ -8,6 +8,33 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
+_PLAIN = frozenset({
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128,
+})  # fmt: skip
+
+
+def check_is_plain(x: Tensor, name: str) -> None:
+    """Refuse a tensor of a kind that holds no ordinary numbers in rows.
+
+    Raises:
+        InfoFlowError: for one without numbers, and for nested, sparse, quantized and packed ones.
+    """
+    kind = remedy = ""
+    if x.is_nested:
+        kind, remedy = "nested", "give a list of sequences, x.unbind()"
+    elif x.is_meta:
+        kind, remedy = "on the device 'meta', without numbers", "load them first"
+    elif x.is_quantized:
+        kind, remedy = f"quantized ({x.dtype})", "give x.dequantize()"
+    elif x.layout is not torch.strided:
+        kind, remedy = str(x.layout), "give x.to_dense()"
+    elif x.dtype not in _PLAIN:
+        kind, remedy = f"of {x.dtype}", "convert it, as with x.float() or x.long()"
+    if kind:
+        raise InfoFlowError(f"{name} is a tensor {kind}: expected ordinary numbers; {remedy}")
+
 
 def check_vectors(
     x: Any, n_tokens: int, d_token: int, owner: str, dtype: torch.dtype | None = None
@@ -24,6 +51,8 @@ def check_vectors(
     Raises:
         InfoFlowError: for another type, shape or precision, or values that are not finite.
     """
+    if isinstance(x, Tensor):
+        check_is_plain(x, "input")
     fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[1:] == (n_tokens, d_token)
     # an empty batch is fine for a task, not for a model
     if not fits or (dtype is not None and len(x) == 0):
@@ -58,6 +87,8 @@ def check_token_ids(x: Any, owner: str, *, exactly: int | None = None, longest: 
     Raises:
         InfoFlowError: for text, floats, truth values, or another shape.
     """
+    if isinstance(x, Tensor):
+        check_is_plain(x, "input")
     shape = f"[batch, {'pos' if exactly is None else exactly}]"
     if not isinstance(x, Tensor) or x.ndim != 2:
         raise InfoFlowError(

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Collection, Iterator
@@ -23,7 +22,7 @@ from torch import nn
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.files import read_json
+from infoflow_lens.foundation.files import read_json, temporary_folder
 from infoflow_lens.hooks.model.points import check_gives_numbers
 from infoflow_lens.models.weights import stored_shapes
 
@@ -392,7 +391,7 @@ def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[
         inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
         special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
         words = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         words.save_pretrained(folder)
         yield type(words).from_pretrained(folder, trust_remote_code=False), given is not None
 

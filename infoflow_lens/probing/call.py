@@ -4,10 +4,8 @@ import functools
 import inspect
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import nn
 
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import make_temporary_folder
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks import Probe
@@ -136,7 +135,7 @@ def probe(
     workers: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
         return run_probing(out, config, progress, say, loaded, batches, **workers)
-    folder = Path(tempfile.mkdtemp(prefix="infoflow-probe-"))
+    folder = make_temporary_folder("infoflow-probe-")
     try:
         result = run_probing(folder, config, progress, say, loaded, batches, **workers)
         in_memory = {

@@ -8,7 +8,6 @@ import errno
 import glob
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -20,9 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.files import digest_of, open_regular, read_json, read_tensors
+from infoflow_lens.foundation.files import (
+    digest_of,
+    open_regular,
+    read_json,
+    read_tensors,
+    temporary_folder,
+)
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import Named, find_named
+from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Batches, Rows, read_inputs
 from infoflow_lens.hooks.model.points import check_inputs
@@ -406,8 +412,8 @@ def _plain_name(path: Path) -> Iterator[str]:
     if "::" not in str(place):
         yield str(place)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder, f"data{path.suffix}")
+    with temporary_folder() as folder:
+        link = folder / f"data{path.suffix}"
         link.symlink_to(place)
         yield str(link)
 
@@ -548,9 +554,9 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
             found = read(mapped=False)  # the file system cannot map files
         if isinstance(found, np.ndarray):
             torch.from_numpy(_native(found[:0]))  # of a type that torch has
-        elif isinstance(found, Tensor) and found.layout != torch.strided:
-            raise TypeError(f"it is {found.layout}")
-        elif isinstance(found, Tensor) and found.nbytes > found.untyped_storage().nbytes():
+        elif isinstance(found, Tensor):
+            check_is_plain(found, "it")
+        if isinstance(found, Tensor) and found.nbytes > found.untyped_storage().nbytes():
             raise ValueError(f"it says {found.numel()} numbers, of which its file holds fewer")
     except Exception as error:
         raise InfoFlowError(

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.files import digest_of
+from infoflow_lens.foundation.files import digest_of, make_temporary_folder
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Probe
@@ -182,7 +181,7 @@ def measure_in_worker(task: StretchTask) -> MeasuredStretch:
     sees_scratch = (
         task.scratch.is_dir()
     )  # the name is drawn, so that no other machine has one like it
-    folder = Path(tempfile.mkdtemp(prefix="stretch-", dir=task.scratch if sees_scratch else None))
+    folder = make_temporary_folder("stretch-", task.scratch if sees_scratch else None)
     try:
         _measure_into(folder, task)
         paths = [path for path in folder.rglob("*") if path.is_file()]

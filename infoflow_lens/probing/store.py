@@ -113,6 +113,12 @@ class _ArrowFile:
             self._n_read += numbers.nbytes
             return list(numbers.to(dtype).reshape(shape).split(np.diff(offsets).tolist()))
 
+    def extent(self) -> Extent:
+        """How many sequences the file holds, and how long."""
+        with self._reading(0, 0) as (table, _):
+            n = len(table)
+        return Extent(n, *self.lengths(0, n))
+
     def lengths(self, start: int, stop: int) -> tuple[int, int]:
         """The tokens of the longest and of the shortest of some sequences; 0 for none."""
         with self._reading(start, stop) as (_, column):
@@ -193,12 +199,14 @@ def find_stored(folder: RunFolder, made_from: Any) -> SequenceStore | None:
         if made_from is None or not folder.holds(*names):
             return None
         about = read_signed(folder.path / names[0], _SCHEMA, "note on sequences", "")
+        extent = _ArrowFile(folder.path / names[1]).extent()
     except InfoFlowError:  # they are written anew, where the folder may be written
         return None
-    if about["made_from"] != json.loads(json.dumps(made_from)):
+    identity = about.get("identity")
+    made = {**asdict(extent), "identity": identity, "made_from": json.loads(json.dumps(made_from))}
+    if about != made or not isinstance(identity, str):
         return None
-    extent = Extent(about["n_sequences"], about["longest"], about["shortest"])
-    return SequenceStore(folder.path / names[1], extent, about["identity"])
+    return SequenceStore(folder.path / names[1], extent, identity)
 
 
 def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> SequenceStore:

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.extras import import_optional
+from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.processes import exit_with_parent, threads
 from infoflow_lens.foundation.settings import Count, check
 
@@ -364,7 +365,8 @@ def _acquire_gpu(names: list[str]) -> tuple[FileLock, int]:
     """Lock the first free GPU; return the lock and the GPU's place among the names."""
     user = getattr(os, "getuid", lambda: os.environ.get("USERNAME", ""))()
     folder = Path(tempfile.gettempdir()) / f"infoflow-lens-gpus-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with naming_file(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
     for turn in count():
         for place, name in enumerate(names):
             lock = FileLock(folder / f"{name}.{turn}.lock")

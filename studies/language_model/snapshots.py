@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.bridges import Stored, check_config, find_class
 from infoflow_lens.models.loading import load_any
@@ -147,13 +147,13 @@ def untrained(source: str, seed: int) -> Iterator[str]:
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=revision or None, trust_remote_code=False
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with temporary_folder() as scratch:
         with SeededRandom(seed):
             plain = kind.__name__ == "AutoModelForCausalLM"
             made = kind.from_config(config) if plain else kind(config)
         made.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        yield scratch
+        yield str(scratch)
 
 
 def load_snapshot(source: str, device: str) -> nn.Module:

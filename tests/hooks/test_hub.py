@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, PositionsProbe, probe, run_probes
-from infoflow_lens.hooks import PositionsResult, Result
+from infoflow_lens.hooks import PositionsResult, Result, check_probe
 from tests.conftest import make_token_model
 from tests.reference.hub import TOKEN, hub
 
@@ -80,6 +80,18 @@ def test_what_cannot_be_done_is_said(model, datasets, call, says):
     (found,) = run_probes(model, IDS, [PositionsProbe()], progress=False)
     with pytest.raises(InfoFlowError, match=says):
         call(found)
+
+
+def test_a_temporary_folder_that_has_gone_is_named(model, datasets, tmp_path, monkeypatch):
+    (found,) = run_probes(model, IDS, [PositionsProbe()], progress=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    for call in (
+        lambda: found.push_to_hub("me/numbers", token=TOKEN),
+        lambda: probe(model, IDS, probes=["positions"], progress=False),
+        lambda: check_probe(PositionsProbe(), model, IDS),
+    ):
+        with pytest.raises(InfoFlowError, match=r"no temporary folder can be made .* set TMPDIR"):
+            call()
 
 
 def test_another_kind_of_result_and_no_network_are_refused(model, datasets, monkeypatch):

@@ -15,6 +15,7 @@ from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
 from infoflow_lens.probing import data as data_module
 from infoflow_lens.probing.data import check_data, read_data, read_rows, read_texts
 from infoflow_lens.probing.store import store_sequences
+from tests.hooks.model.test_inputs import UNUSUAL
 from tests.reference import zoo
 
 
@@ -42,12 +43,18 @@ def test_arrays_of_integers_of_every_kind(model, tmp_path, dtype):
 
 
 def test_files_of_no_numbers_are_refused(model, tmp_path):
-    words, sparse = tmp_path / "words.npy", tmp_path / "sparse.pt"
-    np.save(words, np.array([["a", "b"]]))
-    torch.save(zoo.tokens(4, 9).to_sparse(), sparse)
-    for path in (words, sparse):
-        with pytest.raises(InfoFlowError, match="cannot be read as a tensor"):
-            read_data(model, str(path))
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    with pytest.raises(InfoFlowError, match="cannot be read as a tensor"):
+        read_data(model, str(tmp_path / "words.npy"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per|The PyTorch API of nested|TypedStorage")
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_tensors_of_unusual_kinds_are_refused_in_files(model, kind, tmp_path):
+    torch.save(UNUSUAL[kind](), tmp_path / "x.pt")
+    with pytest.raises(InfoFlowError, match=r"x.pt' cannot be read as a tensor .*expected") as e:
+        read_data(model, str(tmp_path / "x.pt"))
+    assert "ordinary numbers" in str(e.value)
 
 
 def test_a_window_that_the_model_does_not_take_is_refused_by_the_name_of_the_data(model, tmp_path):

@@ -1,5 +1,6 @@
 """Sequences on disk are the sequences that were given, whatever part of them is asked for."""
 
+import json
 import pickle
 
 import datasets
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.probing import store as storing
 from infoflow_lens.probing.store import find_stored, store_sequences
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
@@ -120,6 +122,27 @@ def test_those_of_the_same_source_are_found_again(tmp_path):
         with RunFolder.open(tmp_path, "a run") as of_run:
             assert find_stored(of_run, {"data": "x", "n": None}) is None
         (tmp_path / "inputs" / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: None} for name in ("n_sequences", "longest", "shortest", "identity", "made_from")),
+        {"n_sequences": 10**30}, {"n_sequences": "5"}, {"longest": 9}, {"shortest": 0},
+        {"identity": 5}, {"another": 1},
+    ],
+)  # fmt: skip
+def test_a_note_that_was_signed_anew_is_not_believed(tmp_path, changes):
+    """Its numbers stood in the page of a folder that somebody gave away."""
+    stored(rows(5), tmp_path, {"data": "x"})
+    path = tmp_path / "inputs" / "sequences.json"
+    values = json.loads(path.read_text())
+    schema = values.pop("schema")
+    del values["digest"]
+    values = {k: v for k, v in {**values, **changes}.items() if v is not None}
+    with RunFolder.open(tmp_path, "a run") as of_run:
+        write_signed(path, schema, values)
+        assert find_stored(of_run, {"data": "x"}) is None
 
 
 def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):

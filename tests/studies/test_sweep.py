@@ -12,6 +12,8 @@ import pytest
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import versions
+from infoflow_lens.foundation.files import write_signed
+from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.studies.papers import STUDIES, find_study
 from infoflow_lens.studies.study import TogetherStudy
 from infoflow_lens.studies.sweep import run_study
@@ -71,6 +73,17 @@ def test_resuming_runs_only_what_is_missing(tmp_path):
     assert (tmp_path / "out" / "results.csv").read_bytes() == whole
     run(Squares(seen), tmp_path / "out", seeds=2, resume=True)  # more seeds may be added
     assert len(list(seen.iterdir())) == 1 + 5
+
+
+@pytest.mark.parametrize("rows", [None, 5, {}, ["x"], [{"square": 4}]])
+def test_a_run_that_was_signed_anew_is_named(rows, tmp_path):
+    run(Squares(), tmp_path, preset="smoke")
+    path = next((tmp_path / "runs").iterdir())
+    schema = json.loads(path.read_text())["schema"]
+    with RunFolder.open(tmp_path, "a run"):
+        write_signed(path, schema, {} if rows is None else {"rows": rows})
+    with pytest.raises(InfoFlowError, match=r"is no run of this study .* delete it to run it"):
+        run(Squares(), tmp_path, preset="smoke", resume=True)
 
 
 def test_ctrl_c_keeps_finished_runs(tmp_path):

@@ -257,6 +257,35 @@ def test_bad_inputs_are_named(token_model, given, arguments, message):
         rows_of(token_model, given, **arguments)
 
 
+IDS = zoo.tokens(4, 9)
+UNUSUAL = {
+    "meta": lambda: torch.zeros(4, 9, dtype=torch.long, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([IDS[0], IDS[1, :4]]),
+    "jagged": lambda: torch.nested.nested_tensor([IDS[0], IDS[1, :4]], layout=torch.jagged),
+    "sparse": lambda: IDS.to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(IDS.float(), 1.0, 0, torch.quint8),
+    "float8": lambda: IDS.to(torch.float8_e4m3fn),
+}
+
+
+# PyTorch means to do without some of them
+@pytest.mark.filterwarnings("ignore:torch.quantize_per|The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_tensors_of_unusual_kinds_are_named(token_model, model, kind):
+    x = UNUSUAL[kind]()
+    given = [x, {"input_ids": x}, [x, x], iter([x])]
+    for tokens in given:
+        with pytest.raises(InfoFlowError, match=r"is a tensor .*: expected ordinary numbers"):
+            run_probes(token_model, tokens, [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match=r"is a tensor .*: expected ordinary numbers"):
+        run_probes(model, x, [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match=r"is a tensor .*: expected ordinary numbers"):
+        model(x)
+    if kind not in ("nested", "jagged"):  # whose rows are ordinary, of other lengths
+        with pytest.raises(InfoFlowError, match=r"is a tensor .*: expected ordinary numbers"):
+            run_probes(token_model, IDS, [PositionsProbe()], attention_mask=x, progress=False)
+
+
 def test_a_batch_too_large_for_memory_is_halved_once(token_model, token_inputs, monkeypatch):
     """A pass with more than 6 sequences fails, in the model or while a probe takes it in."""
     (expected,) = run_probes(token_model, token_inputs, [PositionsProbe()], progress=False)
