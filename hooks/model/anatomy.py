@@ -13,6 +13,7 @@ No name of an architecture and no field of a config is read. What is not there h
 ``Block.lacks``.
 """
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -145,10 +146,12 @@ def _run(model: nn.Module, example: Mapping[str, Any]) -> Any:
     except InfoFlowError:
         raise
     except Exception as error:
+        takes = ", ".join(list(inspect.signature(model.forward).parameters)[:6])
         raise InfoFlowError(
             f"{type(model).__name__} does not run on an example with {', '.join(example)} "
-            f"({type(error).__name__}: {error}): expected what its forward takes; give "
-            "example={name: two sequences of a few tokens}"
+            f"({type(error).__name__}: {error}): expected what its forward takes ({takes}); "
+            "give open_model example={name: two sequences of a few tokens}, or a part of the model "
+            "that reads tokens"
         ) from error
 
 

@@ -29,11 +29,11 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         InfoFlowError: for what is no path, for more folders in one another than Python can make,
             and for a ``~`` or ``~name`` that has no home folder.
     """
-    if not isinstance(path, str | os.PathLike):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):  # of a path object that gives bytes, neither
         raise InfoFlowError(
             f"a {type(path).__name__} is no path: expected the name of a file or a folder"
         )
-    text = os.fspath(path)
     found = os.path.expanduser(text)
     if found == text and text.startswith("~"):
         raise InfoFlowError(

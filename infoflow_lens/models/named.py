@@ -8,7 +8,7 @@ mode; hooks of torch stand on it only while a call runs in which somebody looks.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -381,7 +381,9 @@ def _is_texts(value: Any) -> bool:
 
 def _token_example(model: nn.Module) -> dict[str, Tensor]:
     """Token ids [2, 7] that the model knows, by the name of its first argument."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    embedding = None
+    with suppress(NotImplementedError):  # models of pictures and series have none
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
     weight = getattr(embedding, "weight", None)
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
     n_ids = getattr(config, "vocab_size", getattr(config, "d_vocab", None))

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
+from infoflow_lens.foundation.files import atomic_path, user_path, writable_folder, write_json
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -35,6 +35,18 @@ def test_an_output_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InfoFlowError, match="cannot write to the output folder"):
         writable_folder(tmp_path / "file" / "below")
+
+
+class Entry(os.PathLike):
+    def __fspath__(self):
+        return b"x"
+
+
+@pytest.mark.parametrize("given", [b"x", 5, None, Entry()])
+def test_what_gives_no_text_is_no_path(given):
+    """An object that gives bytes ended in an error of Python."""
+    with pytest.raises(InfoFlowError, match="is no path: expected the name of a file"):
+        user_path(given)
 
 
 def test_a_file_system_without_permissions_is_written_to(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from infoflow_lens import (
     PositionsProbe,
     RecoveryProbe,
     attach,
+    flow,
     inspect_model,
     load_any,
     measure_mechanisms,
@@ -652,6 +653,44 @@ def test_every_entrance_takes_an_opened_model():
     assert recovered.errors.isfinite().any() if hasattr(recovered, "errors") else recovered
     found = measure_mechanisms(named, ids[:8], progress=False)
     assert found.to_frame().shape[0] > 0
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+TEXT = {**SMALL, "intermediate_size": 16, "vocab_size": 50, "max_position_embeddings": 16}
+SIZES = {
+    "CLIPModel": {
+        "text_config": {**TEXT, "eos_token_id": 49, "bos_token_id": 48, "pad_token_id": 0},
+        "vision_config": {**SMALL, "intermediate_size": 16, "image_size": 16, "patch_size": 8},
+    },
+    "BertForMultipleChoice": TEXT,
+    "PatchTSTForPrediction": {
+        "num_input_channels": 1, "context_length": 16, "patch_length": 4, "d_model": 16,
+        "num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 16, "prediction_length": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "takes", "example"),
+    [
+        ("CLIPModel", "pixel_values", None),
+        ("BertForMultipleChoice", "input_ids", {"input_ids": torch.arange(20).reshape(2, 2, 5)}),
+        ("PatchTSTForPrediction", "past_values", {"past_values": torch.ones(2, 16, 1)}),
+    ],
+)
+def test_models_of_other_inputs_are_refused_with_what_they_take(name, takes, example):
+    """Their own errors came through, such as "'NoneType' object has no attribute 'shape'"."""
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SIZES[name])).eval()
+    message = rf"{name} does not run .* its forward takes \(.*{takes}.*or a part of the model"
+    with pytest.raises(InfoFlowError, match=message):
+        run_probes(model, torch.ones(2, 5).long(), [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match=message):
+        flow(model, [[1, 2, 3]], progress=False)
+    if example is None:
+        assert open_model(model.text_model).cfg.n_layers == 2
+    else:
+        assert open_model(model, example=example).cfg.n_layers == 2
 
 
 def test_ids_of_embeddings_that_were_resized_are_read():
