@@ -476,7 +476,8 @@ class _Reader:
                 table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
         found = _as_tensors(table[column], f"column {column!r} of {self.name}")
         is_list = isinstance(found, (list, tuple)) and len(found) > 0
-        if is_dataset and is_list and not isinstance(found[0], (str, list, tuple)):
+        is_missing = is_list and isinstance(found[0], float | None)  # in tables of pandas
+        if is_missing or (is_dataset and is_list and not isinstance(found[0], (str, list, tuple))):
             raise InfoFlowError(
                 f"column {column!r} of {self.name} holds {type(found[0]).__name__} in row {first}: "
                 "expected texts or lists of token ids; leave that row out, or name another column"
@@ -491,6 +492,12 @@ class _Reader:
             rows = tokenized(self.model, given, self.name, self.max_length, first)
         else:
             rows = [_tensor(row, f"{self.name}[{i}]", "token ids") for i, row in enumerate(given)]
+            single = next((i for i, row in enumerate(rows) if not row.ndim), None)
+            if single is not None:
+                raise InfoFlowError(
+                    f"{self.name}[{single + first}] is {given[single]!r}: expected a sequence; "
+                    "leave rows without one out"
+                )
         if mask is not None:
             if kind == "texts" or rows[0].ndim == 2:
                 raise InfoFlowError(
@@ -596,11 +603,25 @@ def _as_tensors(given: Any, name: str) -> Any:
     """
     if hasattr(given, "iloc"):
         names = getattr(given, "columns", None)
-        if names is not None:
-            return {name: given[name].tolist() for name in names}
-        return _as_tensors(given.tolist(), name)
+        if names is None:
+            return _as_tensors(given.tolist(), name)
+        if len({*names}) < len(names):
+            raise InfoFlowError(
+                f"{name} has several columns of one name ({', '.join(map(str, names))}): expected "
+                "each once"
+            )
+        return {column: given[column].tolist() for column in names}
+    if isinstance(given, np.ma.MaskedArray) and np.ma.is_masked(given):
+        raise InfoFlowError(
+            f"{name} is an array with masked entries, whose numbers are no ids: expected them left "
+            "out; give a list of sequences, or its .data with attention_mask="
+        )
     if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
         return _as_tensors(given.tolist(), name)
+    if isinstance(given, np.ndarray) and given.dtype.kind in "iufc":
+        given = given.astype(
+            given.dtype.newbyteorder("="), order="C", copy=not given.flags.writeable
+        )
     if isinstance(given, (list, tuple)) and any(
         isinstance(part, (np.ndarray, Tensor)) for part in given
     ):

@@ -250,6 +250,16 @@ def transposed():
         (ONES, {"attention_mask": 2 * ONES}, r"values such as \[2, 2, 2\]"),
         (ONES, {"attention_mask": 0 * ONES}, "expected one stretch of at least one"),
         (ONES, {"attention_mask": [[1, 1, 1], [1, 0, 1]]}, r"inputs\[1\].* at \[0, 2\]"),
+        ([[1, 2], float("nan")], {}, r"inputs\[1\] is nan: expected a sequence"),
+        (pd.DataFrame({"input_ids": [[1, 2], None]}), {}, r"inputs\[1\]"),
+        (pd.DataFrame({"input_ids": [float("nan"), [1, 2]]}), {}, "'input_ids' .* float in row 0"),
+        (pd.DataFrame([[1, 2]], columns=["input_ids"] * 2), {}, "several columns of one name"),
+        (
+            np.ma.masked_array([[1, 2], [3, 4]], [[0, 1], [0, 0]]),
+            {},
+            "an array with masked entries",
+        ),
+        ([np.ma.masked_array([1, 2], [0, 1])], {}, "an array with masked entries"),
     ],
 )
 def test_bad_inputs_are_named(token_model, given, arguments, message):
@@ -434,6 +444,22 @@ def test_rows_of_a_stream_share_batches_and_batches_of_a_loader_stay(token_model
 def test_arrays_and_small_integers_are_read(token_model, token_inputs, dtype):
     for given in (token_inputs.to(dtype), token_inputs.to(dtype).numpy()):
         assert rows_of(token_model, given) == token_inputs.tolist()
+
+
+@pytest.mark.parametrize(
+    "as_given",
+    [
+        lambda x: x[:, ::-1].copy()[:, ::-1],
+        lambda x: x.astype(">i8"),
+        lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+        np.ma.masked_array,
+    ],
+)
+def test_arrays_in_any_order_of_memory_are_read(token_model, token_inputs, as_given):
+    """Backwards, of other bytes, and not to be written: refused, or with a warning of PyTorch's."""
+    x = token_inputs.numpy()
+    assert rows_of(token_model, as_given(x)) == x.tolist()
+    assert rows_of(token_model, list(as_given(x))) == x.tolist()
 
 
 def test_an_empty_text_is_named(reader):
