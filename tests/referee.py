@@ -40,9 +40,9 @@ class Case:
 
 
 def architecture_of(heads, task, positional):
-    """Sizes in which everything fits."""
+    """Sizes in which everything fits; d_head, too: scores of networks have any rank."""
     return Architecture(
-        n_heads=tuple(heads), d_model=64, d_head=(16,) * len(heads), d_token=task.d_token,
+        n_heads=tuple(heads), d_model=64, d_head=(64,) * len(heads), d_token=task.d_token,
         n_tokens=task.n_tokens, positional_embedding="learned" if positional else "none",
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from infoflow_lens.theory.comparison import (
     model_comparisons,
 )
 from infoflow_lens.theory.cost import MODES, exponent
+from infoflow_lens.theory.demands import Demand, demands
 from infoflow_lens.theory.exclusion import Document, carried_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
@@ -74,6 +75,9 @@ class Estimate(Displayed):
         verified_on: how many inputs these were. Where all were served, a schedule fails on less
             than 3 / `verified_on` of all inputs (95%).
         verified_at: T of these samples.
+        d_head: the least per-head dimension of each layer by the schedule of the verdict, the rank
+            of its scores; None for a layer of which it is not known.
+        products: of numbers, which feed-forward networks make after each layer by that schedule.
         width: the largest treewidth of a score's graph: about T^(width + 1) comparisons are enough;
             None where no score is compared.
         routed: what first-layer heads with several roles leave; None where routing is no question.
@@ -106,6 +110,8 @@ class Estimate(Displayed):
     verified: float | None
     verified_on: int | None
     verified_at: int | None
+    d_head: tuple[int | None, ...]
+    products: tuple[int, ...]
     width: int | None
     routed: RoutedError | None
     left_out: tuple[str, ...]
@@ -290,6 +296,8 @@ def estimate(
         verified=min(sure) if sure else None,
         verified_on=case.run_on if sure else None,
         verified_at=samples.task.n_tokens if samples and sure else None,
+        d_head=tuple(demand.d_head for demand in case.demands),
+        products=tuple(demand.products for demand in case.demands),
         width=asked.width,
         routed=_routed_error(shape, task, asked.components, samples),
         left_out=tuple(dict.fromkeys((*best.found.left_out, *alone.found.left_out))),
@@ -363,6 +371,26 @@ class _Case:
             return Answer(Found(None, True), own)
         return Answer(self.asked.search(self.shape, self.n_tokens, max_position_only), own)
 
+    @cached_property
+    def demands(self) -> tuple[Demand, ...]:
+        """What the schedule of the verdict asks of each layer; none without tokens."""
+        answer = self.alone
+        if answer.schedule is None or answer.reading.tokens is None:
+            return ()
+        return demands(answer.schedule, answer.reading.components, answer.reading.tokens)
+
+    def lacks(self) -> str | None:
+        """What the architecture has too little of for the schedule, in words; None if nothing."""
+        given = self.shape.d_head or ()
+        for layer, (demand, n) in enumerate(zip(self.demands, given, strict=False), start=1):
+            if demand.d_head is not None and demand.d_head > n:
+                return (
+                    f"d_head >= {demand.d_head} in layer {layer}, the rank of its scores, not {n}"
+                )
+        if not self.shape.has_mlp and any(demand.products for demand in self.demands):
+            return "feed-forward networks, which join what a token holds"
+        return None
+
     def held(self, answer: Answer) -> float | None:
         """How often a schedule holds the active set on samples; None where it was not run."""
         if answer not in self._held:
@@ -405,7 +433,15 @@ class _Case:
             witness = witness or excluding(case, self.shape, seed, asked.fixed, unserved)
             if witness is not None:
                 return "excluded, proved", describe(witness), witness
-        if self.alone.schedule is not None and self.alone.is_believed(self.held(self.alone)):
+        allowed = self.alone.schedule is not None and self.alone.is_believed(self.held(self.alone))
+        lacking = self.lacks() if allowed else None
+        if lacking is not None:
+            return (
+                "open",
+                f"heads are enough, but the schedule that is known asks for {lacking}",
+                None,
+            )
+        if allowed:
             return "allowed by construction", self._allowed(self.alone), None
         if self.routed is not None and self.held(self.routed) == 1.0:
             why = "by routed heads, each with several roles, "
@@ -513,6 +549,19 @@ def _reasons(
                 "takes queries made by a network of all that is held, and a score that jumps at "
                 "what was found [derived]"
             )
+    if result.d_head:
+        d_heads = ", ".join("?" if n is None else str(n) for n in result.d_head)
+        products = ", ".join(map(str, result.products))
+        reasons.append(
+            f"this schedule asks for d_head >= ({d_heads}) by layer, the rank of its scores; fewer "
+            f"is open; and for ({products}) products in feed-forward networks, beside the target's "
+            "own outer function"
+        )
+    if alone is not None and (numbers := alone.size * result.d_token) > max(shape.d_model):
+        reasons.append(
+            f"|I| d = {numbers} numbers do not fit in E = {max(shape.d_model)}: they must be "
+            "coded, at the upper exponent"
+        )
     if result.needed:
         reasons.extend(_heads_in_words(result, profile))
     if result.schedule and result.schedule is not alone:

@@ -2,16 +2,19 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from infoflow_lens import Architecture, InfoFlowError, load_task
-from infoflow_lens.tasks import TriangleCenter
+from infoflow_lens.tasks import Target, TriangleCenter
 from infoflow_lens.theory.comparison import (
     Component,
     d_retrieval_profile,
     intrinsic_dimension_profile,
     triangle_center_profile,
 )
+from infoflow_lens.theory.demands import rank_of
 from infoflow_lens.theory.estimate import (
     estimate,
     max_position_capacity,
@@ -364,3 +367,47 @@ def test_best_pairs_of_numbers_are_not_said_to_be_excluded():
     for count in ("paper", "proved"):
         found = estimate(architecture((2,), 32, d_token=1), task, count=count)
         assert found.verdict != "excluded, proved"
+
+
+def distance(p):
+    return Component(2, lambda x: -x.diff(dim=-2).abs().pow(p).sum(dim=(-2, -1)), distinct=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "needed"),
+    [
+        (load_task("depth_separation", n_tokens=12), (3, 1)),
+        (load_task("best_tree", n_tokens=12), (3, 1)),
+        (load_task("d_retrieval", n_components=2, n_tokens=12), (1, 1)),
+        (Target(components=(distance(2),), n_tokens=12, d_token=3), (4, 1)),
+        (Target(components=(distance(1),), n_tokens=12, d_token=3), (20, 1)),
+    ],
+    ids=["closest pair", "chain", "tokens", "distance", "distance of coordinates"],
+)
+def test_allowed_means_for_this_d_head(task, needed):
+    """Closest pair with d_head = 1 was allowed; u(x) v(y) has two partners a sequence (T4)."""
+    heads = (2, 1)
+    shape = lambda d_head: ModelShape(heads, (32, 32), 12, d_head=d_head)  # noqa: E731
+    found = estimate(shape((63, 8)), task)
+    assert found.verdict == "allowed by construction"
+    rank, last = found.d_head
+    assert last == 1
+    assert rank >= 20 if needed[0] == 20 else rank == needed[0]
+    if rank > 1:
+        fewer = estimate(shape((rank - 1, 8)), task)
+        assert fewer.verdict == "open"
+        assert f"d_head >= {rank} in layer 1" in fewer.why
+    alone = ModelShape(heads, (32, 32), 12, has_mlp=False)
+    joins = task.name != "d_retrieval"
+    assert (estimate(alone, task).verdict == "open") == joins
+    assert (found.products[0] > 0) == joins
+
+
+def test_a_rank_is_that_of_scores_that_choose():
+    """By NumPy: a query's own term changes no choice, a key's does."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
+    square = -(x[:, None] - x[None]).square().sum(-1)
+    centred = square.numpy() - square.numpy().mean(axis=1, keepdims=True)
+    assert rank_of(square) == np.linalg.matrix_rank(centred) == 3 + 1
+    assert rank_of(x @ x.T) == 3
+    assert rank_of(torch.outer(x[:, 0], x[:, 1])) == 1
