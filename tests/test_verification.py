@@ -18,6 +18,8 @@ def test_recommended_and_neighbours_are_trained_alike():
     assert checked.models[0].times == 1
     assert checked.models[1].predicted == "excluded, proved"
     assert len(seen) == 2
+    assert checked.target == found.error == 0.01
+    assert checked.learnt is (checked.models[0].nmse <= 0.01)
     again = verify_design(found, task, epochs=2, n_train=600)
     assert again == checked  # same seed, same numbers
 
@@ -28,23 +30,25 @@ def test_recommended_and_neighbours_are_trained_alike():
         ([("excluded, proved", 20.0)], True, ""),
         ([("excluded, proved", 3.0)], False, "3.0 times worse"),
         ([("excluded by the paper's count", 2.0)], False, "several roles"),
-        ([("open", 1.0)], None, "nothing is owed"),
+        ([("open", 1.0)], None, "learnt, NMSE 0.001; no neighbour is excluded"),
     ],
 )
 def test_the_rule_is_ten_times(rows, confirmed, words):
     models = (Measured((2,), "recommended", 1e-3, 1.0),)
     models += tuple(Measured((1,), verdict, times * 1e-3, times) for verdict, times in rows)
-    found, why = judged(models)
+    found, why = judged(models, 1e-2)
     assert found is confirmed
     assert words in why
 
 
-def test_an_untrained_recommendation_is_told():
-    models = (
-        Measured((2,), "recommended", 0.9, 1.0),
-        Measured((1,), "excluded, proved", 0.95, 1.05),
-    )
-    assert "is not trained" in judged(models)[1]
+@pytest.mark.parametrize("verdict", ["excluded, proved", "open"])
+def test_what_is_not_learnt_is_said(verdict):
+    """An NMSE of .675 was "nothing is owed" where no neighbour was excluded (T2)."""
+    models = (Measured((2,), "recommended", 0.675, 1.0), Measured((1,), verdict, 0.7, 1.04))
+    confirmed, why = judged(models, 1e-2)
+    assert confirmed is False
+    assert "not learnt" in why
+    assert "NMSE of 0.68, above 0.01" in why
 
 
 def test_token_tasks_are_refused():

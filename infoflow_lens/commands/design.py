@@ -45,7 +45,7 @@ def design(
     seeds: Annotated[
         int, typer.Option(help="With --verify: models that are trained of each architecture.")
     ] = 1,
-    epochs: Annotated[int, typer.Option(help="With --verify: epochs of training.")] = 24,
+    epochs: Annotated[int, typer.Option(help="With --verify: epochs of training.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of the task, the samples and the training.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -114,7 +114,10 @@ def _print_design(result: Any) -> None:
     if result.recommended is None:
         out.print("No architecture within these limits is known to do it.")
         return
-    table = Table("", "heads", "E", "|I|", "exponent", "parameters", "by", "on samples", "schedule")
+    table = Table(
+        "", "heads", "E", "|I|", "exponent", "inside", "d_head", "parameters", "by", "on samples",
+        "schedule",
+    )  # fmt: skip
     for c in result.front:
         held = "-" if c.verified is None else f"{c.verified:.0%}"
         table.add_row(
@@ -123,6 +126,8 @@ def _print_design(result: Any) -> None:
             str(c.d_model),
             ", ".join(map(str, c.information)),
             f"{c.exponent:.3g}",
+            str(c.inside),
+            ", ".join("?" if n is None else str(n) for n in c.d_head),
             f"{c.parameters:.1e}",
             c.mechanisms,
             held,
@@ -130,7 +135,8 @@ def _print_design(result: Any) -> None:
         )
     out.print(table)
     out.print(
-        "* recommended: holds everything in its width, with the fewest parameters, 12 L E^2 + "
+        "* recommended: holds everything in its width, with the fewest scores that feed-forward "
+        "networks make inside a state, then the fewest parameters, 12 L E^2 + 2 E inside + "
         "eps^-exponent; orders of magnitude, since exponents leave out constants",
         soft_wrap=True,
     )
@@ -162,8 +168,12 @@ def _print_verification(checked: Any) -> None:
         table.add_row(heads, model.predicted, f"{model.nmse:.2e}", f"{model.times:.1f}")
     out.print(table)
     if checked.confirmed is None:
-        out.print(checked.why_not)
+        out.print(f"{checked.why_not.capitalize()}.", soft_wrap=True)
     elif checked.confirmed:
-        out.print("Confirmed: every excluded neighbour is at least 10 times worse.")
+        out.print(
+            f"Confirmed: learnt to an NMSE of {checked.target:g}, and every excluded neighbour is "
+            "at least 10 times worse.",
+            soft_wrap=True,
+        )
     else:
         out.print(f"Not confirmed: {checked.why_not}.", soft_wrap=True)

@@ -2,19 +2,21 @@
 
 A head scores keys by q.k, a matrix of rank d_head at most, and what depends on the query alone
 changes no choice. So a job needs d_head of at least the rank of its scores [query, key] after each
-row's mean is taken off; that is enough [derived], and below it the job is open. What a token then
+row's mean is taken off, or of a function that increases with them; that is enough [derived], and
+below it the job is open. What a token then
 holds of two others must be joined by the feed-forward network: as many products as the rank.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.theory.comparison import Component
-from infoflow_lens.theory.jobs import Job, Max, Message
+from infoflow_lens.theory.jobs import Global, Job, Max, Message, Next, Specific
 from infoflow_lens.theory.schedule import Schedule
 
 _SAMPLES = 64  # queries and keys, so that ranks above 63 are seen as 63
@@ -58,6 +60,55 @@ def demands(
     return tuple(found)
 
 
+def scores_inside(
+    schedule: Schedule,
+    components: Sequence[Component],
+    tokens: Float[Tensor, "sample d_token"] | None,
+    n_tokens: int,
+    error: float,
+) -> tuple[int, ...]:
+    """How many scores and products a feed-forward network makes of one state, layer by layer.
+
+    Where a state holds everything, or a block of positions, the network itself compares the tuples
+    inside: all of them at CLS, those with the token itself at tokens. Where heads compare, it joins
+    what was found, in as many products as the score has rank. A search below what was found asks
+    for a step, 1 / error units [derived; orders of magnitude].
+
+    Args:
+        schedule: the jobs.
+        components: what they retrieve.
+        tokens: tokens to draw from; None where none are at hand, then ranks count as 1.
+        n_tokens: T.
+        error: eps.
+    """
+    joined = [0] * len(schedule.layers)
+    if tokens is not None:
+        joined = [demand.products for demand in demands(schedule, components, tokens)]
+    found, begun = [], set[Job]()
+    for layer, n in zip(schedule.layers, joined, strict=True):
+        for job in (*layer.token, *layer.cls):
+            if isinstance(job, (Global, Specific)):
+                held = min(n_tokens, job.gain(n_tokens))
+                n += sum(_inside(c, held, job in layer.token) for c in components)
+            if isinstance(job, Next) and job in begun:
+                n += round(1 / error)
+            begun.add(job)
+        found.append(n)
+    return tuple(found)
+
+
+def _inside(component: Component, held: int, with_own: bool) -> int:
+    """How many tuples a state compares that holds so many tokens, of a block those with its own."""
+    if component.tuples is not None:
+        return len(component.tuples)
+    if component.rank > 1:  # sorted, by pairs
+        return math.comb(held, 2)
+    if component.positions is not None:
+        held = min(held, len(component.positions))
+    n = replace(component, positions=None).n_tuples(held, ordered=not component.symmetric)
+    return -(-n * component.arity // held) if with_own else n
+
+
 def _joins(job: Job, components: Sequence[Component]) -> bool:
     """Whether a token needs a number of what it is and of what the head gave it, together."""
     return isinstance(job, Message) or (
@@ -87,10 +138,21 @@ def _rank(
         return None
     shape = (_SAMPLES, _SAMPLES, -1, -1)
     pairs = torch.cat([keys[None].expand(shape), queries[:, None].expand(shape)], dim=-2)
-    return rank_of(score(pairs.to(tokens)))
+    scores = score(pairs.to(tokens)).double()
+    # what increases with a score chooses alike: a distance by its square, an exponential by its log
+    alike = [scores, scores * scores.abs(), scores.sign() * scores.abs().pow(1 / 3)]
+    if (scores > 0).all():
+        alike.append(scores.log())
+    ranks = [rank for rank in map(rank_of, alike) if rank is not None]
+    return min(ranks, default=None)
 
 
-def rank_of(scores: Float[Tensor, "query key"]) -> int:
-    """The rank of scores up to what depends on the query alone, to a thousandth of the largest."""
+def rank_of(scores: Float[Tensor, "query key"]) -> int | None:
+    """The rank of scores up to what depends on the query alone, to a thousandth of the largest.
+
+    None where a score is not finite: no product of queries and keys is it.
+    """
+    if not scores.isfinite().all():
+        return None
     values = torch.linalg.svdvals((scores - scores.mean(dim=1, keepdim=True)).double())
     return int((values > _SMALLEST * values[0].clamp(min=1e-9)).sum())

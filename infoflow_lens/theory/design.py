@@ -1,8 +1,11 @@
 """The smallest architectures that the theory allows for a target, and what is excluded beside them.
 
 For every number of layers and heads the search gives the smallest information sets; a width then
-either holds them (|I| d <= E, no further cost) or pays eps^-max(1, |I| d / E - 1) parameters.
-Those that no other one beats in layers, heads, width and exponent make the front.
+either holds them (|I| d <= E, no further cost) or pays eps^-max(1, |I| d / E - 1) parameters. What
+heads do not compare, feed-forward networks do: their scores count, too, for in trials they were
+what training did not learn. Where one layer must store everything, two are weighed beside it, in
+which tokens store everything, each compares tuples with itself, and CLS retrieves the best token.
+Those that no other one beats in layers, heads, width, exponent and such scores make the front.
 """
 
 import itertools
@@ -20,9 +23,12 @@ from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Index, Positive, Remedy, Seed, checked
 from infoflow_lens.theory.comparison import Count
 from infoflow_lens.theory.cost import Precision, exponent
+from infoflow_lens.theory.demands import demands, scores_inside
 from infoflow_lens.theory.estimate import Verdict, estimate
-from infoflow_lens.theory.question import Question
-from infoflow_lens.theory.schedule import Schedule
+from infoflow_lens.theory.jobs import Global, Max
+from infoflow_lens.theory.question import Answer, Question
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule
+from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape
 
 _MOST_HEAD_CHOICES = 700
@@ -39,8 +45,12 @@ class Candidate:
         d_model: E.
         information: the largest |I|, for every asked T.
         exponent: k in eps^-k further parameters, at the largest T; 0 where everything fits.
-        parameters: 12 L E^2 weights (feed-forward networks four times as wide as E) plus eps^-k;
-            an order of magnitude, since exponents leave out constants.
+        inside: scores and products that feed-forward networks make of one state, all layers.
+        d_head: the least per-head dimension of each layer, the rank of its scores; None for a layer
+            of which it is not known.
+        parameters: 12 L E^2 weights (feed-forward networks four times as wide as E), 2 E for each
+            score inside a state, and eps^-k; an order of magnitude, since exponents leave out
+            constants.
         schedule: what the heads do, in words.
         mechanisms: what it rests on: "max-position retrieval", "fixed positions" or "global
             aggregation".
@@ -51,6 +61,8 @@ class Candidate:
     d_model: int
     information: tuple[int, ...]
     exponent: float
+    inside: int
+    d_head: tuple[int | None, ...]
     parameters: float
     schedule: str
     mechanisms: str
@@ -58,8 +70,8 @@ class Candidate:
 
     @property
     def measures(self) -> tuple[float, ...]:
-        """What the front weighs: layers, heads in all, width, exponent."""
-        return len(self.n_heads), sum(self.n_heads), self.d_model, self.exponent
+        """What the front weighs: layers, heads in all, width, exponent, scores inside a state."""
+        return len(self.n_heads), sum(self.n_heads), self.d_model, self.exponent, self.inside
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class Design(Displayed):
         error: eps.
         front: the candidates that no other one beats, by layers, heads, width.
         recommended: of those that hold everything in their width, or else of all, the one with the
-            fewest parameters.
+            fewest scores inside states, then with the fewest parameters.
         neighbours: what lies just below the recommended one.
         left_out: what was not weighed, in words.
     """
@@ -154,32 +166,41 @@ def design(
     d_token = getattr(largest, "d_token", 1)
     positional = positional or questions[-1].fixed
     choices, left_out = head_choices(questions[-1].components, max_layers, max_heads)
-    found: list[tuple[tuple[int, ...], Schedule, tuple[int, ...]]] = []
+    found: list[tuple[tuple[int, ...], Answer, tuple[int, ...]]] = []
     for heads in choices:
         sizes, last = [], None
         for question, case in zip(questions, cases, strict=True):
             shape = _shape(heads, 1, case.n_tokens, positional)
-            answers = list(question.answers(shape, case.n_tokens))
+            answers = [
+                answer
+                for alone in (False, True)
+                for answer in question.answers(shape, case.n_tokens, max_position_only=alone)
+            ]
             left_out += [w for a in answers for w in a.found.left_out if w not in left_out]
             if not answers:
                 break
-            last = min((a.schedule for a in answers if a.schedule), key=lambda s: s.size)
-            sizes.append(last.size)
+            last = min(answers, key=_size)
+            sizes.append(_size(last))
         if last is not None and len(sizes) == len(cases):
             found.append((heads, last, tuple(sizes)))
         if advance is not None:
             advance(1, str(heads))
+    whole = _whole(questions[-1])
+    if whole is not None and max_layers > 1 and max(whole[0]) <= max_heads:
+        found.append((*whole, tuple(case.n_tokens for case in cases)))
     candidates = [
         candidate
-        for heads, schedule, sizes in found
-        for candidate in _candidates(heads, schedule, sizes, d_token, error)
+        for heads, answer, sizes in found
+        for candidate in _candidates(heads, answer, sizes, largest.n_tokens, d_token, error)
         if parameters is None or candidate.parameters <= parameters
     ]
     front = _front(candidates)
     checked = tuple(_verified(candidate, largest, positional, verify, seed) for candidate in front)
     sound = [c for c in checked if c.verified in (None, 1.0)]
     # what fits comes first: an exponent's constant is not known
-    recommended = min(sound, key=lambda c: (c.exponent > 0, c.parameters, c.measures), default=None)
+    recommended = min(
+        sound, key=lambda c: (c.exponent > 0, c.inside, c.parameters, c.measures), default=None
+    )
     below: tuple[Neighbour, ...] = ()
     if recommended is not None:
         below = neighbours(recommended, largest, positional, count, verify, seed)
@@ -215,8 +236,9 @@ def with_tokens(task: Any, n_tokens: int) -> Any:
 def head_choices(
     components: Sequence[Any], max_layers: int, max_heads: int
 ) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Head counts to weigh: more heads in a layer than components help nothing."""
-    most = max(1, min(max_heads, len(components)))
+    """Head counts to weigh: a layer of more heads than places to retrieve is of no use."""
+    places = sum(1 if c.tuples is not None else max(1, c.arity - 1) for c in components)
+    most = max(1, min(max_heads, places))
     left_out: list[str] = []
     choices: list[tuple[int, ...]] = []
     for layers in range(1, max_layers + 1):
@@ -228,25 +250,57 @@ def head_choices(
     return choices, left_out
 
 
+def _size(answer: Answer) -> int:
+    assert answer.schedule is not None
+    return answer.schedule.size
+
+
+def _whole(question: Question) -> tuple[tuple[int, ...], Answer] | None:
+    """Two layers where one must store everything: tokens store it, and CLS retrieves the best one.
+
+    None where no heads choose between tokens: for single tokens, and where positions matter.
+    """
+    components = question.components
+    n = question.task.n_tokens
+    if question.fixed or not components or any(c.tuples or c.rank > 1 for c in components):
+        return None
+    if max(c.arity for c in components) < 2:
+        return None
+    reads = LayerSchedule(cls=tuple(Max(i) for i in range(len(components))))
+    schedule = Schedule((LayerSchedule(token=(Global(),)), reads), size=n, sizes=(n, n))
+    return (1, len(components)), Answer(Found(schedule, True), question.readings[0])
+
+
 def _candidates(
     heads: tuple[int, ...],
-    schedule: Schedule,
+    answer: Answer,
     sizes: tuple[int, ...],
+    n_tokens: int,
     d_token: int,
     error: float,
 ) -> list[Candidate]:
     """One architecture at the width that holds everything, and at shares of it."""
     needed = max(sizes) * d_token
+    schedule, reading = answer.schedule, answer.reading
+    assert schedule is not None
+    inside = scores_inside(schedule, reading.components, reading.tokens, n_tokens, error)
+    ranks: tuple[int | None, ...] = (None,) * len(heads)
+    if reading.tokens is not None:
+        asked = demands(schedule, reading.components, reading.tokens)
+        ranks = tuple(demand.d_head for demand in asked)
+    words = answer.describe()
+    if schedule.adaptive:
+        words += f"; its score jumps, within eps by {1 / error:.0f} units"
     result = []
     for share in _SHARES:
         width = max(1, -(-needed // share))
         k = exponent(max(sizes), d_token, width, "total")
         digits = k * -math.log10(error)
         further = math.inf if digits > 300 else (10**digits if k else 0.0)
-        weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2
+        weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2 + 2 * width * sum(inside)
         result.append(
-            Candidate(heads, width, sizes, k, weights + further, schedule.describe(),
-                      schedule.mechanism)
+            Candidate(heads, width, sizes, k, sum(inside), ranks, weights + further,
+                      words, schedule.mechanism)
         )  # fmt: skip
     return result
 

@@ -373,6 +373,9 @@ def distance(p):
     return Component(2, lambda x: -x.diff(dim=-2).abs().pow(p).sum(dim=(-2, -1)), distinct=True)
 
 
+EUCLIDEAN = Component(2, lambda x: -x.diff(dim=-2).norm(dim=-1).squeeze(-1), distinct=True)
+
+
 @pytest.mark.parametrize(
     ("task", "needed"),
     [
@@ -380,9 +383,10 @@ def distance(p):
         (load_task("best_tree", n_tokens=12), (3, 1)),
         (load_task("d_retrieval", n_components=2, n_tokens=12), (1, 1)),
         (Target(components=(distance(2),), n_tokens=12, d_token=3), (4, 1)),
+        (Target(components=(EUCLIDEAN,), n_tokens=12, d_token=3), (4, 1)),
         (Target(components=(distance(1),), n_tokens=12, d_token=3), (20, 1)),
     ],
-    ids=["closest pair", "chain", "tokens", "distance", "distance of coordinates"],
+    ids=["closest pair", "chain", "tokens", "square", "distance", "distance of coordinates"],
 )
 def test_allowed_means_for_this_d_head(task, needed):
     """Closest pair with d_head = 1 was allowed; u(x) v(y) has two partners a sequence (T4)."""
@@ -411,3 +415,4 @@ def test_a_rank_is_that_of_scores_that_choose():
     assert rank_of(square) == np.linalg.matrix_rank(centred) == 3 + 1
     assert rank_of(x @ x.T) == 3
     assert rank_of(torch.outer(x[:, 0], x[:, 1])) == 1
+    assert rank_of(torch.full((4, 4), -torch.inf)) is None  # no product of queries and keys
