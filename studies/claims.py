@@ -1,8 +1,10 @@
 """Claims: what a study says that its numbers will be, judged and put into words by one object."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -22,6 +24,9 @@ _WORDS: Mapping[Comparison, str] = {
     "within": "between",
 }
 _MOST_SHOWN = 8  # numbers that a sentence names one by one
+_MOST_ENUMERATED = 3  # seeds that are drawn anew in all ways
+_RESAMPLED = 20
+_SURE = 0.9  # of resampled seeds, those that must say the same
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Claim:
         op: how each is compared with the bound.
         bound: a number; the least and the largest one for "within".
         needed: whether the claim is broken where there is no number at all.
+        name: what the numbers are, in a few words, for tables.
 
     Raises:
         InfoFlowError: for another comparison, or a bound that does not fit it.
@@ -60,6 +66,7 @@ class Claim:
     op: Comparison
     bound: float | tuple[float, float]
     needed: bool = True
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.op not in _WORDS:
@@ -72,7 +79,7 @@ class Claim:
 
     def rule(self) -> str:
         """The claim in words."""
-        return self.text.format(bound=self._bound())
+        return self.text.format(bound=self.bound_in_words())
 
     def holds(self, number: float) -> bool:
         """Whether a number keeps to the bound."""
@@ -85,6 +92,22 @@ class Claim:
             ">=": number >= self.bound,
         }
         return kept[self.op]
+
+    def room(self, number: float) -> float:
+        """How far a number keeps from the bound, as a logarithm of their ratio where they have one.
+
+        Below 0 where it breaks it.
+        """
+        if math.isnan(number):
+            return -math.inf
+        if isinstance(self.bound, tuple):
+            least, most = self.bound
+            above = replace(self, op=">=", bound=least).room(number)
+            return min(above, replace(self, op="<=", bound=most).room(number))
+        positive = number > 0 and self.bound > 0
+        above = math.log(number / self.bound) if positive else number - self.bound
+        room = above if self.op in (">", ">=") else -above
+        return room if self.holds(number) else min(room, -1e-12)
 
     def judge(self, results: "pd.DataFrame") -> Verdict:
         """Whether all numbers keep to the bound, and a sentence that says so."""
@@ -102,7 +125,8 @@ class Claim:
             outcome += f", {sum(kept)} of {len(kept)}"
         return Verdict(all(kept), (f"{self.rule()}: {outcome} ({_describe_numbers(numbers)})",))
 
-    def _bound(self) -> str:
+    def bound_in_words(self) -> str:
+        """The bound with its comparison, such as "at most 0.1"."""
         if isinstance(self.bound, tuple):
             return f"{_WORDS[self.op]} {_number(self.bound[0])} and {_number(self.bound[1])}"
         return f"{_WORDS[self.op]} {_number(self.bound)}"
@@ -139,3 +163,75 @@ def judge_claims(
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]
     passed = bool(verdicts) and all(verdict.passed for verdict in verdicts)
     return Verdict(passed, tuple(reasons), tuple(remarks))
+
+
+def deciding_number(claims: Sequence[Claim], results: "pd.DataFrame") -> tuple[str, str]:
+    """The number that is nearest to its bound or the furthest beyond it, and that bound, in words.
+
+    Args:
+        claims: of a study.
+        results: its rows.
+    """
+    found = [(c.room(n), c, n, label) for c in claims for label, n in c.numbers(results).items()]
+    if not found:
+        return "no numbers", "-"
+    _, claim, number, label = min(found, key=lambda each: each[0])
+    known = "no number" if math.isnan(number) else "never" if math.isinf(number) else ""
+    what = f"{claim.name}: {known or _number(number)}".removeprefix(": ")
+    return f"{what} ({label})" if label else what, claim.bound_in_words()
+
+
+def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: int) -> float | None:
+    """The share of resampled seeds with which all claims hold; None for a single seed.
+
+    The seeds of all configurations are drawn anew together, with replacement: up to three in all
+    ways, more of them 20 times.
+
+    Args:
+        claims: of a study.
+        results: its rows; run numbers count seeds fastest, then configurations.
+        n_seeds: of each configuration.
+    """
+    import pandas as pd
+
+    if n_seeds < 2:
+        return None
+    ways: Iterable[Sequence[int]] = itertools.combinations_with_replacement(range(n_seeds), n_seeds)
+    if n_seeds > _MOST_ENUMERATED:
+        drawn = random.Random(0)
+        ways = [drawn.choices(range(n_seeds), k=n_seeds) for _ in range(_RESAMPLED)]
+    place = results["run"] % n_seeds
+    seeds = results.groupby(place)["seed"].first()
+    broken = {id(c): not c.judge(results).passed for c in claims}
+    ordered = sorted(claims, key=lambda c: not broken[id(c)])  # those first that will be broken
+    held = total = 0.0
+    for way in ways:
+        rows = pd.concat(
+            [
+                results[place == own].assign(
+                    run=lambda r, own=own, new=new: r["run"] - own + new,
+                    seed=seeds.get(new, new),
+                )
+                for new, own in enumerate(way)
+            ],
+            ignore_index=True,
+        )
+        chance = 1.0
+        if n_seeds <= _MOST_ENUMERATED:  # as often as its orders are
+            chance = math.factorial(n_seeds) / math.prod(
+                math.factorial(way.count(own)) for own in set(way)
+            )
+        total += chance
+        held += chance * all(claim.judge(rows).passed for claim in ordered)
+    return held / total
+
+
+def in_a_word(passed: bool, share: float | None) -> str:
+    """A verdict with what other seeds may say of it.
+
+    Args:
+        passed: by the rule.
+        share: of resampled seeds with which the rule is passed; None where there is one seed.
+    """
+    sure = share is None or (share >= _SURE if passed else share <= 1 - _SURE)
+    return ("seen" if passed else "fails its rule") if sure else "undecided"

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infoflow_lens.foundation.documents import Document, kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
-from infoflow_lens.studies.claims import Numbers, Verdict
+from infoflow_lens.studies.claims import (
+    Numbers,
+    Verdict,
+    deciding_number,
+    in_a_word,
+    share_of_seeds,
+)
 from infoflow_lens.studies.language_model.card import comparison, measured_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
 from infoflow_lens.studies.papers import STUDIES
@@ -60,6 +66,7 @@ _PAGE = replace(
 )
 _README = Document("page with a place for the summary", lambda path: BEGIN in _text_of(path))
 _MOST_ROWS = 2**28  # bytes
+_LONGEST_CELL = 120
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 
@@ -94,7 +101,7 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
                 pages[path / "table.md"] = _report(study, path, run)
             rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
-        ["experiment", "what theory says", "what was measured", "by its rule"], rows
+        ["study", "what theory says", "deciding number", "its bound", "by its rule"], rows
     )
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
@@ -208,19 +215,30 @@ def _page(name: str, folder: Path, pages: Mapping[Path, str]) -> str:
 
 def _summary_row(
     study: Study, folder: Path, path: Path, run: "RecordedRun | None"
-) -> tuple[str, str, str, str]:
-    """What theory says, what was measured, and the verdict by the rule."""
+) -> tuple[str, ...]:
+    """What theory says, the number that decides, its bound, and the verdict by the rule."""
     theory = study.statement.in_short if study.statement else study.title
     label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
-        seen = "seen" if run.verdict.passed else "**not seen**"
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
-        return link, theory, "; ".join(run.verdict.reasons), seen
+        number, bound = _deciding(study, run)
+        return link, _cell(theory), _cell(number), bound, run.word
     link = f"[`{study.name}`]({study.name}/statement.md){label}"
     note = "the statement awaits its run"
     if not label and (folder / study.name / EARLIER).is_dir():
         note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
-    return link, theory, note, "awaits its run"
+    return link, _cell(theory), note, "-", "awaits its run"
+
+
+def _deciding(study: Study, run: "RecordedRun") -> tuple[str, str]:
+    """The number that decides, and its bound; without it why there is none."""
+    if not run.is_judged:
+        return run.verdict.reasons[0], "-"
+    return deciding_number(study.claims(), run.finished)
+
+
+def _cell(text: str) -> str:
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 2].rstrip()} .."
 
 
 def runs_of(study: Study, folder: Path) -> list[Path]:
@@ -383,12 +401,30 @@ class RecordedRun(NamedTuple):
         rows: of all its runs.
         finished: those with numbers.
         verdict: of the rows.
+        study: whose run it is.
+        n_seeds: of each configuration.
     """
 
     preset: str
     rows: "pd.DataFrame"
     finished: "pd.DataFrame"
     verdict: Verdict
+    study: Study
+    n_seeds: int
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there are numbers of all that the rule is about."""
+        lost = not len(self.finished) or "diverged with" in " ".join(self.verdict.reasons)
+        return bool(self.study.claims()) and not lost
+
+    @property
+    def word(self) -> str:
+        """The verdict: "seen", "fails its rule", or "undecided", where other seeds may say else."""
+        if not self.is_judged:
+            return "undecided"
+        share = share_of_seeds(self.study.claims(), self.finished, self.n_seeds)
+        return in_a_word(self.verdict.passed, share)
 
 
 def recorded_run(study: Study, path: Path) -> RecordedRun:
@@ -402,7 +438,9 @@ def recorded_run(study: Study, path: Path) -> RecordedRun:
     _check_rows(_rows_path(path), rows, config)
     with _naming_rows(path):
         verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
-    return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
+    finished = rows[rows["status"] == "finished"]
+    n_seeds = len(config["seeds"])
+    return RecordedRun(config["preset"], rows, finished, verdict, study, n_seeds)
 
 
 def _report(study: Study, path: Path, run: RecordedRun) -> str:

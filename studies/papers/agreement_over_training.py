@@ -155,13 +155,26 @@ class AgreementOverTraining(VectorStudy):
         """By the first and the last checkpoint of every run."""
         auroc = "the AUROC of the predicted sets of CLS against measured influence is {bound}"
         return (
-            Claim(f"{auroc} before training", lambda r: _at(r, "auroc", 0), "<", 0.75),
-            Claim(f"{auroc} at the end", lambda r: _at(r, "auroc", -1), ">", _AGREES),
+            Claim(
+                f"{auroc} before training",
+                lambda r: _at(r, "auroc", 0),
+                "<",
+                0.75,
+                name="AUROC before",
+            ),
+            Claim(
+                f"{auroc} at the end",
+                lambda r: _at(r, "auroc", -1),
+                ">",
+                _AGREES,
+                name="AUROC at the end",
+            ),
             Claim(
                 "these sets hold {bound} of the active tokens at the end",
                 lambda r: _at(r, "coverage", -1),
                 ">",
                 0.97,
+                name="active tokens held at the end",
             ),
         )
 

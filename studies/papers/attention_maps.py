@@ -185,9 +185,15 @@ class AttentionMaps(tokens.TokenStudy):
         share = "in these models the operation happens in {bound} of the test sequences"
         gain = "which is {bound} beyond the untrained model, unless the start does it already"
         return (
-            Claim(solving, _solving, ">=", 1),
-            Claim(share, lambda r: {n: of["trained"].min() for n, of in _shares(r)}, ">=", _OFTEN),
-            Claim(gain, _gains, ">", 0, needed=False),
+            Claim(solving, _solving, ">=", 1, name="models that learn it"),
+            Claim(
+                share,
+                lambda r: {n: of["trained"].min() for n, of in _shares(r)},
+                ">=",
+                _OFTEN,
+                name="sequences in which it happens",
+            ),
+            Claim(gain, _gains, ">", 0, needed=False, name="beyond the untrained model"),
         )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":

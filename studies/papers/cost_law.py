@@ -267,11 +267,23 @@ class CostLaw(Study):
             "times (geometric mean over states, the most units)"
         )
         return (
-            Claim(f"of the digit code {fall}", partial(_falls, model=_CODE), "within", (0.9, 1.1)),
-            Claim(fits, _where_all_fits, "<", 0.01),
-            Claim(unlike, _unlike, "<=", 2),
-            Claim(growth, _growth, ">=", 1.2),
-            Claim(f"of trained codes {fall}", partial(_falls, model=_TRAINED), ">=", 0.5),
+            Claim(
+                f"of the digit code {fall}",
+                partial(_falls, model=_CODE),
+                "within",
+                (0.9, 1.1),
+                name="slope of the digit code over the law's",
+            ),
+            Claim(fits, _where_all_fits, "<", 0.01, name="trained NMSE where all fits"),
+            Claim(unlike, _unlike, "<=", 2, name="largest over smallest at one |I| d / E"),
+            Claim(growth, _growth, ">=", 1.2, name="growth to the next |I| d / E"),
+            Claim(
+                f"of trained codes {fall}",
+                partial(_falls, model=_TRAINED),
+                ">=",
+                0.5,
+                name="slope of trained codes over the law's",
+            ),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:

@@ -186,6 +186,7 @@ class DepthSeparationStudy(VectorStudy):
                 lambda r: _of_depths(r, lambda one, two: one.index.max() / two.index.max()),
                 ">=",
                 1,
+                name="parameters of one layer over those of two",
             ),
             Claim(
                 "the best one-layer model has {bound} times the NMSE of the largest with two "
@@ -193,6 +194,7 @@ class DepthSeparationStudy(VectorStudy):
                 lambda r: _of_depths(r, lambda one, two: one.min() / two.loc[two.index.max()]),
                 ">=",
                 5,
+                name="NMSE of one layer over that of two",
             ),
             Claim(
                 "the slope of the least NMSE over parameters (log-log) of two layers, minus that "
@@ -200,6 +202,7 @@ class DepthSeparationStudy(VectorStudy):
                 lambda r: _of_depths(r, lambda one, two: slope(two) - slope(one)),
                 "<",
                 0,
+                name="slope of two layers minus that of one",
             ),
         )
 

@@ -179,8 +179,14 @@ class HeadCount(TrainedStudy):
             f"T = {_FULL_AT}"
         )
         return (
-            Claim(fall, lambda r: _falls(r[r["table"] == "3"]), ">=", 20),
-            Claim(factor, _from_table, "<=", 5, needed=False),
+            Claim(
+                fall,
+                lambda r: _falls(r[r["table"] == "3"]),
+                ">=",
+                20,
+                name="NMSE of D - 1 heads over that of D",
+            ),
+            Claim(factor, _from_table, "<=", 5, needed=False, name="factor from Table 3"),
         )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":

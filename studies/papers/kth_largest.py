@@ -110,8 +110,8 @@ class KthLargestStudy(TrainedStudy):
             "samples"
         )
         return (
-            Claim(between, _over_extremes, ">=", 5),
-            Claim(attends, _attends, ">=", 0.95),
+            Claim(between, _over_extremes, ">=", 5, name="NMSE over that of k = 1 and T"),
+            Claim(attends, _attends, ">=", 0.95, name="attention to the largest"),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:

@@ -239,9 +239,9 @@ class MaxPositionRecovery(StagedStudy):
         first = "the error of the first choice of these heads is {bound} of that before training"
         second = "the same of their second choice is {bound}, by the mean over heads"
         return (
-            Claim(used, _in_use_of_all, ">=", 1),
-            Claim(first, _first_choices, "<", _BELOW),
-            Claim(second, _second_choices, ">=", _NO_BETTER),
+            Claim(used, _in_use_of_all, ">=", 1, name="configurations with heads in use"),
+            Claim(first, _first_choices, "<", _BELOW, name="error of the first choice"),
+            Claim(second, _second_choices, ">=", _NO_BETTER, name="error of the second choice"),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:

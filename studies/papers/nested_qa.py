@@ -232,6 +232,7 @@ class NestedQuestions(tokens.TokenStudy):
                 _with_few_layers,
                 "<=",
                 tokens.ABOVE_CHANCE,
+                name="accuracy above chance of too few layers",
             ),
             Claim(
                 "from a Gaussian start asked from growing distances, the seed of the least "
@@ -239,6 +240,7 @@ class NestedQuestions(tokens.TokenStudy):
                 _with_enough_layers,
                 ">=",
                 tokens.SOLVED,
+                name="accuracy of enough layers",
             ),
             Claim(
                 "asked from the starts of chains alone, the largest test accuracy over seeds on "
@@ -246,6 +248,7 @@ class NestedQuestions(tokens.TokenStudy):
                 _asked_at_once,
                 "<=",
                 tokens.ABOVE_CHANCE,
+                name="accuracy above chance, asked at once",
             ),
         )
 

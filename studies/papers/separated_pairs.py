@@ -200,10 +200,34 @@ class SeparatedPairs(FreshStudy):
         )
         second = "the same of their second choice leaves {bound} of it"
         return (
-            Claim(small, partial(_of_cells, column="least", enough=True), "<=", _SMALL),
-            Claim(times, partial(_of_cells, column="times", enough=False), ">=", _TIMES),
-            Claim(first, partial(_recovered, choice="first_choice"), "<", _FIRST),
-            Claim(second, partial(_recovered, choice="second_choice"), ">=", _SECOND),
+            Claim(
+                small,
+                partial(_of_cells, column="least", enough=True),
+                "<=",
+                _SMALL,
+                name="NMSE of (D, D)",
+            ),
+            Claim(
+                times,
+                partial(_of_cells, column="times", enough=False),
+                ">=",
+                _TIMES,
+                name="NMSE of fewer heads over it",
+            ),
+            Claim(
+                first,
+                partial(_recovered, choice="first_choice"),
+                "<",
+                _FIRST,
+                name="error of the first choice",
+            ),
+            Claim(
+                second,
+                partial(_recovered, choice="second_choice"),
+                ">=",
+                _SECOND,
+                name="error of the second",
+            ),
         )
 
     def judges(self, settings: Settings) -> bool:

@@ -148,13 +148,15 @@ class SpecificPosition(VectorStudy):
                 lambda r: numbers_of(r, ["model"], "mse"),
                 "<",
                 1e-3,
+                name="test MSE",
             ),
-            Claim(weights, _gaps, "<=", 0.03),
+            Claim(weights, _gaps, "<=", 0.03, name="weights from 1/3"),
             Claim(
                 "its mean weights elsewhere are {bound}",
                 _elsewhere,
                 "<",
                 0.02,
+                name="weights elsewhere",
             ),
         )
 

@@ -168,16 +168,23 @@ class TriangleCenterStudy(FreshStudy):
         )
         over = "and at the largest T {bound} of that of the triples"
         return (
-            Claim(rise, _rises, ">=", 0),
-            Claim("it is {bound} at the largest T, for every size", _at_largest, ">", 0.8),
-            Claim(apart, _apart, "<=", 1.2),
+            Claim(rise, _rises, ">=", 0, name="rise of the mean NMSE to this T"),
+            Claim(
+                "it is {bound} at the largest T, for every size",
+                _at_largest,
+                ">",
+                0.8,
+                name="mean NMSE",
+            ),
+            Claim(apart, _apart, "<=", 1.2, name="largest over smallest size"),
             Claim(
                 "with both controls the mean NMSE is {bound} at every T that was run",
                 lambda r: _of_controls(r, slice(None)),
                 "<",
                 _LEARNT,
+                name="mean NMSE of a control",
             ),
-            Claim(over, _controls_over, "<=", 1 / 3),
+            Claim(over, _controls_over, "<=", 1 / 3, name="control over triples"),
         )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":

@@ -153,6 +153,7 @@ class VaryingDepth(tokens.TokenStudy):
                 lambda r: _of_layers(r, _most_above_chance, few=True),
                 "<=",
                 tokens.ABOVE_CHANCE,
+                name="accuracy above chance",
             ),
             Claim(
                 "there the least gradient at the context, from Gaussian matrices and before "
@@ -160,6 +161,7 @@ class VaryingDepth(tokens.TokenStudy):
                 lambda r: _of_layers(r, _least_gradient, few=True),
                 ">",
                 0,
+                name="least gradient at the context",
             ),
             Claim(
                 "with just as many, from the paper's start plus noise, the seed of the least "
@@ -169,6 +171,7 @@ class VaryingDepth(tokens.TokenStudy):
                 ),
                 ">=",
                 tokens.SOLVED,
+                name="accuracy of enough layers",
             ),
         )
 

@@ -152,18 +152,21 @@ class VaryingHeads(tokens.TokenStudy):
                 _more_heads,
                 "<=",
                 0.8,
+                name="epochs of the most heads over those of one",
             ),
             Claim(
                 f"{alike} seed of the least validation loss has a test accuracy of " + "{bound}",
                 lambda r: _like_one_head(r, lambda one, rows: tokens.chosen_accuracy(rows)),
                 ">=",
                 tokens.SOLVED,
+                name="test accuracy",
             ),
             Claim(
                 f"{alike} fastest seed takes " + "{bound}" + f" times the {epochs} of one head",
                 lambda r: _like_one_head(r, lambda one, rows: _fastest(rows) / one),
                 "within",
                 (0.5, 2),
+                name="epochs over those of one head",
             ),
             Claim(
                 "on contextual generalization four layers of one head take {bound} times the "
@@ -171,6 +174,7 @@ class VaryingHeads(tokens.TokenStudy):
                 _deeper,
                 "<",
                 1,
+                name="epochs of four layers over those of three",
             ),
         )
 
