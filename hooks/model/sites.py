@@ -29,6 +29,7 @@ from infoflow_lens.hooks.model.parts import Attention, Block, NormNumbers, Place
 from infoflow_lens.hooks.model.states import SAME, has_shape
 from infoflow_lens.hooks.model.tap import (
     ADDITIONS,
+    NOTED,
     AttentionCall,
     Site,
     Tap,
@@ -40,6 +41,7 @@ Fire: TypeAlias = Callable[[str, Tensor], Tensor]
 EMBED, POS_EMBED = "hook_embed", "hook_pos_embed"
 SCALE, NORMALIZED = "ln_final.hook_scale", "ln_final.hook_normalized"
 LOGITS_IN, LOGITS = "unembed.hook_in", "unembed.hook_out"
+_NOTED = NOTED | SAME
 
 
 def site_names(anatomy: Anatomy) -> list[str]:
@@ -126,12 +128,12 @@ class SiteRun(Tap):
             InfoFlowError: for gradient checkpointing, which runs blocks again, unseen.
         """
         _check_runs_once(self._model)
-        modules = dict(self._model.named_modules())
         with ExitStack() as stack:
 
             def stand(place: str, how: str, hook: Callable[..., Any]) -> None:
                 settings = {"with_kwargs": True} if how == "register_forward_pre_hook" else {}
-                handle = getattr(modules[place], how)(self._guard(hook), **settings)
+                module = self._model.get_submodule(place)
+                handle = getattr(module, how)(self._guard(hook), **settings)
                 stack.callback(handle.remove)
 
             before, behind = "register_forward_pre_hook", "register_forward_hook"
@@ -172,8 +174,11 @@ class SiteRun(Tap):
         return guarded
 
     def _fire(self, name: str, tensor: Tensor) -> Tensor:
-        with self.aside():  # what hooks compute is no part of the model
+        before, self._is_aside = self._is_aside, True  # what hooks compute is no part of the model
+        try:
             return self._fire_point(name, tensor)
+        finally:
+            self._is_aside = before
 
     # Before the first block, and behind the last
 
@@ -321,9 +326,9 @@ class SiteRun(Tap):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._is_aside:
-            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if self._is_aside or name not in _NOTED:
+            return func(*args, **(kwargs or {}))
         if name in SAME and args and id(args[0]) in self._copies:
             out = super().__torch_function__(func, types, args, kwargs)
             if isinstance(out, Tensor):

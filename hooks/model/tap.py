@@ -54,6 +54,8 @@ _CAPS = {"where", "tanh", "clamp", "clamp_", "max", "maximum", "minimum", "nan_t
 _PARTS = {"expand", "narrow", "cat", "concat", "__getitem__", "alpha_dropout"}
 # what scores go through on their way to the softmax, and patterns on their way to the values
 _FOLLOWED = ADDITIONS | _SUBTRACTIONS | _FILLS | MOVES | _SCALINGS | _CAPS | _PARTS
+_WHOLE = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
+NOTED = _FOLLOWED | _SOFTMAXES | PRODUCTS | _WHOLE  # all that the tap does not let pass unseen
 
 
 @dataclass
@@ -257,9 +259,9 @@ class Tap(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_aside:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if self._is_aside or name not in NOTED:  # most operations, so it is asked first
+            return func(*args, **kwargs)
         if name in _SOFTMAXES:
             return self._softmax(func, args, kwargs)
         if name in PRODUCTS:
@@ -275,7 +277,7 @@ class Tap(TorchFunctionMode):
                 'can be seen: expected set_attn_implementation("eager") or "sdpa"'
             )
         out = func(*args, **kwargs)
-        if self._followed and name in _FOLLOWED:
+        if self._followed:
             self._follow(name, args, kwargs, out)
         return out
 
@@ -311,18 +313,22 @@ class Tap(TorchFunctionMode):
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Carry a product or a pattern on through an operation."""
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim < 3:
-            return
         given = args[0] if args and isinstance(args[0], (tuple, list)) else args
-        pairs = [(t, self._origin(t)) for t in (*given, *kwargs.values()) if isinstance(t, Tensor)]
+        inputs = (*given, *kwargs.values())
+        if not any(id(t) in self._followed for t in inputs) or not isinstance(out, Tensor):
+            return
+        if not out.is_floating_point() or out.ndim < 3:
+            return
+        pairs = [(t, self._origin(t)) for t in inputs if isinstance(t, Tensor)]
         source, origin = next(((t, o) for t, o in pairs if o is not None), (None, None))
         if source is None:
             return
         if isinstance(origin, AttentionCall):
             if out.shape[:-1] == source.shape[:-1] or out.numel() == source.numel():
                 self._mark(out, origin)
-                if name in _FILLS and args[2] == 0:  # closed behind the softmax
-                    origin.closings += (_Closing(args[1], out.shape, fill=-torch.inf),)
+                fill = _fill(name, args, kwargs)
+                if fill is not None and fill[1] == 0:  # closed behind the softmax
+                    origin.closings += (_Closing(fill[0], out.shape, fill=-torch.inf),)
             return
         assert origin is not None
         smaller = out.numel() < source.numel()
@@ -349,9 +355,9 @@ class Tap(TorchFunctionMode):
             # the largest score of a row, which some models subtract, is no mask
             by_key = [t for t in others if t.ndim and t.shape[-1] > 1]
             return tuple(_Closing(t, shape, sign=sign) for t in by_key)
-        if name in _FILLS:
-            where = args[1] if len(args) > 1 else kwargs["mask"]
-            return (_Closing(where, shape, fill=args[2] if len(args) > 2 else kwargs["value"]),)
+        fill = _fill(name, args, kwargs)
+        if fill is not None:
+            return (_Closing(fill[0], shape, fill=fill[1]),)
         if name == "where" and len(args) == 3:
             if args[0] is source:  # scores.where(open, value)
                 return (_Closing(~args[1].bool(), shape, fill=args[2]),)
@@ -469,6 +475,14 @@ class Tap(TorchFunctionMode):
             fused = F.scaled_dot_product_attention(*args, **kwargs)
             call.distance = float((z - fused).abs().max())
         return self._show(call, "z", z)
+
+
+def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any] | None:
+    """Find where an operation fills a tensor, and with what; None for others."""
+    if name not in _FILLS:
+        return None
+    where = args[1] if len(args) > 1 else kwargs["mask"]
+    return where, args[2] if len(args) > 2 else kwargs["value"]
 
 
 def _mask(

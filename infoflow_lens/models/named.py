@@ -322,7 +322,7 @@ class NamedModel(HookedRootModule):
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
-        """What the normed last state is multiplied by.
+        """Read what the normed last state is multiplied by.
 
         Raises:
             InfoFlowError: if no single matrix makes the output of it.

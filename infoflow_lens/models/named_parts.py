@@ -63,7 +63,7 @@ class AttentionPart(Part):
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
-        """What each head's z is multiplied by.
+        """Read what each head's z is multiplied by.
 
         Raises:
             InfoFlowError: if no single matrix reads z.
@@ -75,7 +75,7 @@ class AttentionPart(Part):
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:
-        """What is added to that."""
+        """Read what is added to that."""
         return self._output().bias(self._model)
 
 
@@ -96,12 +96,12 @@ class MLPPart(Part):
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What its neurons are multiplied by."""
+        """Read what its neurons are multiplied by."""
         return self._output().weight(self._model)
 
     @property
     def b_out(self) -> Float[Tensor, " d_model"]:
-        """What is added to that."""
+        """Read what is added to that."""
         return self._output().bias(self._model)
 
 
@@ -130,10 +130,10 @@ class UnembedPart(Part):
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
-        """What the normed last state is multiplied by."""
+        """Read what the normed last state is multiplied by."""
         return self._output().weight(self._model)
 
     @property
     def b_U(self) -> Float[Tensor, " d_vocab"]:
-        """What is added to that."""
+        """Read what is added to that."""
         return self._output().bias(self._model)

@@ -133,6 +133,9 @@ class Plain(nn.Module):
             scores = scores.where(mask == 0, torch.tensor(-1e4))
         elif self.how == "fill":
             scores = scores.masked_fill(mask < 0, torch.finfo(scores.dtype).min)
+        elif self.how == "behind":
+            pattern = (scores + mask).softmax(-1).masked_fill(mask=mask < 0, value=0.0)
+            return pattern @ v
         elif self.how == "subtract":
             scores = scores - (mask < 0) * 1e4
         else:
@@ -142,7 +145,7 @@ class Plain(nn.Module):
         return F.softmax(scores, dim=-1) @ v
 
 
-WAYS = ["sdpa", "einsum", "baddbmm", "where", "method", "fill", "subtract", "add"]
+WAYS = ["sdpa", "behind", "einsum", "baddbmm", "where", "method", "fill", "subtract", "add"]
 
 
 @pytest.fixture
