@@ -15,7 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
-from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
+from infoflow_lens.hooks.model.inputs import may_be_padded
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -200,7 +200,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         if not self.through_hooks:
             self._check_start(seen, start)
         place = self.place(n_states, n_pos)
-        rerun = Rerun(model, self.source_layer, layers, self.state, seen.tokens, seen.lengths)
+        rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
@@ -225,8 +225,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         if all(getattr(getattr(hook, "user_hook", None), "only_looks", False) for hook in hooks):
             return
         same = False
-        if seen.tokens is not None:
-            batch = Batch(seen.tokens, seen.lengths)
+        batch = seen.batch
+        if batch is not None:
             with without_user_hooks(model):
                 plain = call(model, batch, [point], may_end=True).activations[point]
             real = seen.is_real(start.shape[1]).to(start.device)

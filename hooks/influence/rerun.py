@@ -38,23 +38,21 @@ class Rerun:
         source_layer: None for the tokens, else the layer whose resid_pre is the source.
         layers: whose states are wanted.
         state: "post_attention" or "resid_post".
-        tokens: the ids of the sequences, for models that run whole; None if unknown.
-        lengths: the real tokens of each sequence; None where nothing is padded.
+        batch: what the model read, for models that run whole; None if unknown.
     """
 
     model: nn.Module
     source_layer: int | None
     layers: tuple[int, ...]
     state: str
-    tokens: Tensor | None = None
-    lengths: Int[Tensor, " batch"] | None = None
+    batch: Batch | None = None
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"] | None:
         """Which positions are no padding; None where nothing is padded."""
-        if self.lengths is None:
+        if self.batch is None or self.batch.lengths is None:
             return None
-        return torch.arange(int(self.lengths.max())) < self.lengths[:, None]
+        return self.batch.mask()
 
     def __call__(
         self,
@@ -69,16 +67,14 @@ class Rerun:
         """
         wanted = [state_hooks(self.model, layer, self.state) for layer in self.layers]
         names = dict.fromkeys(name for names in wanted for name in names)
-        tokens, lengths = self.tokens, self.lengths
-        if tokens is None:
-            tokens = torch.zeros(start.shape[:2], dtype=torch.long)
+        batch = self.batch
+        if batch is None:
+            batch = Batch(torch.zeros(start.shape[:2], dtype=torch.long))
         elif sequences is not None:
-            tokens = tokens[sequences.to(tokens.device)]
-        if lengths is not None and sequences is not None:
-            lengths = lengths[sequences.to(lengths.device)]
+            batch = batch.take(sequences)
         caught = call(
             self.model,
-            Batch(tokens, lengths),
+            batch,
             tuple(names),
             start=(start_point(self.model, self.source_layer), start),
             keep_graph=True,

@@ -117,6 +117,12 @@ class ResampleInfluence(StateInfluence):
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
     ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
+        if rerun.batch is not None and rerun.batch.columns:
+            raise InfoFlowError(
+                f"the inputs have {' and '.join(rerun.batch.columns)}, and donors have none, so "
+                "that what takes a token's place would differ in these, too: expected ids alone; "
+                "take JacobianInfluence"
+            )
         donated = self._donation(rerun.model, start)
         plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)

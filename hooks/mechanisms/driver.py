@@ -198,8 +198,8 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     """
     if not is_bridge(model):
         return
-    tokens = batch.tokens[:1, :_EXAMPLE].to(next(model.parameters()).device)
-    output = output_of(model, tokens)
+    some = batch.take(slice(0, 1)).cut(_EXAMPLE)
+    output = output_of(model, some)
 
     def empty(activation: Tensor, hook: Any) -> Tensor:
         return torch.zeros_like(activation)
@@ -207,7 +207,7 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     for layer in range(layer_count(model)):
         name = pattern_hook(model, layer)
         with ignore_edit_warnings():
-            edited = call(model, tokens, edit=[(name, empty)], output=True).output
+            edited = call(model, some, edit=[(name, empty)], output=True).output
         if edited.equal(output):
             raise InfoFlowError(
                 f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
@@ -236,10 +236,10 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
 
     For a HookedTransformer that is known. A bridge is asked, layer by layer: other tokens run below
     the layer, and the output must still come out. Models that share anything else between layers,
-    or that let padding be seen, run whole. So do models with hooks of the user's: what enters a
-    layer has met some of them already.
+    or that let padding be seen, run whole. So do models with hooks of the user's (what enters a
+    layer has met some of them already), and inputs that are more than ids.
     """
-    if has_user_hooks(model):
+    if has_user_hooks(model) or batches.columns:
         return frozenset()
     layers = range(layer_count(model))
     if can_start(model):

@@ -14,6 +14,7 @@ the model is sure, F sees little of a change that overturns the choice: so p is 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ def differentiable(
     hooks = edits_of_patterns(model, layers, add)
     with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
         tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
-        made = call(model, Batch(tokens, batch.lengths), edit=hooks, output=True, keep_graph=True)
+        made = call(model, replace(batch, tokens=tokens), edit=hooks, output=True, keep_graph=True)
         yield made.output, [leaves[layer] for layer in layers]
 
 

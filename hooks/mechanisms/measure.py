@@ -390,7 +390,6 @@ class _Run:
 
     def _measure_asked(self) -> None:
         at = self.at
-        everything = self.batches.sequences()
         order = torch.arange(self.n)
         if not self.settings["exact"]:
             generator = torch.Generator()
@@ -398,9 +397,7 @@ class _Run:
             order = torch.randperm(self.n, generator=generator)
         for stop in self._blocks():
             here = order[at.n_done : stop].tolist()
-            some: Any = [everything[i] for i in here]
-            some = torch.stack(some) if here and isinstance(everything, Tensor) else some
-            for batch in Batches(self.model, some).batches(self.batch_size) if here else ():
+            for batch in self.batches.take(here).batches(self.batch_size) if here else ():
                 open_ = (at.asked & ~at.closed).nonzero().flatten()
                 lost = self._lost(batch, open_.tolist())
                 at.n[open_] += len(batch)
@@ -506,8 +503,8 @@ class _Run:
         if layer is not None:
             # padding stands on the right, where nothing real looks
             return run_from(self.model, layer, torch.cat([entering[layer]] * n), example_of(batch))
-        lengths = None if batch.lengths is None else batch.lengths.repeat(n)
-        whole: Tensor = output_of(self.model, Batch(torch.cat([batch.tokens] * n), lengths))
+        copies = batch.take(torch.arange(len(batch)).repeat(n))
+        whole: Tensor = output_of(self.model, copies)
         return whole
 
     def _mean_patterns(

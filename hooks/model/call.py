@@ -11,12 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import modules_of
-from infoflow_lens.hooks.model.inputs import Batch, mask_argument
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import TOKENS, hook_points, layer_of, starts_at_layers
 
 
@@ -114,21 +113,17 @@ def _called(
     if start is None:
         return model(batch) if isinstance(batch, Tensor) else batch.run(model)
     point, entering = start
+    whole = batch if isinstance(batch, Batch) else Batch(batch)
     if point == TOKENS:
         return model(entering)
-    if can_start(model):
+    if can_start(model) and not whole.columns:
         kind = {} if output else {"return_type": None}
         return model(entering, start_at_layer=layer_of(point) or 0, **kind)
     points = hook_points(model)
-    whole = batch if isinstance(batch, Batch) else Batch(batch)
     replace_start = on_this_thread(lambda module, inputs: (entering,))
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
-        mask = {}
-        if whole.lengths is not None:
-            real = whole.mask().to(device=entering.device, dtype=torch.long)
-            mask[mask_argument(model)] = real
-        return model(whole.tokens.to(entering.device), **mask)
+        return whole.run(model, entering.device)
     finally:
         handle.remove()
 

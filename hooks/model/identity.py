@@ -12,7 +12,7 @@ from infoflow_lens.foundation.record import (
     model_fingerprint,
 )
 from infoflow_lens.hooks.model.call import output_of, user_hooks
-from infoflow_lens.hooks.model.inputs import Batch, Batches
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import reads_vectors
 
 _N_SEQUENCES, _N_TOKENS = 2, 128  # there is no room for the logits of many tokens
@@ -36,8 +36,7 @@ def model_identity(model: nn.Module, batches: Batches) -> dict[str, Any]:
     """
     batch = next(batches.batches(_N_SEQUENCES))
     if not reads_vectors(model):
-        lengths = None if batch.lengths is None else batch.lengths.clamp(max=_N_TOKENS)
-        batch = Batch(batch.tokens[:, :_N_TOKENS], lengths)
+        batch = batch.cut(_N_TOKENS)
     with eval_mode(model):
         outputs = behaviour(output_of(model, batch), output_of(model, batch))
     names = {module: name for name, module in model.named_modules()}

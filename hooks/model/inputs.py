@@ -4,8 +4,9 @@ import inspect
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -28,11 +29,20 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
     takes_model,
 )
-from infoflow_lens.hooks.model.texts import tokenized
+from infoflow_lens.hooks.model.texts import tokenized, tokenized_chats, tokenized_pairs
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
+# columns of tokenizers, whether or not a model takes them; and what forward is asked to give
+_KNOWN = frozenset({"token_type_ids", "position_ids", "inputs_embeds"})
+_HARMLESS = (
+    "label", "labels", "start_positions", "end_positions", "return_dict", "return_type", "kwargs",
+    "args", "use_cache", "to_keep", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
+
+
+Rows: TypeAlias = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,10 +52,13 @@ class Batch:
     Attributes:
         tokens: vector tokens [batch, pos, d_token] or token ids [batch, pos].
         lengths: int [batch], the real tokens of each; None if nothing is padded.
+        columns: what else the model's forward takes for each token, by name, such as
+            ``token_type_ids`` [batch, pos].
     """
 
     tokens: Tensor
     lengths: Int[Tensor, " batch"] | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,18 +66,31 @@ class Batch:
     def halves(self) -> tuple["Batch", "Batch"]:
         """The first and the second half."""
         middle = len(self) // 2
-        return self._part(slice(0, middle)), self._part(slice(middle, None))
+        return self.take(slice(0, middle)), self.take(slice(middle, None))
 
-    def _part(self, rows: slice) -> "Batch":
-        return Batch(self.tokens[rows], None if self.lengths is None else self.lengths[rows])
+    def take(self, rows: slice | Int[Tensor, " row"]) -> "Batch":
+        """Return some of the sequences, or copies of them."""
 
-    def run(self, model: nn.Module) -> Any:
-        """The model on these sequences, on its device, with a mask where they are padded."""
-        device = next(model.parameters()).device
-        mask = {}
+        def part(values: Tensor) -> Tensor:
+            return values[rows if isinstance(rows, slice) else rows.to(values.device)]
+
+        lengths = None if self.lengths is None else part(self.lengths)
+        columns = {name: part(values) for name, values in self.columns.items()}
+        return Batch(part(self.tokens), lengths, columns)
+
+    def cut(self, n_pos: int) -> "Batch":
+        """Return the first tokens of each sequence."""
+        lengths = None if self.lengths is None else self.lengths.clamp(max=n_pos)
+        columns = {name: values[:, :n_pos] for name, values in self.columns.items()}
+        return Batch(self.tokens[:, :n_pos], lengths, columns)
+
+    def run(self, model: nn.Module, device: torch.device | None = None) -> Any:
+        """Run the model on these sequences, on its device, with a mask where they are padded."""
+        device = device or next(model.parameters()).device
+        more = {name: values.to(device) for name, values in self.columns.items()}
         if self.lengths is not None or _masks_by_itself(model):
-            mask[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
-        return model(self.tokens.to(device), **mask)
+            more[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
+        return model(self.tokens.to(device), **more)
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
         """Which positions are real tokens."""
@@ -96,29 +122,44 @@ class Batches:
         n_sequences: how many; None for a loader of unknown length.
         longest: tokens of the longest; None if unknown.
         shortest: tokens of the shortest; 1 if unknown.
+        rows: the sequences.
+        columns: what else the model's forward takes for each token, by name, a row each.
     """
 
+    rows: Rows
+    columns: Mapping[str, Sequence[Tensor]] = MappingProxyType({})
     extent: Extent | None = None
     n_sequences: int | None = None
     longest: int | None = None
     shortest: int = 1
 
     def __init__(
-        self, model: nn.Module, sequences: Tensor | Sequence[Tensor], name: str = "inputs"
+        self,
+        model: nn.Module,
+        sequences: Tensor | Sequence[Tensor],
+        name: str = "inputs",
+        columns: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
-        self._model, self._sequences, self._name = model, sequences, name
+        self._model, self._name = model, name
+        self.rows, self.columns = sequences, dict(columns or {})
         # sequences on disk know their extent, and are not read for it
         self.extent = getattr(sequences, "extent", None) or _extent(sequences)
         self.n_sequences = self.extent.n_sequences
         self.longest, self.shortest = self.extent.longest, self.extent.shortest
 
     def sequences(self) -> Tensor | Sequence[Tensor]:
-        """All sequences.
+        """Return all sequences, for what runs the model on these alone.
 
         Raises:
-            InfoFlowError: for a loader, which may be read once only.
+            InfoFlowError: for a loader, which may be read once only, and for columns beside them.
         """
-        return self._sequences
+        if self.columns:
+            raise InfoFlowError(
+                f"{self._name} has {' and '.join(self.columns)} beside its token ids, which change "
+                "what the model gives: expected ids alone, as this measurement reads no more; "
+                "leave these out, or measure with run_probes"
+            )
+        return self.rows
 
     def first(self, n: int) -> "Batches":
         """The first `n` sequences."""
@@ -126,13 +167,24 @@ class Batches:
 
     def part(self, start: int, stop: int | None = None, longest: int | None = None) -> "Batches":
         """The sequences from `start` to before `stop`, cut to `longest` tokens."""
-        rows = self.sequences()[start:stop]
-        if longest is not None and len(rows):
+
+        def cut(rows: Any) -> Any:
+            rows = rows[start:stop]
+            if longest is None or not len(rows):
+                return rows
             if isinstance(rows, Tensor):
-                rows = rows[:, :longest]
-            else:
-                rows = rows.cut(longest) if hasattr(rows, "cut") else [r[:longest] for r in rows]
-        return Batches(self._model, rows, self._name)
+                return rows[:, :longest]
+            return rows.cut(longest) if hasattr(rows, "cut") else [r[:longest] for r in rows]
+
+        columns = {name: cut(rows) for name, rows in self.columns.items()}
+        return Batches(self._model, cut(self.rows), self._name, columns)
+
+    def take(self, indices: Sequence[int]) -> "Batches":
+        """Return some of the sequences, in this order."""
+        is_tensor = isinstance(self.rows, Tensor)
+        some = [self.rows[i] for i in indices]
+        columns = {name: [rows[i] for i in indices] for name, rows in self.columns.items()}
+        return Batches(self._model, torch.stack(some) if is_tensor else some, self._name, columns)
 
     def fingerprint(self) -> str:
         """Return a digest of all sequences, by which those of another run are noticed.
@@ -140,30 +192,51 @@ class Batches:
         Raises:
             InfoFlowError: for a loader, which may be read once only.
         """
-        rows = self.sequences()
+        rows = self.rows
         named = {"": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)}
+        for name, column in self.columns.items():
+            named |= {f"{name} {i}": row for i, row in enumerate(column)}
         return fingerprint(named)
-
-    def whole(self) -> Batch:
-        """All sequences together, whether or not the model may be run on them so."""
-        return _together(self.sequences())
 
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
         """The batches, without the first `skip` sequences."""
-        rows = self.sequences()[skip:]
+        rows = self.rows[skip:]
         if isinstance(rows, Tensor):
-            yield from map(Batch, rows.split(batch_size) if len(rows) else ())
+            for start in range(0, len(rows), batch_size):
+                yield self._together(rows[start : start + batch_size], skip + start)
             return
+        # positions that begin anew mean several documents only where no mask is given
+        packed = "position_ids" in self.columns and MASKS[0] not in self.columns
+        padded = may_be_padded(self._model) and not packed
         together: list[Tensor] = []
-        padded = may_be_padded(self._model)
-        for row in rows:
+        for index, row in enumerate(rows, skip):
             fits = not together or padded or len(row) == len(together[0])
             if len(together) == batch_size or not fits:
-                yield _together(together)
+                yield self._together(together, index - len(together))
                 together = []
             together.append(row)
         if together:
-            yield _together(together)
+            yield self._together(together, skip + len(rows) - len(together))
+
+    def whole(self) -> Batch:
+        """Return all sequences together, whether or not the model may be run on them so."""
+        return self._together(self.rows, 0)
+
+    def _together(self, rows: Tensor | Sequence[Tensor], start: int) -> Batch:
+        """Put sequences from `start` on together, padded on the right where lengths differ."""
+        columns = {
+            name: _padded(column[start : start + len(rows)])
+            for name, column in self.columns.items()
+        }
+        if isinstance(rows, Tensor):
+            return Batch(rows, None, columns)
+        lengths = torch.tensor([len(row) for row in rows])
+        same = bool((lengths == lengths[0]).all())
+        return Batch(_padded(rows), None if same else lengths, columns)
+
+
+def _padded(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    return rows if isinstance(rows, Tensor) else pad_sequence(list(rows), batch_first=True)
 
 
 class _LoadedBatches(Batches):
@@ -176,25 +249,33 @@ class _LoadedBatches(Batches):
         except (AttributeError, TypeError):
             self.n_sequences = None
 
-    def sequences(self) -> Tensor | Sequence[Tensor]:
+    @property
+    def rows(self) -> Rows:  # type: ignore[override]
+        """There are none.
+
+        Raises:
+            InfoFlowError: always.
+        """
         raise InfoFlowError(
             f"{self._reader.name} is a loader, which may be read once only: expected a tensor, a "
             "list or a datasets.Dataset"
         )
 
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
-        for rows in self._parts(batch_size):
-            if skip < len(rows):
-                yield from Batches(self._reader.model, rows).batches(batch_size, skip)
-            skip = max(0, skip - len(rows))
+        for read in self._parts(batch_size):
+            if skip < len(read.rows):
+                part = Batches(self._reader.model, read.rows, columns=read.columns)
+                yield from part.batches(batch_size, skip)
+            skip = max(0, skip - len(read.rows))
 
-    def _parts(self, batch_size: int) -> Iterator[Tensor | list[Tensor]]:
+    def _parts(self, batch_size: int) -> Iterator["_Read"]:
         """Batches as the loader makes them; single rows, as of streams, are put together."""
-        for single, read in groupby(self._read(), lambda read: read.is_single):
+        for (single, names), read in groupby(self._read(), lambda r: (r.is_single, [*r.columns])):
             if not single:
-                yield from (one.rows for one in read)
-            while single and (some := [one.rows[0] for one in islice(read, batch_size)]):
-                yield some
+                yield from read
+            while single and (some := list(islice(read, batch_size))):
+                columns = {name: [one.columns[name][0] for one in some] for name in names}
+                yield _Read([one.rows[0] for one in some], single, columns)
 
     def _read(self) -> Iterator["_Read"]:
         seen = 0
@@ -217,17 +298,7 @@ def _extent(sequences: Tensor | Sequence[Tensor]) -> Extent:
     return Extent(len(lengths), max(lengths), min(lengths))
 
 
-Rows: TypeAlias = Tensor | Sequence[Tensor]
 Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
-
-
-def _together(sequences: Tensor | Sequence[Tensor]) -> Batch:
-    if isinstance(sequences, Tensor):
-        return Batch(sequences)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    if (lengths == lengths[0]).all():
-        return Batch(torch.stack(list(sequences)))
-    return Batch(pad_sequence(list(sequences), batch_first=True), lengths)
 
 
 def mask_argument(model: nn.Module) -> str:
@@ -341,9 +412,11 @@ def read_inputs(
 
     Args:
         model: the model that will read them.
-        inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts; a
-            list of sequences of ids; a ``datasets.Dataset`` or another mapping with a column of
-            these; or a loader: an iterable of any of these, or of single rows.
+        inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts, of
+            pairs of texts as tuples, or of chat messages; a list of sequences of ids; a
+            ``datasets.Dataset`` or another mapping with a column of these, and others with a
+            number for each id that the model's forward takes, such as ``token_type_ids``; or a
+            loader: an iterable of any of these, or of single rows.
         attention_mask: which positions of token ids are real, [n, pos]; padding may stand on
             either side.
         column: of a dataset; default, the first of input_ids, tokens, text, x.
@@ -360,7 +433,7 @@ def read_inputs(
     reader = _Reader(model, name, column, max_length)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
-        return Batches(model, read.rows, name)
+        return Batches(model, read.rows, name, read.columns)
     if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
         raise InfoFlowError(
             f"{name} is {_described(inputs)}: expected a tensor, strings, a list of token ids, a "
@@ -375,10 +448,11 @@ def read_inputs(
 
 
 class _Read(NamedTuple):
-    """Sequences: one tensor where they are of one length; and whether they are a single row."""
+    """Sequences, one tensor where they are of one length; and what belongs to each, by name."""
 
     rows: Tensor | list[Tensor]
     is_single: bool
+    columns: Mapping[str, list[Tensor]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -402,16 +476,26 @@ class _Reader:
             loader: which gave it.
         """
         given, is_single = _as_tensors(given, self.name), isinstance(given, str)
+        more: dict[str, Any] = {}
         if isinstance(given, Mapping) or _is_dataset(given):
-            given, own = self._column_of(given, first)
+            given, more = self._column_of(given, first)
             is_single = _is_row(given)
-            if own is not None and mask is None:
-                mask = [own] if is_single else own
+            if is_single:
+                more = {name: [values] for name, values in more.items()}
+            own = more.pop(MASKS[0], None)
+            mask = own if mask is None else mask
+        elif _holds_pairs(given):
+            more = dict(tokenized_pairs(self.model, given, self.name))
+            given = more.pop("input_ids")
+        elif _is_chat(given):
+            given, is_single = tokenized_chats(self.model, [given], self.name)[0], True
+        elif _is_list(given) and all(map(_is_chat, given)):
+            given = tokenized_chats(self.model, given, self.name)
         else:
             given = _first_of(given, loader)
         if is_single:
             given = [given]
-        if isinstance(given, Tensor) and (mask is None or given.ndim < 2):
+        if isinstance(given, Tensor) and (given.ndim < 2 or (mask is None and not more)):
             rows = given[:, : self.max_length] if given.ndim == 2 else given
             check_inputs(self.model, rows, self.name)
             return _Read(rows, is_single)
@@ -425,10 +509,12 @@ class _Reader:
                 "position: torch collates rows that are lists so; expected a tensor [batch, pos]; "
                 "put .with_format('torch') on the dataset, or give a collate_fn"
             )
-        sequences = self._sequences(given, mask, first)
+        if more and mask is not None and "position_ids" in more:
+            more[MASKS[0]] = mask  # with it, positions that begin anew are no other documents
+        sequences, columns = self._sequences(given, mask, more, first)
         self._check(sequences, first)
         same = len({len(row) for row in sequences}) == 1
-        return _Read(torch.stack(sequences) if same else sequences, is_single)
+        return _Read(torch.stack(sequences) if same else sequences, is_single, columns)
 
     def _check(self, rows: list[Tensor], first: int) -> None:
         """Refuse sequences that the model cannot read, naming the first of them.
@@ -448,8 +534,11 @@ class _Reader:
             check_inputs(self.model, row[None], f"{self.name}[{index}]")
         return None
 
-    def _column_of(self, table: Any, first: int) -> tuple[Any, Any]:
-        """The column of a table that holds the inputs, and their mask; None if it has none.
+    def _column_of(self, table: Any, first: int) -> tuple[Any, dict[str, Any]]:
+        """Find the column of a table that holds the inputs, and what belongs to them.
+
+        Returns:
+            The inputs, and, for token ids, the mask and what else the model's forward takes.
 
         Raises:
             InfoFlowError: for several splits, and if there is no such column, with the columns.
@@ -469,9 +558,10 @@ class _Reader:
                 f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token "
                 "ids"
             )
+        more = [name for name in names if name == MASKS[0] or name in passed_on(self.model)]
         if is_dataset:
             plain = table.with_format(None)
-            table = {name: list(plain[name]) for name in {column, MASKS[0]} & set(names)}
+            table = {name: list(plain[name]) for name in {column, *more}}
             if not reads_vectors(self.model) and _holds_batches(table[column]):
                 table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
         found = _as_tensors(table[column], f"column {column!r} of {self.name}")
@@ -483,10 +573,13 @@ class _Reader:
                 "expected texts or lists of token ids; leave that row out, or name another column"
             )
         is_text = isinstance(found[0] if is_list else found, str)
-        return found, None if is_text else table.get(MASKS[0])
+        beside = {} if is_text else {n: table[n] for n in more if n != column}
+        return found, {name: values for name, values in beside.items() if values is not None}
 
-    def _sequences(self, given: Any, mask: Any, first: int) -> list[Tensor]:
-        """The real tokens of sequences, cut; vectors are not cut."""
+    def _sequences(
+        self, given: Any, mask: Any, more: Mapping[str, Any], first: int
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Read the real tokens of sequences, and what belongs to each, cut; vectors are not cut."""
         kind = "texts" if isinstance(given[0], str) else "vector tokens"
         if kind == "texts":
             rows = tokenized(self.model, given, self.name, self.max_length, first)
@@ -498,32 +591,87 @@ class _Reader:
                     f"{self.name}[{single + first}] is {given[single]!r}: expected a sequence; "
                     "leave rows without one out"
                 )
+        if mask is not None and (kind == "texts" or rows[0].ndim == 2):
+            raise InfoFlowError(
+                f"{self.name} holds {kind} with an attention_mask: expected none, as {kind} "
+                "have no padding; give token ids with their mask, or the inputs alone"
+            )
+        columns = {name: self._beside(rows, values, name, first) for name, values in more.items()}
         if mask is not None:
-            if kind == "texts" or rows[0].ndim == 2:
+            masks = self._beside(rows, mask, MASKS[0], first)
+            label = f"the {MASKS[0]} of {self.name}"
+            real = [check_mask(one[None], f"{label}[{i}]")[0] for i, one in enumerate(masks, first)]
+            rows = [row[here] for row, here in zip(rows, real)]
+            columns = {n: [row[h] for row, h in zip(c, real)] for n, c in columns.items()}
+        columns = {n: [row[: self.max_length] for row in column] for n, column in columns.items()}
+        cut = [row[: self.max_length] if row.ndim == 1 else row for row in rows]
+        kept = {n: c for n, c in columns.items() if not _is_default(self.model, n, c)}
+        for name in kept:
+            if name not in forward_names(self.model):
                 raise InfoFlowError(
-                    f"{self.name} holds {kind} with an attention_mask: expected none, as {kind} "
-                    "have no padding; give token ids with their mask, or the inputs alone"
+                    f"{self.name} has {name}, which {type(self.model).__name__} does not take: "
+                    "expected what its forward reads; leave it out"
                 )
-            rows = self._real(rows, mask, first)
-        return [row[: self.max_length] if row.ndim == 1 else row for row in rows]
+        return cut, kept
 
-    def _real(self, rows: list[Tensor], mask: Any, first: int) -> list[Tensor]:
-        """The real tokens of rows with a row of the mask for each."""
-        label = f"the attention_mask of {self.name}"
+    def _beside(self, rows: list[Tensor], values: Any, name: str, first: int) -> list[Tensor]:
+        """Read what a mask or another column has for each id.
+
+        Raises:
+            InfoFlowError: if it has anything else.
+        """
+        label = f"the {name} of {self.name}"
+        expected = "1 and 0" if name == MASKS[0] else "a number for each id"
         try:
-            masks = [_tensor(row, f"{label}[{i}]", "1 and 0") for i, row in enumerate(mask, first)]
+            found = [_tensor(row, f"{label}[{i}]", expected) for i, row in enumerate(values, first)]
         except TypeError:
             raise InfoFlowError(
-                f"{label} is {_described(mask)}: expected rows of 0 and 1"
+                f"{label} is {_described(values)}: expected rows of "
+                f"{'0 and 1' if name == MASKS[0] else 'numbers, one for each id'}"
             ) from None
-        if [tuple(one.shape) for one in masks] != [tuple(row.shape) for row in rows]:
-            shapes = [reprlib.repr([list(row.shape) for row in part]) for part in (masks, rows)]
+        if [tuple(one.shape) for one in found] != [tuple(row.shape) for row in rows]:
+            shapes = [reprlib.repr([list(row.shape) for row in part]) for part in (found, rows)]
+            remedy = "" if name == MASKS[0] else f"; call the model with {name} inside attach()"
             raise InfoFlowError(
                 f"{label} has rows of shapes {shapes[0]}, the ids {shapes[1]}: expected a row for "
-                "each sequence, and one entry for each id"
+                f"each sequence, and one entry for each id{remedy}"
             )
-        pairs = enumerate(zip(rows, masks), first)
-        return [row[check_mask(one[None], f"{label}[{i}]")[0]] for i, (row, one) in pairs]
+        return found
+
+
+def forward_names(model: nn.Module) -> frozenset[str]:
+    """Find what the forward of a model takes, by name, or that of the model which it wraps."""
+    found, seen, inner = set[str](), set[int](), model
+    while isinstance(inner, nn.Module) and id(inner) not in seen:
+        seen.add(id(inner))
+        found |= inspect.signature(type(inner).forward).parameters.keys()
+        held = (getattr(inner, name, None) for name in ("original_model", "base_model", "model"))
+        inner = next((one for one in held if isinstance(one, nn.Module)), None)  # type: ignore[assignment]
+    return frozenset(found)
+
+
+def passed_on(model: nn.Module) -> frozenset[str]:
+    """Find the columns that change a pass of the model, beside its inputs and their mask."""
+    if reads_vectors(model):
+        return frozenset()
+    names = {name for name in forward_names(model) | _KNOWN if not name.endswith(_HARMLESS)}
+    if getattr(_config(model), "is_encoder_decoder", False):
+        names.add("labels")  # its decoder reads them
+    return frozenset(names - {*COLUMNS, *MASKS, "self", "input"})
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(getattr(model, "original_model", model), "config", None)
+
+
+def _is_default(model: nn.Module, name: str, column: list[Tensor]) -> bool:
+    """Whether a column holds what the model takes where there is none."""
+    if name == "position_ids" and name not in forward_names(model):
+        return all(row.equal(torch.arange(len(row))) for row in column)
+    if name != "token_type_ids":
+        return False
+    has_types = name in forward_names(model) and not hasattr(_config(model), "type_vocab_size")
+    return not has_types and not any(bool(row.any()) for row in column)
 
 
 def _is_dataset(given: Any) -> bool:
@@ -534,6 +682,23 @@ def _holds_batches(rows: list[Any]) -> bool:
     """Whether each row of a table is a batch of sequences of ids, as ``.batch(n)`` makes them."""
     first = rows[0][0] if rows and isinstance(rows[0], list) and rows[0] else None
     return isinstance(first, list)
+
+
+def _holds_pairs(given: Any) -> bool:
+    """Whether these are pairs of texts, each a tuple."""
+    return _is_list(given) and all(
+        isinstance(one, tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)
+        for one in given
+    )
+
+
+def _is_chat(given: Any) -> bool:
+    """Whether these are messages, each with a role."""
+    return _is_list(given) and all(isinstance(one, dict) and "role" in one for one in given)
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and len(given) > 0
 
 
 def _is_row(given: Any) -> bool:
@@ -679,6 +844,24 @@ def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
             "padding before or behind it"
         )
     return real
+
+
+def call_columns(
+    model: nn.Module, tokens: Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Find what a call of the model has for each token beside its id, by name."""
+    if tokens is None:
+        return {}
+    named, size = _named(model, args, kwargs), tokens.shape[:2]
+    found = {
+        name: values.expand(size)
+        for name, values in named.items()
+        if name in passed_on(model) and isinstance(values, Tensor) and values.ndim == 2
+        if values.shape in (size, (1, size[1]))
+    }
+    if "position_ids" in found and isinstance(named.get(MASKS[0]), Tensor):
+        found[MASKS[0]] = named[MASKS[0]]
+    return found
 
 
 def call_inputs(

@@ -24,6 +24,8 @@ def tokenized(
 ) -> list[Int[Tensor, " pos"]]:
     """The ids of texts, each as the model itself tokenises it, with BOS where that is its default.
 
+    A text that begins with BOS, as chat templates write it, gets no second one.
+
     Of a long text no more is read than its first tokens need: tokenizers take hundreds of bytes for
     each character. What is read ends at a blank, and has twice the tokens that are kept, so that
     the end does not change them.
@@ -40,10 +42,7 @@ def tokenized(
     """
     for index, text in enumerate(texts, first):
         if getattr(model, "tokenizer", None) is None:
-            raise InfoFlowError(
-                f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; "
-                "tokenise first, or load the model with its tokenizer"
-            )
+            raise _no_tokenizer(name, index)
         if not isinstance(text, str) or not text:
             raise InfoFlowError(f"{name}[{index}] is {text!r}: expected a text that is not empty")
         if any("\ud800" <= mark <= "\udfff" for mark in text):
@@ -57,7 +56,68 @@ def tokenized(
     for some in by_size(texts):
         long = len(some) == 1 and len(some[0]) > length
         rows += [_beginning(model, some[0], length, kept)] if long else ids_of_texts(model, some)
-    return rows
+    bos, token = (getattr(model.tokenizer, f"bos_token{end}", None) for end in ("_id", ""))
+    return [
+        row[1:] if token and text.startswith(token) and row[:2].tolist() == [bos, bos] else row
+        for text, row in zip(texts, rows, strict=True)
+    ]
+
+
+def tokenized_pairs(
+    model: nn.Module, pairs: Sequence[tuple[str, str]], name: str
+) -> dict[str, list[list[int]]]:
+    """Return what the tokenizer makes of pairs of texts: ids, and what goes with them, by name.
+
+    Raises:
+        InfoFlowError: for a model without a tokenizer, or one that puts nothing between two texts.
+    """
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise _no_tokenizer(name, 0)
+    count = tokenizer.num_special_tokens_to_add
+    if count(pair=True) <= count(pair=False):
+        raise InfoFlowError(
+            f"{name} holds pairs of texts, between which the tokenizer puts nothing: expected a "
+            "tokenizer with a separator; join each pair to one text"
+        )
+    made = tokenizer(*(list(side) for side in zip(*pairs)), return_attention_mask=False)
+    return dict(made)
+
+
+def tokenized_chats(
+    model: nn.Module, chats: Sequence[Sequence[dict[str, Any]]], name: str
+) -> list[list[int]]:
+    """Return the ids of conversations, by the model's own template, up to where its answer begins.
+
+    Args:
+        model: with its tokenizer.
+        chats: of messages with "role" and "content".
+        name: what errors call them.
+
+    Raises:
+        InfoFlowError: for a model without a tokenizer, or one that has no template.
+    """
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise _no_tokenizer(name, 0)
+    if not getattr(tokenizer, "chat_template", None):
+        raise InfoFlowError(
+            f"{name} holds chat messages, and the tokenizer has no chat template: expected texts "
+            "for this model; write each conversation as one text"
+        )
+    return [
+        tokenizer.apply_chat_template(
+            list(chat), add_generation_prompt=chat[-1]["role"] != "assistant", return_dict=False
+        )
+        for chat in chats
+    ]
+
+
+def _no_tokenizer(name: str, index: int) -> InfoFlowError:
+    return InfoFlowError(
+        f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; tokenise "
+        "first, or load the model with its tokenizer"
+    )
 
 
 def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:

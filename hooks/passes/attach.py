@@ -15,7 +15,7 @@ from infoflow_lens.foundation.modules import one_thread
 from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import catching, in_own_call
-from infoflow_lens.hooks.model.inputs import call_inputs
+from infoflow_lens.hooks.model.inputs import call_columns, call_inputs
 from infoflow_lens.hooks.model.points import layer_count, opened
 from infoflow_lens.hooks.passes.run import prepare
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -189,13 +189,21 @@ class _MeasuredForward:
             session.weights.check()
             needs |= session.needs
         tokens, mask = call_inputs(self._model, args, kwargs)
+        columns = call_columns(self._model, tokens, args, kwargs)
         self._running = True
         try:
             with catching(self._named, needs.points) as caught, self._watching():
                 output = self._forward(*args, **kwargs)
         finally:
             self._running = False
-        seen = Pass(self._named, caught.activations, tokens=tokens, mask=mask, needs=needs)
+        seen = Pass(
+            self._named,
+            caught.activations,
+            tokens=tokens,
+            mask=mask,
+            columns=columns,
+            needs=needs,
+        )
         for session in tuple(self.sessions):
             for probe in session.probes:
                 probe.take(seen, session.split)

@@ -65,6 +65,7 @@ def run(
         caught.activations,
         tokens=given.tokens,
         mask=mask,
+        columns=given.columns,
         needs=needs,
         output=caught.output,
     )

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.inputs import depends_on_length
+from infoflow_lens.hooks.model.inputs import Batch, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
     layer_count,
@@ -131,6 +131,7 @@ class Pass:
         turns: int [batch], by which held-out sequences are dealt to blocks in turn.
         lengths: int [batch], real tokens of each sequence; None if nothing is padded.
         tokens: token ids [batch, pos] or vector tokens; None where hooks alone saw the pass.
+        columns: what else the model read for each token, by name.
         output: what the call of the model returned; None where it ended before.
     """
 
@@ -141,6 +142,7 @@ class Pass:
         *,
         tokens: Tensor | None = None,
         mask: Bool[Tensor, "batch pos"] | None = None,
+        columns: Mapping[str, Tensor] | None = None,
         needs: Needs | None = None,
         output: Any = None,
     ) -> None:
@@ -151,6 +153,7 @@ class Pass:
             activations: by hook point.
             tokens: what the model read.
             mask: which positions are real; None for all.
+            columns: what else the model read, by name; see :class:`Batch`.
             needs: of all probes that will look, so that keys are ranked once and deep enough.
             output: what the call returned.
 
@@ -178,6 +181,7 @@ class Pass:
             self._order = self._order[:, : int(self.lengths.max())]
             self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
         self.tokens = None if tokens is None else self._moved(tokens)
+        self.columns = {name: self._moved(values) for name, values in (columns or {}).items()}
 
     def __len__(self) -> int:
         return len(self.held_out)
@@ -192,6 +196,11 @@ class Pass:
         counted = copy.copy(self)
         counted.indices, counted.held_out, counted.turns = indices, held_out, turns
         return counted
+
+    @property
+    def batch(self) -> Batch | None:
+        """What the model read, padded on the right; None where hooks alone saw the pass."""
+        return None if self.tokens is None else Batch(self.tokens, self.lengths, self.columns)
 
     def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
         """The hook points among these that did not fire."""

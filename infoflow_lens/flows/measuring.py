@@ -201,7 +201,7 @@ def run_with_bar(
     if not isinstance(measure, StateInfluence):
         return run_probes(model, inputs, probes, batch_size=1, progress=False)
     width = _width(model)
-    costs = [_passes(model, measure, len(row), width) for row in inputs.sequences()]
+    costs = [_passes(model, measure, len(row), width) for row in inputs.rows]
     total, seen, shown = max(1, round(sum(costs))), 0.0, 0
     with progress_bar("passes for influence", total, progress) as advance:
 

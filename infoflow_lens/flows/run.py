@@ -128,7 +128,7 @@ def flow(
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
     host = loaded.model
-    rows = list(inputs.sequences())
+    rows = list(inputs.rows)
     others = None
     if reference is not None:
         others = read_inputs(
@@ -164,7 +164,8 @@ def flow(
     if everywhere is not None:
         (elsewhere,) = run_with_bar(host, inputs, [everywhere], progress)
     reasons, unknown = _reasons(host, inputs, chosen)
-    said = next_tokens(host, rows) if found["attention"].is_causal else None
+    is_plain = found["attention"].is_causal and not inputs.columns  # next tokens go by ids alone
+    said = next_tokens(host, rows) if is_plain else None
     config = {
         "flow": loaded.description.split(":")[0],
         "rule": rule_name,

@@ -8,7 +8,7 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import chain, islice
@@ -30,7 +30,7 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import Named, find_named
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
-from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Batches, Rows, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Batches, Rows, passed_on, read_inputs
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
 from infoflow_lens.runs.finished import file_digests
@@ -275,11 +275,12 @@ def _parts(
     elif path.suffix in _TENSORS and path.is_file():
         yield from _of_tensor(path)
     else:
-        yield from _rows_of(path, scratch, _columns_read(column))
+        more = sorted(passed_on(model))
+        yield from _rows_of(path, scratch, (*_columns_read(column), *more))
 
 
 def _columns_read(column: str | None) -> tuple[str, ...]:
-    """Return the columns of a table of which one may be read, and that of masks."""
+    """Return the columns of a table of which one may be read, and that of masks behind them."""
     return (*(COLUMNS if column is None else (column,)), MASKS[0])
 
 
@@ -289,9 +290,7 @@ def _split_rows(table: Any) -> Iterator[Any]:
         yield table.select(range(start, min(start + _ROWS, len(table))))
 
 
-def _rows_of(
-    path: Path, scratch: Path | None = None, columns: Collection[str] = ()
-) -> Iterator[Any]:
+def _rows_of(path: Path, scratch: Path | None = None, columns: Sequence[str] = ()) -> Iterator[Any]:
     """Yield the rows of a file or of a saved dataset, in tables of some rows.
 
     Args:
@@ -364,7 +363,7 @@ def _meant(path: Path) -> str:
     return f"; did you mean {ends[0]!r}?" if ends else ""
 
 
-def _streamed(path: Path, scratch: Path | None, columns: Collection[str]) -> Iterator[Any]:
+def _streamed(path: Path, scratch: Path | None, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows of a json, jsonl, csv or parquet file by ``datasets``, some at a time.
 
     Its readers of files are called by themselves: ``load_dataset`` would ask the hub first. They
@@ -425,11 +424,12 @@ def _names_in(path: Path) -> list[str]:
         return list(parquet.read_schema(file).names)
 
 
-def _chosen(names: Iterable[str], columns: Collection[str]) -> list[str]:
+def _chosen(names: Iterable[str], columns: Sequence[str]) -> list[str]:
     """Return the names of a table's columns that are read; all where none of them is."""
     found = list(names)
     chosen = [name for name in found if name in columns]
-    return chosen if set(chosen) - set(MASKS) else found  # else the error names all
+    inputs = columns[: columns.index(MASKS[0])] if columns else ()
+    return chosen if set(chosen) & set(inputs) else found  # else the error names all
 
 
 def read_rows(data: str) -> Any:

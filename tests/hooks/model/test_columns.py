@@ -1,0 +1,312 @@
+"""Every entrance and every column that changes a pass: measured as it is, or refused by name.
+
+The reference is the plain model of transformers, called with the same columns.
+"""
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+import transformers
+
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    ResampleInfluence,
+    attach,
+    flow,
+    load_any,
+    measure_mechanisms,
+    open_model,
+    probe,
+    run_probes,
+    why,
+)
+from infoflow_lens.hooks import LogProbability, PatternsProbe, measure_shares
+from infoflow_lens.hooks.model.inputs import read_inputs
+from tests.reference import families, zoo
+from tests.versions import needs_version_4
+
+IDS = families.tokens()
+TYPES = (torch.arange(14) % 7 > 3).long().reshape(2, 7)
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])
+ONES = torch.ones(2, 7, dtype=torch.long)
+KINDS = {
+    "token_type_ids": ("bert", "eager", {"token_type_ids": TYPES}),
+    "position_ids": ("bert", "sdpa", {"position_ids": PACKED}),
+    "packed": ("llama", "sdpa", {"position_ids": PACKED}),
+    "positions and mask": ("llama", "eager", {"position_ids": PACKED, "attention_mask": ONES}),
+}
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A plain model, its opened one, the columns, and the patterns that the plain one has."""
+    made = {}
+
+    def build(name):
+        if name not in made:
+            kind, how, columns = KINDS[name]
+            model, eager = families.build(kind, how), families.build(kind)
+            with torch.no_grad():
+                expected = eager(IDS, **columns, output_attentions=True).attentions
+                plain = eager(IDS, output_attentions=True).attentions
+            assert max(float((a - b).abs().max()) for a, b in zip(expected, plain)) > 1e-3
+            made[name] = open_model(model), {"input_ids": IDS, **columns}, expected
+        return made[name]
+
+    return build
+
+
+def as_lists(given):
+    return {name: values.tolist() for name, values in given.items()}
+
+
+def rows_of(given):
+    return [{name: values[i] for name, values in given.items()} for i in range(2)]
+
+
+ENTRANCES = {
+    "mapping": dict,
+    "BatchEncoding": transformers.BatchEncoding,
+    "lists": as_lists,
+    "dataset": lambda given: datasets.Dataset.from_dict(as_lists(given)),
+    "torch dataset": lambda given: datasets.Dataset.from_dict(as_lists(given)).with_format("torch"),
+    "table": lambda given: pd.DataFrame(as_lists(given)),
+    "loader of batches": lambda given: [dict(given)],
+    "loader of rows": rows_of,
+    "DataLoader": lambda given: torch.utils.data.DataLoader(rows_of(given), batch_size=2),
+}
+
+
+def patterns_of(model, given, **settings):
+    (found,) = run_probes(model, given, [PatternsProbe()], progress=False, **settings)
+    return found.patterns
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("name", KINDS)
+def test_columns_reach_the_model(case, name, entrance):
+    model, given, expected = case(name)
+    for batch_size in (1, 2):
+        found = patterns_of(model, ENTRANCES[entrance](given), batch_size=batch_size)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids", "positions and mask"])
+def test_padding_and_cuts_take_columns_along(case, name):
+    """On either side, with sequences of two lengths, and cut to fewer tokens."""
+    model, given, _ = case(name)
+    alone = [
+        patterns_of(model, {n: v[:1] for n, v in given.items()}),
+        patterns_of(model, {n: v[1:, 3:] for n, v in given.items()}),
+    ]
+    mask = ONES.clone()
+    mask[1, :3] = 0
+    left = patterns_of(model, {**given, "attention_mask": mask})
+    cut = patterns_of(model, given, max_length=4)
+    for layer in range(2):
+        torch.testing.assert_close(left[layer][0], alone[0][layer][0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(left[layer][1, :, :4, :4], alone[1][layer][0], rtol=0, atol=1e-5)
+    short = patterns_of(model, {n: v[:, :4] for n, v in given.items()})
+    assert all(torch.equal(one, other) for one, other in zip(cut, short, strict=True))
+
+
+def jacobians(model, given):
+    """The norms of the derivatives of each state of layer 1 by the state that enters block 0."""
+    found = torch.zeros(2, 7, 7)
+    entering = []
+
+    def keep(module, args, kwargs):
+        entering.append(args[0] if args else kwargs["hidden_states"])
+
+    blocks = model.bert.encoder.layer if hasattr(model, "bert") else model.model.layers
+    handle = blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
+    parameter = next(model.parameters())
+    parameter.requires_grad_(True)
+    state = model(**given, output_hidden_states=True).hidden_states[1]
+    handle.remove()
+    for b in range(2):
+        for t in range(7):
+            rows = [
+                torch.autograd.grad(state[b, t, i], entering[0], retain_graph=True)[0][b]
+                for i in range(state.shape[-1])
+            ]
+            found[b, t] = torch.stack(rows).square().sum(dim=(0, 2)).sqrt()
+    parameter.requires_grad_(False)
+    return found
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "packed"])
+def test_influence_is_of_the_pass_with_columns(case, name):
+    model, given, _ = case(name)
+    probes = [JacobianInfluence(layers=(0,), state="resid_post"), PositionsProbe()]
+    found, positions = run_probes(model, given, probes, progress=False)
+    expected = jacobians(model.original_model, given)
+    torch.testing.assert_close(found.full()[0], expected, rtol=1e-3, atol=1e-5)
+    attached = [JacobianInfluence(layers=(0,), state="resid_post"), PositionsProbe()]
+    with attach(model, *attached) as probes:
+        model(**given)
+    results = probes.results()
+    torch.testing.assert_close(results[0].influence, found.influence)
+    assert torch.equal(results[1].positions[0], positions.positions[0])
+
+
+def test_mechanisms_are_of_the_pass_with_columns(case):
+    """Each estimate and each decision, against a model that has the types in its embeddings."""
+    model, given, _ = case("token_type_ids")
+    same = families.build("bert")
+    embeddings = same.bert.embeddings
+    own = type(embeddings).forward
+    types = {tuple(ids): row for ids, row in zip(IDS.tolist(), TYPES, strict=True)}
+
+    def with_types(input_ids=None, token_type_ids=None, **kwargs):
+        none = torch.zeros_like(input_ids[0])  # for other tokens, with which a model is opened
+        rows = torch.stack([types.get(tuple(ids), none) for ids in input_ids.tolist()])
+        return own(embeddings, input_ids, rows, **kwargs)
+
+    embeddings.forward = with_types
+    found = measure_mechanisms(model, given, progress=False, exact=True)
+    expected = measure_mechanisms(open_model(same), IDS, progress=False, exact=True)
+    assert found.to_frame().equals(expected.to_frame())
+    plain = measure_mechanisms(model, IDS, progress=False, exact=True)
+    assert not found.to_frame().equals(plain.to_frame())
+
+
+def test_zeros_are_no_types_where_the_model_takes_them_for_none():
+    model = open_model(families.build("bert"))
+    zeros = {"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS)}
+    expected = patterns_of(model, IDS)
+    found = patterns_of(model, zeros)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    measure_shares(model, {n: v[:1] for n, v in zeros.items()}, LogProbability(5))  # ids alone
+
+
+# What cannot be measured with columns
+
+REFUSED = {
+    "shares": lambda model, given: measure_shares(model, given, LogProbability(5)),
+    "why": lambda model, given: why(model, given, 0, 0),
+    "probe": lambda model, given: probe(model, given, progress=False),
+    "resample": lambda model, given: run_probes(
+        model, given, [ResampleInfluence(IDS)], progress=False
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED)
+def test_what_reads_ids_alone_refuses_columns_by_name(case, ask):
+    model, given, _ = case("token_type_ids")
+    with pytest.raises(InfoFlowError, match="token_type_ids"):
+        REFUSED[ask](model, given)
+
+
+def test_files_with_columns_are_refused_by_probe(case, tmp_path):
+    model, given, _ = case("token_type_ids")
+    pd.DataFrame(as_lists(given)).to_parquet(tmp_path / "rows.parquet")
+    pd.DataFrame(as_lists(given)).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    for name in ("rows.parquet", "rows.jsonl"):
+        with pytest.raises(InfoFlowError, match="has token_type_ids beside its token ids"):
+            probe(model, str(tmp_path / name), progress=False)
+
+
+WRONG = [
+    ("bert", {"token_type_ids": TYPES[:, :5]}, "the token_type_ids of inputs has rows of shapes"),
+    ("bert", {"inputs_embeds": torch.zeros(2, 7, 32)}, "the inputs_embeds of inputs has rows of"),
+    ("bert", {"encoder_hidden_states": torch.zeros(2, 3, 32)}, "the encoder_hidden_states of inp"),
+    ("llama", {"token_type_ids": TYPES}, "inputs has token_type_ids, which NamedModel does not"),
+    ("llama", {"attention_mask": torch.ones(2, 1, 7, 7)}, "the attention_mask of inputs has rows"),
+]
+
+
+@pytest.mark.parametrize(("kind", "columns", "match"), WRONG)
+def test_what_is_no_number_for_each_id_is_refused_by_name(kind, columns, match):
+    model = open_model(families.build(kind))
+    with pytest.raises(InfoFlowError, match=match):
+        run_probes(model, {"input_ids": IDS, **columns}, [PatternsProbe()], progress=False)
+
+
+def test_labels_and_columns_of_others_are_left_alone(case):
+    model, given, expected = case("token_type_ids")
+    more = {"labels": IDS, "special_tokens_mask": ONES, "score": torch.ones(2)}
+    found = patterns_of(model, {**given, **more})
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@needs_version_4
+def test_bridges_and_flows_take_columns(case):
+    _, given, expected = case("token_type_ids")
+    bridge = load_any(families.build("bert"))
+    for one, other in zip(patterns_of(bridge, given), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    found = flow(families.build("bert"), given, influence=None, progress=False)
+    for one, other in zip(found.attention.patterns, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+# Texts
+
+
+def with_separators(model):
+    """A tokenizer that writes <bos> a <eos> b <eos>, with types."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = zoo.tokenizer()
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>",
+        pair="<bos> $A <eos> $B:1 <eos>:1",
+        special_tokens=[("<bos>", bos), ("<eos>", eos)],
+    )
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return open_model(model, tokenizer)
+
+
+PAIRS = [("w5 w6", "w7 w8 w9"), ("w4", "w6")]
+
+
+def test_pairs_of_texts_are_what_the_tokenizer_makes_of_them():
+    model = with_separators(zoo.build("bert"))
+    found = patterns_of(model, PAIRS)
+    for index, pair in enumerate(PAIRS):
+        made = model.tokenizer(*pair, return_tensors="pt")
+        n = made["input_ids"].shape[1]
+        assert made["token_type_ids"].any()
+        with torch.no_grad():
+            expected = model.original_model(**made, output_attentions=True).attentions
+        for layer, one in enumerate(expected):
+            torch.testing.assert_close(found[layer][index, :, :n, :n], one[0], rtol=0, atol=1e-5)
+    (loaded,) = [patterns_of(model, iter([PAIRS]))]
+    assert all(torch.equal(one, other) for one, other in zip(found, loaded, strict=True))
+
+
+def test_pairs_without_a_separator_and_chats_without_a_template_are_refused():
+    model = open_model(zoo.build("bert"), zoo.tokenizer())
+    for given, match in (
+        (PAIRS, "holds pairs of texts, between which the tokenizer puts nothing"),
+        ([{"role": "user", "content": "w5"}], "the tokenizer has no chat template"),
+    ):
+        with pytest.raises(InfoFlowError, match=match):
+            run_probes(model, given, [PatternsProbe()], progress=False)
+
+
+CHAT = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
+TEMPLATE = "<bos>{% for m in messages %} {{ m['content'] }} <eos>{% endfor %}"
+
+
+def test_chats_go_through_the_model_s_template_and_have_one_bos():
+    model = with_separators(zoo.build("llama"))
+    tokenizer = model.tokenizer
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %} w4{% endif %}"
+    words = ["<bos>", "w5", "w6", "<eos>", "w7", "<eos>"]
+    expected = tokenizer.convert_tokens_to_ids(words)
+    assert next(iter(read_inputs(model, CHAT).rows)).tolist() == expected
+    rows = list(read_inputs(model, [CHAT, CHAT[:1]]).rows)
+    asked = tokenizer.convert_tokens_to_ids([*words[:4], "w4"])
+    assert [row.tolist() for row in rows] == [expected, asked]
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer(text)["input_ids"][:2] == [tokenizer.bos_token_id] * 2
+    (read,) = read_inputs(model, [text]).rows
+    assert read[:2].tolist() == expected[:2]
