@@ -31,7 +31,7 @@ TOKEN_SIZES["d_output"] = 2
 
 
 FREE_TEXTS = {"model", "data", "column", "device", "dtype"}  # any word may be one
-FROM_THE_LAST = {"position", "layer"}  # which -1 may be
+FROM_THE_LAST = {"position", "layer", "without"}  # which -1 may be
 
 
 class Config:

@@ -100,13 +100,22 @@ def largest_keys(
     return values, places, ties
 
 
+def at_places(
+    places: Sequence[int], lengths: Int[Tensor, " batch"], n_pos: int
+) -> Bool[Tensor, "batch pos"]:
+    """Mark positions of sequences: from 0 on, or from -1 backwards from the end of each."""
+    index = torch.tensor(places, dtype=torch.int64).expand(len(lengths), -1)
+    index = torch.where(index < 0, index + lengths.cpu()[:, None], index)
+    return (index[:, :, None] == torch.arange(n_pos)).any(dim=1)
+
+
 def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int) -> None:
     """Refuse ranks that no query can have.
 
     Raises:
         InfoFlowError: if a rank exceeds the number of keys that are not left out.
     """
-    left = n_keys - len([position for position in without if position < n_keys])
+    left = n_keys - sum(-n_keys <= position < n_keys for position in without)
     if max(ranks) > left:
         raise InfoFlowError(
             f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "

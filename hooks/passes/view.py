@@ -28,7 +28,7 @@ from infoflow_lens.hooks.model.semantics import (
     state_sum,
     visibility,
 )
-from infoflow_lens.hooks.passes.ranking import Ranked, rank_keys
+from infoflow_lens.hooks.passes.ranking import Ranked, at_places, rank_keys
 
 _QUERY_BY_KEY = ("hook_attn_scores", "hook_pattern")  # [batch, head, query, key]
 
@@ -220,6 +220,10 @@ class Pass:
         """The positions of each sequence, `n_pos` where nothing is padding."""
         return torch.full((len(self),), n_pos) if self.lengths is None else self.lengths
 
+    def places(self, asked: Sequence[int], n_pos: int) -> Bool[Tensor, "batch pos"]:
+        """Mark positions, from 0 on, or from -1 backwards from the end of each sequence."""
+        return at_places(asked, self.lengths_of(n_pos), n_pos)
+
     def is_real(self, n_pos: int) -> Bool[Tensor, "batch pos"]:
         """Which of the first `n_pos` positions are no padding."""
         if self.lengths is None:
@@ -271,7 +275,7 @@ class Pass:
         Args:
             layer: the layer.
             ranks: which k; 1 is the argmax.
-            without: key positions that are never ranked.
+            without: key positions that are never ranked, from 0 on or from -1 backwards.
         """
         chosen, left_out = tuple(ranks), tuple(without)
         deepest = max(self._depths.get(left_out, 0), *chosen)
@@ -406,10 +410,9 @@ class Pass:
         scores = self.pattern(layer) if by_weight else self._shown_scores(layer)
         if not by_weight and visibility(self.model, scores.shape[-1]) is not None:
             visible = self.visible(layer)
-        left_out = [key for key in without if key < scores.shape[-1]]
-        if left_out:
-            keys = torch.tensor(left_out, device=scores.device)
-            scores = scores.index_fill(-1, keys, 0 if by_weight else -torch.inf)
+        if without:
+            left_out = self.places(without, scores.shape[-1]).to(scores.device)
+            scores = scores.masked_fill(left_out[:, None, None], 0 if by_weight else -torch.inf)
         return rank_keys(scores, ranks, visible, are_weights=by_weight)
 
     def _state(self, layer: int, point: str) -> Tensor:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.memory import to_host
-from infoflow_lens.foundation.settings import Positions, Ranks
+from infoflow_lens.foundation.settings import BothEnds, Ranks
 from infoflow_lens.hooks.model.points import attention_kind
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -34,16 +34,16 @@ class PositionsProbe(Probe[PositionsResult]):
     Args:
         ranks: which ranks; 1 is the argmax.
         without: key positions that are never ranked, such as (0,) for a BOS token that attention
-            rests on.
+            rests on, or (-1,) for the last position of each sequence.
         spread: measure the entropy and the concentration of each row of the pattern, too.
 
     Raises:
-        InfoFlowError: for ranks below 1, or beyond the number of keys, or negative positions.
+        InfoFlowError: for ranks below 1, or beyond the number of keys.
     """
 
     ranks: Ranks = (1,)
     _: KW_ONLY
-    without: Positions = ()
+    without: BothEnds = ()
     spread: bool = False
 
     sharded: ClassVar = ShardedPositions

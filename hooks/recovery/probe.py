@@ -11,8 +11,8 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, NothingMeasuredError
-from infoflow_lens.foundation.settings import Count, Positions, Ranks, Seed
-from infoflow_lens.hooks.model.points import check_finite
+from infoflow_lens.foundation.settings import BothEnds, Count, Positions, Ranks, Seed
+from infoflow_lens.hooks.model.points import check_finite, position_count
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe, described
@@ -68,7 +68,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
             before W_O.
         vocabulary: with "identity", the token ids to distinguish, if not all; another token
             has no entry.
-        without: positions left out as keys and as queries, such as (0,) for a BOS token.
+        without: positions left out as keys and as queries, such as (0,) for a BOS token or
+            (-1,) for the last position of each sequence.
         controls: maps of the same kind to other tokens, for comparison: "random", a random allowed
             key; "shuffled", the position that the head chose at this rank in the sequence before
             (where there is none, a random key); "self", the query's own token. True for all.
@@ -94,7 +95,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
     target: Target = "embedding"
     source: Source = "post_attention"
     vocabulary: Positions | None = None
-    without: Positions = ()
+    without: BothEnds = ()
     controls: bool | tuple[Control, ...] = False
     ridge: Ridge = None
     blocks: Count | None = None
@@ -162,8 +163,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
         layers = move_valid(
             [maker.layer(seen, layer, n_source, last) for layer, last in enumerate(before)]
         )
-        real = seen.is_real(n_source)
-        real[:, [query for query in self.without if query < n_source]] = False
+        n_pos = position_count(seen.model, n_source)
+        real = seen.is_real(n_source) & ~seen.places(self.without, n_pos)[:, :n_source]
         n_blocks = self._n_blocks(layers, len(classes) or values.shape[-1])
         parts = parts_of(values, seen, n_blocks)
         statistics = []

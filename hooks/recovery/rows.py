@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.memory import to_host
+from infoflow_lens.hooks.model.points import position_count
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.recovery.buffer import Rows
 from infoflow_lens.hooks.recovery.targets import random_keys
@@ -80,13 +81,13 @@ class RowMaker:
         keys = rearrange(positions, "batch head query rank -> batch query (head rank)").int()
         keys = keys.to(state.device)
         valid = ((keys >= 0) & (keys < n_source)).all(dim=-1)
-        valid[:, [query for query in self.without if query < n_source]] = False
+        n_pos = position_count(seen.model, n_source)
+        kept = ~seen.places(self.without, n_pos)[:, :n_source].to(valid.device)
+        valid &= kept
         groups = [keys]
         if self.controls:
             allowed = seen.visible(layer)[:, :n_source, :n_source].to(state.device)
-            left_out = [key for key in self.without if key < n_source]
-            allowed = allowed.expand(len(seen), -1, -1).clone()
-            allowed[:, :, left_out] = False
+            allowed = allowed & kept[:, None]
             groups += self._control_keys(seen, keys, allowed, before)
         if self.source != "head":
             return LayerRows([state], [torch.cat(groups, dim=-1)], valid, keys, n_heads)

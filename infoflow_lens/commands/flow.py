@@ -48,7 +48,8 @@ def flow(
     ] = "max_position",
     k: Annotated[int, typer.Option(help="Positions that a head passes on by the rule top_k.")] = 3,
     without: Annotated[
-        str | None, typer.Option(help="Key positions that no head passes on, such as 0 for BOS.")
+        str | None,
+        typer.Option(help="Key positions that no head passes on, such as 0 for BOS, -1 for EOS."),
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Cut texts to so many tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,

@@ -25,6 +25,7 @@ from infoflow_lens.hooks import (
     PatternsResult,
     PositionsResult,
 )
+from infoflow_lens.hooks.passes.ranking import at_places
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import (
@@ -101,8 +102,9 @@ class Flow:
         path through all heads' attention; that of positions that no head passes on is left out.
         """
         weights = [within_one(pattern) for pattern in self.attention.patterns]
-        without = list(self.record.config["without"])
-        strength = [layer.index_fill(-1, torch.tensor(without).long(), 0) for layer in weights]
+        n_pos = weights[0].shape[-1]
+        left_out = at_places(self.record.config["without"], self.attention.lengths, n_pos)
+        strength = [layer.masked_fill(left_out[:, None, None], 0) for layer in weights]
         graded = propagate(strength=strength, n_sources=self.sets.n_sources)
         n_cls = graded.strengths.shape[2] - graded.n_sources
         return replace(graded, lengths=self.attention.lengths - n_cls)

@@ -31,7 +31,7 @@ from infoflow_lens.flows.settings import (
     positions_of,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Count, Positions, Seed, check, checked
+from infoflow_lens.foundation.settings import BothEnds, Count, Seed, check, checked
 from infoflow_lens.hooks import (
     AttendedProbe,
     InfluenceResult,
@@ -62,7 +62,7 @@ def flow(
     rule: RuleName | MechanismsResult = "max_position",
     *,
     k: Count = 3,
-    without: Positions = (),
+    without: BothEnds = (),
     n_directions: Directions = 8,
     reference: Inputs | None = None,
     threshold: Threshold = 0.1,
@@ -100,7 +100,7 @@ def flow(
             measured.
         k: of "top_k".
         without: key positions that no head passes on, such as (0,) for a BOS token that attention
-            rests on.
+            rests on, or (-1,) for the last one of each text.
         n_directions: of an estimate, for each state.
         reference: other inputs: mechanisms are measured on them, and tokens of theirs take the
             place of others with "resample"; default, the inputs themselves, and other tokens of
@@ -137,7 +137,7 @@ def flow(
     layers = layers_of(layer, layer_count(host))
     positions = positions_of(position, rows, int(reads_vectors(host)))
     longest = max(map(len, rows))
-    n_keys = key_count(host, longest) - sum(place < longest for place in without)
+    n_keys = key_count(host, longest) - sum(-longest <= place < longest for place in without)
     if rule_name == "top_k" and k > n_keys:
         raise InfoFlowError(f"k is {k}: expected 1 to {n_keys}, the keys that a query has")
     ranks = range(1, max(k if rule_name == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)

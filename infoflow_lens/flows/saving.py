@@ -13,7 +13,7 @@ from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import convert, read_parts, write_parts
-from infoflow_lens.foundation.settings import Count, Index, Share
+from infoflow_lens.foundation.settings import Count, Share
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
@@ -95,7 +95,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             )
         record = RunRecord.from_dict(plain["record"])
         threshold = convert(record.config.get("threshold"), Share, "threshold")
-        convert(record.config.get("without"), tuple[Index, ...], "without")
+        convert(record.config.get("without"), tuple[int, ...], "without")
         asked = {name: convert(plain[name], kind, name) for name, kind in _ASKED.items()}
         n_texts, n_measured = len(asked["tokens"]), len(found["positions"].lengths)
         if n_texts != n_measured:

@@ -57,6 +57,11 @@ Ranks = Annotated[
     Remedy("such as (1, 2); rank 1 is the argmax"),
 ]
 Positions = Annotated[tuple[Index, ...], Distinct(), Remedy("such as (0,)")]
+BothEnds = Annotated[
+    tuple[int, ...],
+    Distinct(),
+    Remedy("such as (0,), or (-1,) for the last"),
+]
 
 _SCALARS: tuple[Any, ...] = (int, float, bool, str)
 

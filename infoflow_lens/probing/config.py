@@ -11,11 +11,11 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import find_model, find_named
 from infoflow_lens.foundation.settings import (
+    BothEnds,
     Count,
     Distinct,
     Index,
     NonNegative,
-    Positions,
     Ranks,
     Remedy,
     Repeated,
@@ -70,7 +70,9 @@ class ProbingConfig:
         "Join all texts and cut them into sequences of so many tokens; cut ids to that length.",
     ] = None
     ranks: Annotated[Ranks, "Ranks of attended keys."] = (1, 2, 3, 4)
-    without: Annotated[Positions, "Positions to leave out as keys, such as 0 for BOS."] = ()
+    without: Annotated[
+        BothEnds, "Positions to leave out as keys, such as 0 for BOS, or -1 for the last one."
+    ] = ()
     influence: Annotated[
         InfluenceKind,
         "Exact Jacobians, an estimate of them, or resample ablation; auto: exact where cheap.",

@@ -5,9 +5,16 @@ from collections import Counter
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, PositionsProbe, run_probes
+from infoflow_lens import (
+    InfoFlowError,
+    PositionsProbe,
+    RecoveryProbe,
+    flow,
+    open_model,
+    run_probes,
+)
 from tests.conftest import HEADS, N_TOKENS, make_token_model
-from tests.reference import ranking
+from tests.reference import families, ranking
 from tests.reference.induction import induction_model, repeated_segments
 
 
@@ -131,3 +138,54 @@ def test_tied_choices_explain_nothing():
     assert (tied["tied"] == 1).all()
     assert tied[["by_index", "by_offset", "by_position", "by_content"]].isna().all().all()
     assert (frame[frame["layer"] == 0]["tied"] == 0).all()
+
+
+@pytest.mark.parametrize("without", [(-1,), (0, -2), (-20, 0, 1)])
+def test_keys_are_left_out_from_both_ends_of_each_sequence(without):
+    """The separators of an encoder: of each sequence alone, its scores masked by hand."""
+    named = open_model(families.build("bert"))
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 90, (n,), generator=generator) for n in (9, 4, 7)]
+    (found,) = run_probes(
+        named, rows, [PositionsProbe((1, 2), without=without)], batch_size=3, progress=False
+    )
+    for sample, row in enumerate(rows):
+        n = len(row)
+        closed = [place % n for place in without if -n <= place < n]
+        _, cache = named.run_with_cache(row[None])
+        for layer in range(2):
+            scores = cache["attn_scores", layer][0].clone()
+            scores[..., closed] = -torch.inf
+            for head in range(scores.shape[0]):
+                for query in range(n):
+                    expected = ranking.rank(scores[head, query].tolist(), (1, 2))
+                    chosen = found.positions[layer][sample, head, query].tolist()
+                    assert chosen == [position for position, _, _ in expected]
+
+
+def test_places_from_the_end_are_those_from_the_start(token_model, token_inputs):
+    """In sequences of one length: ranks, recovery and flows, and the page of a saved flow."""
+    n = token_inputs.shape[1]
+    first, second = (
+        run_probes(
+            token_model,
+            token_inputs,
+            [
+                PositionsProbe((1,), without=(place,)),
+                RecoveryProbe(without=(0, place), controls=True),
+            ],
+            progress=False,
+        )
+        for place in (n - 2, -2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert one.to_frame().equals(other.to_frame())
+    assert first[1].n_fit == second[1].n_fit
+    made = [
+        flow(token_model, token_inputs[:1], influence=None, without=(place,), progress=False)
+        for place in (n - 2, -2)
+    ]
+    assert torch.equal(made[0].sets.members, made[1].sets.members)
+    assert torch.equal(made[0].graded.strengths, made[1].graded.strengths)
+    with pytest.raises(InfoFlowError, match=r"rank \d+ is beyond"):
+        run_probes(token_model, token_inputs, [PositionsProbe((n,), without=(-1,))], progress=False)
