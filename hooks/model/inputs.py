@@ -37,7 +37,7 @@ _LONGEST_EXAMPLE = 256  # a longer window does not show in it
 _KNOWN = frozenset({"token_type_ids", "position_ids", "inputs_embeds"})
 _HARMLESS = (
     "label", "labels", "start_positions", "end_positions", "return_dict", "return_type", "kwargs",
-    "args", "use_cache", "to_keep", "output_attentions", "output_hidden_states",
+    "args", "to_keep", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
 

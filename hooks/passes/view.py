@@ -395,13 +395,12 @@ class Pass:
         shown = self.pattern(layer) if by_weight else self._shown_scores(layer)
         n_pos = shown.shape[-1]
         known = visibility(self.model, n_pos)
-        if known is None:
-            longest = 0 if self.lengths is None else int(self.lengths.argmax())
-            keys = (shown[longest] > (0 if by_weight else -torch.inf)).any(dim=0)
+        if known is None:  # the call itself says which keys it has closed, in each sequence
+            keys = (shown > (0 if by_weight else -torch.inf)).any(dim=1)
         else:
-            keys = known.keys[layer][:n_pos, :n_pos].to(shown.device)
+            keys = known.keys[layer][None, :n_pos, :n_pos].to(shown.device)
         if self.lengths is None:
-            return keys[None]
+            return keys[:1] if bool((keys == keys[:1]).all()) else keys
         real = self.is_real(n_pos).to(shown.device)
         return keys & real[:, :, None] & real[:, None, :]
 

@@ -24,7 +24,10 @@ from infoflow_lens import (
     why,
 )
 from infoflow_lens.hooks import LogProbability, PatternsProbe, measure_shares
-from infoflow_lens.hooks.model.inputs import read_inputs
+from infoflow_lens.hooks.mechanisms.ideals import substituted
+from infoflow_lens.hooks.model.inputs import Batch, read_inputs
+from infoflow_lens.hooks.passes.run import run
+from infoflow_lens.hooks.passes.view import Needs
 from tests.reference import families, zoo
 from tests.versions import needs_version_4
 
@@ -49,6 +52,8 @@ def case():
         if name not in made:
             kind, how, columns = KINDS[name]
             model, eager = families.build(kind, how), families.build(kind)
+            for each in (model, eager):  # with a cache, transformers takes it for one document
+                each.config.use_cache = False
             with torch.no_grad():
                 expected = eager(IDS, **columns, output_attentions=True).attentions
                 plain = eager(IDS, output_attentions=True).attentions
@@ -310,3 +315,27 @@ def test_chats_go_through_the_model_s_template_and_have_one_bos():
     assert tokenizer(text)["input_ids"][:2] == [tokenizer.bos_token_id] * 2
     (read,) = read_inputs(model, [text]).rows
     assert read[:2].tolist() == expected[:2]
+
+
+def test_visible_keys_are_those_of_the_call(case):
+    """Packed documents differ from sequence to sequence: each token sees its own, up to itself."""
+    model, _, _ = case("packed")
+    batch = Batch(IDS, None, {"position_ids": PACKED})
+    seen = run(model, batch, Needs.of(model, scores=True, pattern=True))
+    document = (PACKED == 0).long().cumsum(dim=1)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    expected = causal & (document[:, :, None] == document[:, None, :])
+    for layer in range(2):
+        assert torch.equal(seen.visible(layer), expected)
+
+
+def test_mechanisms_of_packed_documents_are_those_of_the_documents_alone(case):
+    """What a head's ideal looks at lies in the query's own document."""
+    model, _, _ = case("packed")
+    ids, point = IDS[:1], "blocks.1.hook_resid_post"
+    with substituted(model, {(0, 0): "own_position", (1, 2): "global"}):
+        found = run(model, Batch(ids, None, {"position_ids": PACKED[:1]}), (point,))
+        alone = run(model, Batch(ids[:, 3:]), (point,))
+    torch.testing.assert_close(
+        found.activation(point)[:, 3:], alone.activation(point), rtol=0, atol=1e-5
+    )
