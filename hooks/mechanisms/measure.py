@@ -528,7 +528,8 @@ class _Run:
     def _at_once(self) -> int:
         """How many sequences a pass may hold, by the size of its largest tensor."""
         cfg, n_pos = getattr(self.model, "cfg", None), self.batches.longest or 1
-        widths = [4 * getattr(cfg, "d_model", 1), getattr(cfg, "d_vocab", 1)]
+        sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
+        widths = [4 * (sizes[0] or 1), sizes[1] or 1]
         width = max(*widths, n_pos * max(map(len, self.at.mean_patterns)))
         room = _ROOM.get(next(self.model.parameters()).device.type, _ROOM["cpu"])
         return max(1, room // (n_pos * width))

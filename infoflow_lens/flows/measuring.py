@@ -93,7 +93,7 @@ def probe_elsewhere(
 
 
 def _width(model: nn.Module) -> int:
-    return int(getattr(getattr(model, "cfg", None), "d_model", 0))
+    return int(getattr(getattr(model, "cfg", None), "d_model", None) or 0)
 
 
 def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) -> float:

@@ -65,7 +65,7 @@ class RunContext:
     @property
     def width(self) -> int:
         """d_model; 0 where the config does not say."""
-        return int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
+        return int(getattr(getattr(self.model, "cfg", None), "d_model", None) or 0)
 
 
 class Part:

@@ -1,5 +1,7 @@
 """Every question takes any Transformer as it is given, and says of it what the model does."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,9 @@ from infoflow_lens import (
     run_probes,
     why,
 )
+from infoflow_lens.hooks import LogProbability, measure_shares
+from tests.hooks.test_invariants import EVERY, numbers
+from tests.reference import families
 
 SIZES = {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 24}  # fmt: skip
@@ -203,3 +208,46 @@ def test_a_folder_without_a_language_head_is_loaded_as_it_is(kind, ids, tmp_path
 def test_what_has_no_attention_is_refused_by_name(ids):
     with pytest.raises(InfoFlowError, match="no attention was seen in Sequential"):
         run_probes(nn.Sequential(nn.Embedding(67, 5)), ids, [PositionsProbe()], progress=False)
+
+
+RIGHT_OR_SAID = ["squeezebert", "gemma3n_text", "jamba", "xlm", "gptj", "deberta"]
+RIGHT_OR_SAID += [
+    pytest.param(kind, marks=pytest.mark.slow)
+    for kind in families.KINDS
+    if kind not in RIGHT_OR_SAID
+]
+MEASURES = {
+    **{name: lambda m, x, make=make: run_probes(m, x, [make(x)], progress=False)[0]
+       for name, make in EVERY.items()},
+    "why": lambda m, x: why(m, x[:1], 0, 0),
+    "shares": lambda m, x: measure_shares(m, x[:1], LogProbability(5)),
+    "mechanisms": lambda m, x: measure_mechanisms(m, x, progress=False),
+    "inspect": lambda m, x: inspect_model(m, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RIGHT_OR_SAID)
+def test_every_measure_of_every_family_gives_numbers_or_a_sentence(kind):
+    """Also where blocks have no residual stream, sums stand outside of modules, or mixers lie in
+    between.
+    """
+    ids = torch.cat([families.tokens() + i for i in range(3)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind in ("longformer", "fnet"):  # chunks of windows, and no attention
+            with pytest.raises(InfoFlowError):
+                open_model(families.build(kind))
+            return
+        model = open_model(families.build(kind))
+        found, said = {}, {}
+        for name, measure in MEASURES.items():
+            try:
+                found[name] = measure(model, ids)
+            except InfoFlowError as error:
+                said[name] = str(error)
+    assert "inspect" in found
+    assert all(len(words) > 60 for words in said.values())
+    for name in found.keys() & EVERY.keys():
+        for key, value in numbers(found[name]).items():
+            if value.is_floating_point() and not key.startswith(("margins", "scores")):
+                assert not value.isinf().any(), (name, key)
