@@ -1,0 +1,154 @@
+"""Ask twenty questions of SmolLM2, and measure all that `ask` only estimates.
+
+Run: python -m benchmarks.answers [--write FILE] [--kinds fact agreement]
+
+The texts are of five kinds, four of each, and were chosen before `ask` saw any of them; so was what
+follows, from what was found on 21 other texts.
+
+Prediction. Where the model prefers the answer and the two texts differ by at least 1: the heads
+that are measured hold at least nine of the ten largest, and the largest always; paths keep 70% and
+lose 70% in three of four texts; as many random paths keep at most 10% in the median; a text of at
+most 15 tokens takes at most 120 passes.
+
+Rule. Heads are judged by exchanging each of the 270 by itself, kept and lost as `ask` measures.
+
+Refuted if the largest head is missed once, or fewer than eight of ten are found twice, or paths are
+found in fewer than half of the texts.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from infoflow_lens import Answer, InfoFlowError, ask, load_any
+from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.readouts import LogitDifference
+from infoflow_lens.models.named import NamedModel
+from tests.reference.real_models import FOLDER
+
+TEN = 10
+
+
+class Asked(NamedTuple):
+    """A question: a text, the other text, the answer and the one against it."""
+
+    kind: str
+    text: str
+    instead: str
+    answer: str
+    against: str
+
+
+# kind: a text with a place; what stands there in the text, and in the other one; answer and against
+_TEXTS = """
+giver: Then Alice and Tom went to the park, and {} gave a ball to: Tom, Alice; Alice, Tom
+giver: After Sarah and Mark finished dinner, {} handed the keys to: Mark, Sarah; Sarah, Mark
+giver: When Peter and Lisa got to the station, {} bought a ticket for: Lisa, Peter; Peter, Lisa
+giver: Anna and Paul were at the office, and {} sent a letter to: Paul, Anna; Anna, Paul
+fact: The capital of {} is: Italy, Spain; Rome, Madrid
+fact: The capital of {} is: Japan, China; Tokyo, Beijing
+fact: The language spoken in {} is: Brazil, Germany; Portuguese, German
+fact: The color of the {} is: sky, grass; blue, green
+agreement: The {} in the garden: dogs, dog; are, is
+agreement: The {} near the trees: boy, boys; is, are
+agreement: The {} on the table: books, book; were, was
+agreement: The {} behind the cars: woman, women; was, were
+sequence: Days: {}: Monday Tuesday Wednesday, Tuesday Wednesday Thursday; Thursday, Friday
+sequence: Count: {}: one two three four, two three four five; five, six
+sequence: Letters: {}: A B C D, B C D E; E, F
+sequence: Months: {}: January February March, February March April; April, May
+repeat: apple chair {} apple chair: lamp, door; lamp, door
+repeat: red house blue {} red house blue: car, dog; car, dog
+repeat: John {} met Mary Jones. John: Smith, Brown; Smith, Brown
+repeat: seven river stone {} seven river stone: cloud, horse; cloud, horse
+"""
+
+
+def _read(line: str) -> Asked:
+    kind, rest = line.split(": ", 1)
+    template, rest = rest.rsplit(": ", 1)
+    words, answers = (part.split(", ") for part in rest.split("; "))
+    texts = [template.format(word) for word in words]
+    return Asked(kind, texts[0], texts[1], f" {answers[0]}", f" {answers[1]}")
+
+
+PAIRS = [_read(line) for line in _TEXTS.split("\n") if line]
+
+
+def measure_all_heads(model: NamedModel, asked: Asked) -> torch.Tensor:
+    """Exchange each head by itself; float [layer, head]."""
+    ids = [model.tokenizer(t, return_tensors="pt")["input_ids"][0] for t in asked[1:3]]
+    read = LogitDifference(asked.answer, asked.against).bind(model)
+    question = Question(model, ids[0], ids[1], read, batch_size=18)
+    n_heads = question.n_heads[0]
+    rows = [
+        [question.exchange(question.z(layer), question.of_head(layer, head))]
+        for layer in range(question.n_layers)
+        for head in range(n_heads)
+    ]
+    return question.measure(rows).reshape(-1, n_heads)
+
+
+def judge(model: NamedModel, asked: Asked) -> dict[str, Any]:
+    """Ask, and compare with all heads."""
+    about = {"kind": asked.kind, "text": asked.text, "answer": asked.answer}
+    try:
+        found: Answer = ask(
+            model, asked.text, asked.answer, asked.against, asked.instead, progress=False
+        )
+    except InfoFlowError as error:
+        return {**about, "refused": str(error)}
+    truth = measure_all_heads(model, asked)
+    effects = dict(zip(map(tuple, found.units.tolist()), found.unit_effect.tolist(), strict=True))
+    measured = {place for place, effect in effects.items() if effect == effect and place[1] >= 0}
+    order = truth.abs().flatten().argsort(descending=True).tolist()
+    largest = [divmod(place, truth.shape[1]) for place in order[:TEN]]
+    return {
+        **about,
+        "tokens": len(found.tokens),
+        "value": round(found.value, 2),
+        "other": round(found.other_value, 2),
+        "heads found": sum(head in measured for head in largest),
+        "largest": "{}.{}".format(*largest[0]),
+        "is largest found": largest[0] in measured,
+        "paths": len(found.places),
+        "bundles": len(found.bundles()),
+        "kept": round(found.kept, 2),
+        "lost": round(found.lost, 2),
+        "random": round(sorted(found.random)[len(found.random) // 2], 2) if found.random else None,
+        "random at most": round(max(found.random, default=0.0), 2),
+        "passes": round(found.forwards),
+        "notes": list(found.notes),
+    }
+
+
+def main() -> None:
+    """Ask all questions, and print a row of each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kinds", nargs="*", default=sorted({asked.kind for asked in PAIRS}))
+    parser.add_argument("--write", type=Path, help="where the rows go, as JSON")
+    settings = parser.parse_args()
+    model = load_any(FOLDER / "smollm2", backend="opened").model
+    assert isinstance(model, NamedModel)
+    rows = []
+    for asked in PAIRS:
+        if asked.kind in settings.kinds:
+            rows.append(judge(model, asked))
+            print(json.dumps(rows[-1]), flush=True)
+            if settings.write:
+                settings.write.write_text(json.dumps(rows, indent=1))
+    shown = ("kind", "text", "value", "other", "heads found", "largest", "paths", "kept", "lost",
+             "random", "passes")  # fmt: skip
+    table = Table(*shown)
+    for row in rows:
+        table.add_row(*(str(row.get(name, "")) for name in shown))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
