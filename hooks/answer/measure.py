@@ -1,9 +1,10 @@
 """measure_answer(): the steps of an answer, one after the other."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -16,6 +17,7 @@ from infoflow_lens.hooks.answer.result import KINDS, AnswerNumbers
 from infoflow_lens.hooks.answer.steps import (
     N_HEADS,
     TokenEffects,
+    UnitEffects,
     measure_states,
     measure_tokens,
     measure_units,
@@ -23,9 +25,12 @@ from infoflow_lens.hooks.answer.steps import (
 from infoflow_lens.hooks.model.points import check_one_device
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.readouts import LogitDifference, Readout
+from infoflow_lens.hooks.shares.measure import measure_shares
 
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
 _QUICK = 10  # heads that are measured in a quick answer
+_LOOKED = 8  # heads of which it is said where they look
+_SAME_PLACES = 0.1  # of a head's weight: what may move where both texts look at the same places
 
 
 def measure_answer(
@@ -91,6 +96,7 @@ def measure_answer(
                     )
             except InfoFlowError as error:
                 notes.append(f"no paths are drawn: {error}")
+        looked, looks, writes = _measure_looks(question, units, quick)
     nothing = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
     words, other_words = readable_tokens(model, [clean, others])
@@ -99,7 +105,7 @@ def measure_answer(
         "probe": "ask", "readout": str(readout), "quick": quick, "exact": exact, "seed": seed,
         "text": clean.tolist(), "instead": others.tolist(),
     }  # fmt: skip
-    return AnswerNumbers(
+    found = AnswerNumbers(
         readout=str(readout),
         value=question.clean.value,
         other_value=question.other.value,
@@ -118,6 +124,9 @@ def measure_answer(
         unit_estimate=units.estimate,
         unit_effect=units.effect,
         **_columns(circuit),
+        looked=looked,
+        looks=looks,
+        writes=writes,
         kept=circuit.kept,
         lost=circuit.lost,
         random=tuple(circuit.random),
@@ -126,6 +135,39 @@ def measure_answer(
         record=RunRecord.of_model(model, config),
         notes=tuple(notes),
     )
+    if len(found.looks) and found.looks_elsewhere < _SAME_PLACES:
+        said = "both texts look at the same places: what differs is what is carried"
+        return replace(found, notes=(*found.notes, said))
+    return found
+
+
+def _measure_looks(
+    question: Question, units: UnitEffects, quick: bool
+) -> tuple[Int[Tensor, "head two"], Float[Tensor, "head text pos"], Float[Tensor, "head text pos"]]:
+    """Find where the heads with the largest effects look, in both texts, and what they write.
+
+    What they write directly towards the readout, by key, is asked where the readout is linear.
+    """
+    position = int(getattr(question.readout, "position", -1)) % question.n_pos
+    patterns = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in range(question.n_layers)}
+    order = units.effect.abs().nan_to_num(-1).argsort(descending=True).tolist()
+    heads = [
+        (layer, head)
+        for layer, head in (units.units[i] for i in order if units.effect[i].isfinite())
+        if head >= 0 and patterns[layer] in question.clean.shown
+    ][:_LOOKED]
+    shape = (len(heads), 2, question.n_pos)
+    looks, writes = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
+    for text, run in enumerate((question.clean, question.other)):
+        for row, (layer, head) in enumerate(heads):
+            looks[row, text] = run.shown[patterns[layer]][0, head, position].double().cpu()
+        if not quick and question.readout.is_linear and heads:
+            shares = measure_shares(question.model, run.tokens, question.readout)
+            question.forwards += 4
+            places = {name: place for place, name in enumerate(shares.heads)}
+            for row, (layer, head) in enumerate(heads):
+                writes[row, text] = shares.by_key[places[f"head {layer}.{head}"]]
+    return torch.tensor(heads, dtype=torch.int64).reshape(-1, 2), looks, writes
 
 
 def _most_telling(tokens: TokenEffects) -> tuple[int, int]:

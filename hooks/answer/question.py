@@ -251,7 +251,8 @@ class Question:
         if self._blocks:
             value = self.clean.value
             again = float(self.measure([[(self.z(self.n_layers - 1), (), self._no_change())]])[0])
-            if not abs(again) <= _SAME * max(1.0, abs(value)):
+            rounding = 8 * torch.finfo(self._no_change().dtype).eps
+            if not abs(again) <= max(_SAME, rounding) * max(1.0, abs(value)):
                 self._blocks = []
 
     def _no_change(self) -> Tensor:

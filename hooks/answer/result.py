@@ -47,6 +47,12 @@ class AnswerNumbers(Result):
         path_cost: [path], the share of the difference that the circuit loses without it; NaN where
             it was not measured.
         path_effect: [path], when it alone is cut in the text.
+        looked: int [head, 2], the heads of which it is said where they look: those with the largest
+            effects.
+        looks: [head, 2, pos], the weight of each key for the position that is read, in the text and
+            in the other one.
+        writes: [head, 2, pos], what the head writes towards the readout from each key, directly;
+            NaN where it is not asked, or the readout is not linear.
         kept, lost: the share of the difference that the paths keep when all else has the other
             text's values, and that is lost when they alone have them.
         random: shares that as many random paths keep.
@@ -75,6 +81,9 @@ class AnswerNumbers(Result):
     path_worth: Float[Tensor, " path"]
     path_cost: Float[Tensor, " path"]
     path_effect: Float[Tensor, " path"]
+    looked: Int[Tensor, "head two"]
+    looks: Float[Tensor, "head text pos"]
+    writes: Float[Tensor, "head text pos"]
     kept: float
     lost: float
     random: tuple[float, ...]
@@ -93,7 +102,10 @@ class AnswerNumbers(Result):
         return tuple(i for i, (one, other) in enumerate(pairs) if one != other)
 
     def to_frame(self, what: str = "paths") -> "pd.DataFrame":
-        """A table of "tokens", "states", "heads" or "paths", the largest effect first.
+        """A table of "tokens", "states", "heads", "paths" or "looks".
+
+        Heads and paths have the largest effect first. "looks" says where heads look from the
+        position that is read, in both texts, and what they write towards the readout from there.
 
         Raises:
             InfoFlowError: for anything else.
@@ -105,6 +117,7 @@ class AnswerNumbers(Result):
             "states": self._states,
             "heads": self._heads,
             "paths": self._paths,
+            "looks": self._looks,
         }
         if what not in tables:
             raise InfoFlowError(f"{what!r} is no table: expected one of {', '.join(tables)}")
@@ -166,6 +179,40 @@ class AnswerNumbers(Result):
                 "estimate": worth,
                 "cost in the circuit": cost,
             }
+
+    def _looks(self) -> Iterator[dict[str, Any]]:
+        both = zip(self.looked.tolist(), self.looks.tolist(), self.writes.tolist(), strict=True)
+        for (layer, head), looks, writes in both:
+            for text in range(2):
+                words = (self.tokens, self.other_tokens)[text]
+                for position, word in enumerate(words):
+                    yield {
+                        "head": f"{layer}.{head}",
+                        "text": ("asked", "other")[text],
+                        "position": position,
+                        "token": word,
+                        "weight": looks[text][position],
+                        "writes": writes[text][position],
+                    }
+
+    @property
+    def looks_elsewhere(self) -> float:
+        """The largest part of its weight that a looked at head moves between the texts, 0 to 1."""
+        if not len(self.looks):
+            return 0.0
+        return float((self.looks[:, 0] - self.looks[:, 1]).abs().sum(-1).max()) / 2
+
+    def look(self, number: int) -> str:
+        """Say where a head of :attr:`looked` looks, and what it writes from there."""
+        layer, head = self.looked[number].tolist()
+        said = []
+        for text, words in enumerate((self.tokens, self.other_tokens)):
+            at = int(self.looks[number, text].argmax())
+            writes = float(self.writes[number, text, at])
+            wrote = "" if writes != writes else f", writes {writes:+.2f} from there"
+            where = f"{words[at]}@{at} ({float(self.looks[number, text, at]):.2f}){wrote}"
+            said.append(f"{'looks at' if text == 0 else 'in the other text at'} {where}")
+        return f"{layer}.{head} {'; '.join(said)}"
 
     def _word(self, position: int) -> str:
         return f"{self.tokens[position]}@{position}"

@@ -28,6 +28,7 @@ from infoflow_lens.hooks.model.points import hook_points
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
 _LINEAR = 1e-4  # of a derivative: how much of it may point elsewhere where scores are not capped
+_ROUNDINGS = 8  # that may add up, where precision is low
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class Streams:
                 far, reason = torch.inf, f" ({str(error).splitlines()[0][:120]})"
             else:
                 reason = ""
-            if far > _NEAR:
+            if far > _at_least(_NEAR, run.state):
                 raise InfoFlowError(
                     f"block {layer} of {type(self.model.original_model).__name__} gives something "
                     f"else at a single position than in the whole text{reason}: paths cannot be "
@@ -265,7 +266,8 @@ class Streams:
         for layer in range(question.n_layers):
             self._check_attention(layer)
         clean = question.clean.value
-        if not abs(float(self.read(last[[self.end]])[0]) - clean) <= _NEAR * max(1.0, abs(clean)):
+        near = _at_least(_NEAR, last) * max(1.0, abs(clean))
+        if not abs(float(self.read(last[[self.end]])[0]) - clean) <= near:
             self._has_short_tail = False
 
     def _check_attention(self, layer: int) -> None:
@@ -282,7 +284,7 @@ class Streams:
             found.append(self.attend(run, layer, head, end, q=other.q[end, head], k=k, v=v))
         expected = other.z[end]
         far = float((torch.stack(found) - expected).abs().max() / expected.abs().max())
-        if not far <= _NEAR:
+        if not far <= _at_least(_NEAR, run.state):
             raise InfoFlowError(
                 f"the attention of block {layer} of {type(self.model.original_model).__name__} is "
                 "no softmax of products of queries and keys, scaled or capped, and of what "
@@ -331,6 +333,11 @@ class Streams:
         return (weights.to(values.dtype) @ values).detach()
 
 
+def _at_least(tolerance: float, tensor: Tensor) -> float:
+    """The tolerance, or what rounding in the precision of a tensor needs."""
+    return max(tolerance, _ROUNDINGS * torch.finfo(tensor.dtype).eps)
+
+
 def _is_stream(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
 
@@ -367,7 +374,7 @@ class ScoreRule:
         along = pair.sum(dim=-1)
         scale = (slope * along).sum(-1) / along.square().sum(-1).clamp(min=1e-30)
         rest = (slope - scale[:, None] * along).norm(dim=-1) / slope.norm(dim=-1).clamp(min=1e-30)
-        if float(rest.max()) < _LINEAR or first == last:
+        if float(rest.max()) < _at_least(_LINEAR, q) or first == last:
             return cls(scale, torch.inf)
         of_last, of_first = torch.linalg.lstsq(pair, slope[..., None]).solution[..., 0].T
         two, one = two.detach().double().square(), one.detach().double().square()

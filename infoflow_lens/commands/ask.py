@@ -66,7 +66,7 @@ def ask(
     if as_json:
         tables = {
             name: found.to_frame(name).to_dict("records")
-            for name in ("tokens", "states", "heads", "paths")
+            for name in ("tokens", "states", "heads", "paths", "looks")
         }
         about = {"summary": found.summary(), "value": found.value, "other": found.other_value}
         say(json.dumps({**about, **tables}, indent=2))
@@ -99,6 +99,10 @@ def _print(found: Any) -> None:
     pairs = zip(heads["name"], heads["effect"], strict=True)
     said = [f"{name} {effect:+.2f}" for name, effect in pairs]
     print_lines("Heads and MLPs: change with the other text's output", [", ".join(said)])
+    print_lines(
+        "Where they look from the end of the text",
+        [found.look(i) for i in range(len(found.looked))],
+    )
     print_lines("Notes", [*found.notes, f"{found.forwards:.0f} passes over the text"])
 
 

@@ -13,9 +13,9 @@ _ROWS = 12  # in a notebook
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Answer(AnswerNumbers):
-    """Why a model gives this answer and not that one, in one text; see :func:`infoflow_lens.ask`.
+    """Why a model gives this answer and not that one, in one text; see :func:`ask`.
 
-    ``to_frame("tokens" | "states" | "heads" | "paths")`` has the numbers, ``summary()`` and
+    ``to_frame`` has the numbers ("tokens", "states", "heads", "paths", "looks"), ``summary()`` and
     ``bundles()`` say them.
     """
 
@@ -39,6 +39,7 @@ class Answer(AnswerNumbers):
 
     def _repr_html_(self) -> str:
         facts = {"": self.summary(), "passes": f"{self.forwards:.0f}"}
-        more = 'more: .to_frame("tokens", "states", "heads", "paths"), .to_html(path), .save(path)'
+        tables = '"tokens", "states", "heads", "paths", "looks"'
+        more = f"more: .to_frame(one of {tables}), .to_html(path), .save(path)"
         lines = self.to_frame("paths").head(_ROWS) if len(self.places) else None
         return panel(type(self).__name__, facts, self.notes, more, lines)

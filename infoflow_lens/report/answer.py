@@ -49,10 +49,29 @@ def render_answer(answer: AnswerNumbers) -> str:
             strips=_strips(answer, shares, hover) if shares else None,
             words=Table.of_frame(answer.to_frame("tokens")),
             heads=Table.of_frame(answer.to_frame("heads").head(_HEADS)),
+            looks=_looks(answer),
             record=json.dumps(answer.record.to_dict(), indent=2),
         )
     )
     return with_policy(page)
+
+
+def _looks(answer: AnswerNumbers) -> Table | None:
+    """Where each head looks most in both texts, and what it writes from there."""
+    effects = dict(zip(map(tuple, answer.units.tolist()), answer.unit_effect.tolist(), strict=True))
+    rows: list[list[Any]] = []
+    for number, (layer, head) in enumerate(answer.looked.tolist()):
+        row: list[Any] = [f"{layer}.{head}", effects[layer, head]]
+        for text, words in enumerate((answer.tokens, answer.other_tokens)):
+            at = int(answer.looks[number, text].argmax())
+            row += [f"{words[at]}@{at}", float(answer.looks[number, text, at])]
+            row.append(float(answer.writes[number, text, at]))
+        rows.append(row)
+    columns = {"head": "layer and number", "effect": "with the other text's output"}
+    for where in ("in the text", "in the other text"):
+        columns |= {f"looks at, {where}": "the key with the largest weight", f"weight, {where}": ""}
+        columns[f"writes, {where}"] = "towards the readout from that key, directly"
+    return Table(columns, rows) if rows else None
 
 
 def _strips(answer: AnswerNumbers, shares: Any, hover: Any) -> HeatMap:

@@ -17,6 +17,7 @@ from infoflow_lens.hooks.answer.steps import (
 )
 from infoflow_lens.hooks.answer.streams import Streams
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
+from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.named import open_model
 from tests.reference import zoo
 from tests.reference.path_patching import TwoTexts
@@ -167,6 +168,20 @@ def test_all_paths_keep_and_lose_everything_and_none_nothing(name):
     assert found == pytest.approx([1, 1, 0, 0], abs=1e-3)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_have_paths(dtype, attention):
+    """A derivative in half precision is no multiple of a key to 1e-4."""
+    plain = zoo.build("llama").to(dtype)
+    plain.set_attn_implementation(attention)
+    question = Question(open_model(plain), *two_texts(5), READOUT)
+    streams = Streams(question)
+    assert {rule.cap for rule in streams.rules} == {torch.inf}
+    paths = all_paths(streams)
+    near_one = 1e-6 if dtype == torch.float64 else 0.15
+    assert share(streams, [(paths, False), (paths, True)]) == pytest.approx([1, 1], abs=near_one)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_shares_of_paths_are_those_of_the_plain_model(seed, plain, question):
     """Whether they are measured alone or among others."""
@@ -254,8 +269,28 @@ def test_an_answer_says_what_was_measured(plain):
         assert sorted(n for _, group in found.bundles() for n in group) == [
             *range(len(found.places))
         ]
-    with pytest.raises(InfoFlowError, match="expected one of tokens, states, heads, paths"):
+    with pytest.raises(InfoFlowError, match="expected one of tokens, states, heads, paths, looks"):
         found.to_frame("edges")
+
+
+def test_where_heads_look_is_what_the_plain_model_attends_to():
+    found = measured()
+    assert len(found.looked) == 8
+    for text, ids in enumerate(two_texts()):
+        with torch.no_grad():
+            attentions = zoo.build("llama")(ids[None], output_attentions=True).attentions
+        shares = measure_shares(open_model(zoo.build("llama")), ids[None], READOUT)
+        for row, (layer, head) in enumerate(found.looked.tolist()):
+            expected = attentions[layer][0, head, -1].double()
+            torch.testing.assert_close(found.looks[row, text], expected, atol=1e-5, rtol=1e-4)
+            direct = shares.by_writer().values[shares.writers.index(f"head {layer}.{head}")]
+            assert float(found.writes[row, text].sum()) == near(float(direct))
+            assert f"{layer}.{head}" in found.look(row)
+    rows = found.to_frame("looks")
+    assert len(rows) == 8 * 2 * 6
+    moved = (found.looks[:, 0] - found.looks[:, 1]).abs().sum(-1).max() / 2
+    assert found.looks_elsewhere == near(float(moved))
+    assert measured(quick=True).writes.isnan().all()
 
 
 def test_the_same_question_has_the_same_answer():
