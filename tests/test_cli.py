@@ -393,3 +393,11 @@ def test_bad_studies_are_one_line(tmp_path, arguments, message):
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
+
+
+def test_a_terminal_without_columns_is_written_to():
+    """Some say so of themselves, and whatever Rich prints was nothing."""
+    asked = ["estimate", "kth_largest", "--tokens", "8", "--heads", "1"]
+    wide, none = (CliRunner().invoke(app, asked, env={"COLUMNS": n}) for n in ("80", "0"))
+    assert none.exit_code == 0
+    assert none.stdout == wide.stdout != ""

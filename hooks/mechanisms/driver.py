@@ -211,7 +211,8 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
         if edited.equal(output):
             raise InfoFlowError(
                 f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
-                f"patterns cannot be replaced in it; {instead_of_a_bridge()}"
+                "patterns cannot be replaced in it, or the heads of that layer write nothing, as "
+                f"with an output matrix of 0; {instead_of_a_bridge()}"
             )
 
 

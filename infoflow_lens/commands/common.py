@@ -1,5 +1,6 @@
 """What commands share: printing errors, options, lists of numbers, tasks by name."""
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,7 +161,9 @@ def console(markup: bool = True) -> Any:
         def render_str(self, text: str, **settings: Any) -> Any:
             return super().render_str(printable(text), **settings)
 
-    return Plain(highlight=False, markup=markup)
+    # some terminals say that they have no columns, where Rich would print nothing
+    width = 80 if os.environ.get("COLUMNS") == "0" else None
+    return Plain(highlight=False, markup=markup, width=width)
 
 
 def print_lines(heading: str, lines: Any) -> None:

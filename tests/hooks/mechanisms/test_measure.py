@@ -396,6 +396,15 @@ def test_bridges_whose_patterns_cannot_be_edited_are_refused(tmp_path, name):
         measure_mechanisms(model, torch.randint(20, (5, 8)), progress=False)
 
 
+def test_of_heads_that_write_nothing_the_bridge_alone_is_not_blamed(tmp_path):
+    zoo.save("gpt2", tmp_path)
+    model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with pytest.raises(InfoFlowError, match="or the heads of that layer write nothing"):
+        measure_mechanisms(model, torch.randint(20, (5, 8)), progress=False)
+
+
 def native_twin(hosted):
     """A native bridge with the weights of a hosted attention-only model over token ids."""
     sizes = hosted.architecture
