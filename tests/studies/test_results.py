@@ -371,3 +371,18 @@ def test_rows_that_unpack_to_far_more_than_rows_are_are_refused(tmp_path, monkey
         file.write(b"run,seed,status\n" + b"0,0,finished\n" * 10**5)
     with pytest.raises(InfoFlowError, match=r"has no rows .it holds more than 10,000 bytes"):
         rows_of(tmp_path)
+
+
+def test_graded_sets_are_said_to_be_behind_where_they_are():
+    """The page named no layer, and one of two metrics; rollout is ahead by rank (T7)."""
+    rows = rows_of(RESULTS / "language_model" / "graded_sets")
+    rows = rows[(rows["on"] == "test") & (rows["influence"] == "jacobian")]
+    rows = rows[rows["model"] != "random 12 x 12"]
+    last, first = [], []
+    for _, model in rows.groupby("model"):
+        for layer, ahead in ((model["layer"].max(), last), (0, first)):
+            mean = model[model["layer"] == layer].groupby("method")["spearman"].mean()
+            ahead.append(mean["attention rollout"] > mean["graded: norm, product"])
+    assert (sum(last), sum(first)) == (4, 5)
+    page = " ".join((RESULTS / "language_model" / "README.md").read_text().split())
+    assert "rollout is ahead in the mean on four of five models there, and on all five" in page

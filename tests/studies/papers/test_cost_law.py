@@ -1,10 +1,12 @@
 """The study of the cost law: its rule, what its rows say of codes, and small runs of it."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from infoflow_lens.objectives import nmse
 from infoflow_lens.studies.papers import find_study
 from infoflow_lens.theory.cost import DigitCode
 from tests.studies.by_theory import codes
@@ -96,3 +98,44 @@ def test_a_single_decoder_has_as_many_bits_as_its_units_pay_for():
     assert 4.0**-2 < row["nmse"] < 0.9
     assert row["width"] == 16
     assert math.isclose(row["law_nmse"], 4.0**-2)
+
+
+def decoder_error(steepness):
+    """The NMSE of a trained decoder of the digit code, 64 units for one latent; of the code itself.
+
+    With a steepness its first layer starts as steps at the thresholds of the code, else as usual.
+    """
+    code = DigitCode(2, 1, 3)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(n):
+        x = torch.rand(n, 2, generator=generator).double()
+        return code.encode(x).float() * 2 - 1, x.float() * 2 - 1
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    if steepness is not None:
+        with torch.no_grad():
+            model[0].weight.fill_(steepness)
+            model[0].bias.copy_(-steepness * (torch.arange(64) / 32 - 1 - 1 / 64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    for _ in range(1000):
+        z, x = drawn(256)
+        optimizer.zero_grad()
+        (model(z) - x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    z, x = drawn(4000)
+    with torch.no_grad():
+        return nmse(model(z), x), nmse(2 * code.decode(code.encode((x + 1) / 2)) - 1, x)
+
+
+def test_that_width_decides_is_a_matter_of_the_start():
+    """The page said that parameters cannot buy it back; a steep first layer does (T6)."""
+    usual, built = decoder_error(None)
+    steep, _ = decoder_error(256)
+    assert usual > 0.4
+    assert steep < 1.2 * built
+    page = (Path(__file__).parents[3] / "docs" / "results" / "README.md").read_text()
+    assert "parameters cannot buy it back" not in page
