@@ -96,7 +96,7 @@ class Claim:
     def room(self, number: float) -> float:
         """How far a number keeps from the bound, as a logarithm of their ratio where they have one.
 
-        Below 0 where it breaks it.
+        Of shares from a half on it is the ratio of what they leave. Below 0 where it breaks it.
         """
         if math.isnan(number):
             return -math.inf
@@ -104,8 +104,12 @@ class Claim:
             least, most = self.bound
             above = replace(self, op=">=", bound=least).room(number)
             return min(above, replace(self, op="<=", bound=most).room(number))
-        positive = number > 0 and self.bound > 0
-        above = math.log(number / self.bound) if positive else number - self.bound
+        if 0.5 <= self.bound < 1 and 0 <= number <= 1:  # shares: what they leave
+            above = math.log((1 - self.bound) / (1 - number)) if number < 1 else math.inf
+        elif number > 0 and self.bound > 0:
+            above = math.log(number / self.bound)
+        else:
+            above = number - self.bound
         room = above if self.op in (">", ">=") else -above
         return room if self.holds(number) else min(room, -1e-12)
 

@@ -232,6 +232,11 @@ class BestTree(RetrievalTask):
             ),
         )
 
+    @property
+    def n_scores(self) -> int:
+        """Scores that :meth:`retrieved` takes of a sequence."""
+        return len(self.edges) * self.n_tokens**2
+
     def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
         """The best tuple, place by place, in T^2 steps an edge."""
         tables = {}

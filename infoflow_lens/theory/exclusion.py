@@ -331,6 +331,17 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
                 "pigeonhole", shape, samples, places=places, options=options,
                 contexts=x[row].expand(n_places, -1, -1),
             )  # fmt: skip
+    # places inside one input, each of which matters where it gets a copy of an active token
+    for row in () if shape.positional else range(min(len(x), _MOST_TRIES)):
+        source = int(active[row].int().argmax())
+        places = [p for p in range(n) if p != source][:n_places]
+        if len(places) == n_places:
+            copies = x[row, source].expand(n_places, -1)
+            yield _document(
+                "pigeonhole", shape, samples, places=places,
+                options=torch.stack([x[row, places], copies], dim=1),
+                contexts=x[row].expand(n_places, -1, -1),
+            )  # fmt: skip
     # a token of each of several inputs, beside what makes it matter there
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples.seed))
     for rows in order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES]:

@@ -65,11 +65,16 @@ class Samples:
 
     @property
     def n_scores(self) -> int:
-        """Tuples whose scores the target asks for on one of them."""
+        """Tuples whose scores the target asks for on one of them; a task may know how few."""
         n = self.task.n_tokens
-        return sum(
-            n if c.rank > 1 else c.n_tuples(n, ordered=not c.symmetric)
-            for c in getattr(self.task, "components", ())
+        own = getattr(self.task, "n_scores", None)
+        return (
+            own
+            if own is not None
+            else sum(
+                n if c.rank > 1 else c.n_tuples(n, ordered=not c.symmetric)
+                for c in getattr(self.task, "components", ())
+            )
         )
 
     def tokens(self, n: int) -> Float[Tensor, "sample d_token"]:

@@ -151,6 +151,7 @@ def test_words_follow_from_seeds(name):
         ("<=", 0.1, {"a": 0.05, "b": 0.09}, ("error: 0.09 (b)", "at most 0.1")),
         (">=", 10, {"a": 5, "b": 200}, ("error: 5 (a)", "at least 10")),
         ("<", 0, {"": -0.5}, ("error: -0.5", "below 0")),
+        (">=", 0.95, {"a": 1, "b": 0.951}, ("error: 0.951 (b)", "at least 0.95")),
         ("within", (0.5, 2), {"a": 1, "b": 1.9, "c": 0.6}, ("error: 1.9 (b)", "between 0.5 and 2")),
         ("<", 1, {"a": 0.1, "b": float("nan")}, ("error: no number (b)", "below 1")),
         ("<", 1, {"": float("inf")}, ("error: never", "below 1")),
@@ -159,6 +160,14 @@ def test_words_follow_from_seeds(name):
 def test_the_number_nearest_to_its_bound_decides(op, bound, numbers, deciding):
     claim = Claim("an error is {bound}", lambda rows: numbers, op, bound, name="error")
     assert deciding_number([claim], pd.DataFrame()) == deciding
+
+
+def test_a_share_of_one_does_not_decide():
+    """The least of the ratios was 5.32 for 5, and the row named an attention of 1."""
+    study, path = RUNS["kth_largest/full"]
+    words, bound = deciding_number(study.claims(), recorded_run(study, path).finished)
+    assert words == "NMSE over that of k = 1 and T: 5.32 (k = 8)"
+    assert bound == "at least 5"
 
 
 HOSTILE = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"

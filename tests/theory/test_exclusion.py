@@ -236,6 +236,17 @@ def test_a_choice_must_see_two_whole_tuples(name, parameters, heads):
     assert "no tie" in " ".join(check(lower))
 
 
+@pytest.mark.parametrize("heads", [(2,), (4,), (9,)])
+def test_a_copy_of_the_largest_makes_every_place_matter(heads):
+    """The sum of the two largest by four heads was open (T12)."""
+    task = target(*[coordinate(0, rank=r) for r in (1, 2)], n_tokens=12)
+    found = estimate(shape(heads, 12), task)
+    assert found.verdict == "excluded, proved"
+    assert not verify_exclusion(found.witness, lambda rows: values_of(task, rows))
+    # two layers, of which the second looks below what the first one found, do it
+    assert estimate(shape((1, 1), 12), task).verdict == "allowed by construction"
+
+
 def test_the_chain_is_proved_out_for_one_head_and_allowed_for_two():
     """Whatever layer 2 has: h_1 = 2 is least, and no count says so."""
     task = load_task("best_tree", n_tokens=16)
@@ -266,6 +277,7 @@ def test_a_proof_goes_before_samples_that_miss_what_is_rare():
         ("intrinsic_dimension", {"n_components": 4}, ((1, 1), (2, 1), (1, 2)), 256),
         ("kth_largest", {"k": 6}, ((1,), (2,)), 256),
         ("triangle_center", {}, ((2,), (1,), (1, 1)), 48),
+        ("best_tree", {}, ((2, 1), (1, 1), (1, 2)), 256),
     ],
 )
 def test_verdicts_are_monotone_in_heads_and_tokens(name, parameters, heads, longest):
