@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from infoflow_lens import Answer, InfoFlowError, ask, load_any
+from infoflow_lens.hooks.answer.paths import TARGET
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import LogitDifference
 from infoflow_lens.models.named import NamedModel
 from tests.reference.real_models import FOLDER
 
-TEN = 10
+TEN, MOST = 10, 120
 
 
 class Asked(NamedTuple):
@@ -127,6 +126,41 @@ def judge(model: NamedModel, asked: Asked) -> dict[str, Any]:
     }
 
 
+COLUMNS = ("text", "answer", "value", "other", "heads found", "largest", "paths", "bundles", "kept",
+           "lost", "random", "passes")  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Make a table in Markdown, and what it comes to, of the rows of a run."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in rows:
+        cells = (
+            row[name] if row["paths"] or name not in ("kept", "lost") else "" for name in COLUMNS
+        )
+        said = [
+            ""
+            if cell is None
+            else f"{cell + 0.0:g}"
+            if isinstance(cell, float)
+            else str(cell).strip()
+            for cell in cells
+        ]
+        lines.append(f"| {' | '.join(said)} |")
+    asked = [row for row in rows if row["value"] > 0 and row["value"] - row["other"] >= 1]
+    whole = sum(min(row["kept"], row["lost"]) >= TARGET for row in asked)
+    heads = sum(row["heads found"] >= TEN - 1 for row in asked)
+    largest = sum(row["is largest found"] for row in asked)
+    within = sum(row["passes"] <= MOST for row in rows)
+    lines += [
+        "",
+        f"Of {len(rows)} texts the model prefers the answer, by 1 or more, in {len(asked)}. The "
+        f"largest head is measured in {largest} of these, nine or all of the ten largest in "
+        f"{heads}; paths keep and lose 70% in {whole}; {within} texts of all take at most {MOST} "
+        "passes.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Ask all questions, and print a row of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -142,12 +176,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             if settings.write:
                 settings.write.write_text(json.dumps(rows, indent=1))
-    shown = ("kind", "text", "value", "other", "heads found", "largest", "paths", "kept", "lost",
-             "random", "passes")  # fmt: skip
-    table = Table(*shown)
-    for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in shown))
-    Console(width=160).print(table)
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from infoflow_lens.hooks.positions.probe import PositionsProbe
 from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.readouts import (
+    EmbeddingCosine,
     FunctionOfOutput,
     LogitDifference,
     LogProbability,
@@ -68,6 +69,7 @@ __all__ = [
     "AttentionWeight",
     "ContributionRoutes",
     "EdgeBudgetResult",
+    "EmbeddingCosine",
     "FunctionOfOutput",
     "GradedSetsProbe",
     "GradedSetsResult",

@@ -125,6 +125,28 @@ class LogProbability(Readout):
 
 
 @dataclass(frozen=True)
+class EmbeddingCosine(Readout):
+    """The cosine of a sentence's embedding, the mean of its last states, with another vector.
+
+    Args:
+        to: the other vector [d_model], such as the embedding of another sentence.
+        name: what it is called.
+    """
+
+    to: Float[Tensor, " d_model"]
+    name: str = "cosine of the two embeddings"
+    is_linear = False
+
+    def read(self, output: Any) -> Float[Tensor, " batch"]:
+        """Read the cosine off last states [batch, pos, d_model]."""
+        mean = logits_of(getattr(output, "last_hidden_state", output)).mean(dim=1)
+        return torch.cosine_similarity(mean, self.to.to(mean), dim=-1)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class FunctionOfOutput(Readout):
     """Any function of what the model gives.
 

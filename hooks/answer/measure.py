@@ -189,12 +189,18 @@ def _no_paths(question: Question) -> str:
 
 
 def _guess(question: Question) -> tuple[str, float]:
-    """What the model says where the readout reads, and how probable it finds that."""
-    logits = question.clean.logits
-    position = getattr(question.readout, "position", -1)
-    row = logits[position] if logits.ndim == 2 else logits
+    """What the model says where the readout reads, and how probable it finds that.
+
+    Nothing, where it gives no logits of tokens or classes at one position.
+    """
+    logits, model = question.clean.logits, question.model
+    if not hasattr(question.readout, "position"):
+        return "", torch.nan
+    row = logits[question.readout.position] if logits.ndim == 2 else logits
     chance, token = row.float().softmax(-1).max(dim=-1)
-    tokenizer: Any = getattr(question.model, "tokenizer", None)
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if logits.ndim == 1:
+        return f"class {int(token)}", float(chance)
     word = str(int(token)) if tokenizer is None else tokenizer.decode([int(token)])
     return word, float(chance)
 

@@ -32,7 +32,8 @@ class AnswerNumbers(Result):
         readout: what is asked, in words.
         value, other_value: the readout of the text, and of the other one.
         tokens, other_tokens: of the two texts, as one reads them.
-        guess, chance: what the model says, and how probable that is.
+        guess, chance: what the model says, and how probable that is; "" and NaN where it gives no
+            logits at one position.
         token_mean, token_error: [pos], when a token is replaced by the model's own guesses at its
             place: mean change and its standard error; NaN where it was not asked.
         token_other: [pos], when it is replaced by the other text's token.
@@ -245,10 +246,10 @@ class AnswerNumbers(Result):
 
     def summary(self) -> str:
         """What the model says, what decides, and how sure that is, in a few sentences."""
-        said = [
-            f"The model says {self.guess!r} ({self.chance:.0%}).",
-            f"{self.readout}: {self.value:+.2f}; in the other text {self.other_value:+.2f}.",
-        ]
+        said = [f"The model says {self.guess!r} ({self.chance:.0%})."] if self.guess else []
+        said.append(
+            f"{self.readout}: {self.value:+.2f}; in the other text {self.other_value:+.2f}."
+        )
         if len(self.places):
             middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
             said.append(

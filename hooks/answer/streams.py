@@ -157,7 +157,8 @@ class Streams:
         Returns:
             "q", "k", "v" [row, head, d_head], and "out" [row, d_model], what leaves the block.
         """
-        points, shown = self._names[layer], dict[str, Tensor]()
+        # a block that runs in several layers is that of the first one, where it runs alone
+        points, shown = self._names[self.blocks.index(self.blocks[layer])], dict[str, Tensor]()
 
         def look(what: str) -> HookFunction:
             def hook_fn(activation: Tensor, hook: Any) -> None:
@@ -263,6 +264,13 @@ class Streams:
                     f"else at a single position than in the whole text{reason}: paths cannot be "
                     "followed; expected blocks in which positions meet in attention alone"
                 )
+        point, others = question.state(question.n_layers), every[every != self.end]
+        elsewhere = float(question.measure([[question.exchange(point, others)]])[0])
+        if not abs(elsewhere) <= _at_least(_NEAR, last) * max(1.0, abs(question.gap)):
+            raise InfoFlowError(
+                f"{question.readout} reads other positions than {self.end}: expected a readout of "
+                "one position, to which paths lead"
+            )
         for layer in range(question.n_layers):
             self._check_attention(layer)
         clean = question.clean.value

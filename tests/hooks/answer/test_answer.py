@@ -16,7 +16,12 @@ from infoflow_lens.hooks.answer.steps import (
     measure_units,
 )
 from infoflow_lens.hooks.answer.streams import Streams
-from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
+from infoflow_lens.hooks.readouts import (
+    EmbeddingCosine,
+    FunctionOfOutput,
+    LogitDifference,
+    LogProbability,
+)
 from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.named import open_model
 from tests.reference import zoo
@@ -349,6 +354,48 @@ def test_any_function_of_the_output():
         sizes = [zoo.build("llama")(ids[None]).logits[0, -1].norm() for ids in two_texts()]
     assert (found.value, found.other_value) == near([float(s) for s in sizes])
     assert found.readout == "size"
+
+
+def test_why_two_sentences_are_near():
+    """The mean of the last states: words and heads, and no paths, which lead to one position."""
+    model = zoo.build("bert").bert
+    clean, other = two_texts()
+    with torch.no_grad():
+        to = model(zoo.tokens(1, 7, seed=9)).last_hidden_state[0].mean(0)
+        means = [model(ids[None]).last_hidden_state[0].mean(0) for ids in (clean, other)]
+    found = measure_answer(
+        open_model(model), clean, other, EmbeddingCosine(to), progress=False, batch_size=4
+    )
+    expected = [float(torch.cosine_similarity(mean, to, dim=0)) for mean in means]
+    assert (found.value, found.other_value) == near(expected)
+    assert float(found.strips[0][2]) == near(expected[1] - expected[0])
+    assert float(found.strips[-1].sum()) != near(0)  # all positions are read
+    assert not len(found.places)
+    assert "reads other positions" in found.notes[-1]
+    assert "The model says" not in found.summary()
+
+
+def test_one_block_in_several_layers_has_paths():
+    """As in ALBERT."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    torch.manual_seed(0)
+    config = AlbertConfig(
+        vocab_size=zoo.N_VOCAB, embedding_size=8, hidden_size=16, num_hidden_layers=3,
+        num_attention_heads=4, intermediate_size=32, initializer_range=0.4,
+        attn_implementation="eager",
+    )  # fmt: skip
+    clean, other = two_texts(5)
+    read = LogitDifference(ANSWER, AGAINST, 3)
+    question = Question(open_model(AlbertForMaskedLM(config).eval()), clean, other, read)
+    streams = Streams(question)
+    paths = all_paths(streams)
+    found = share(streams, [(paths, False), (paths, True)])
+    assert found == pytest.approx([1, 1], abs=1e-3)
+    row = [[question.exchange(question.z(2), question.of_head(2, 1))]]
+    at_last = question.measure(row)
+    question._blocks = []
+    torch.testing.assert_close(at_last, question.measure(row), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
