@@ -93,11 +93,12 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
     """
     folder = user_path(folder)
     # all of it before anything is written
-    rows, pages = [], {}
+    rows, pages, runs = [], {}, {}
     for study in STUDIES.values():
         for path in _folders_of(study, folder):
             run = recorded_run(study, path) if _has_run(study, path) else None
             if run is not None:
+                runs[path] = (study, run)
                 pages[path / "table.md"] = _report(study, path, run)
             rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
@@ -105,10 +106,11 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
     )
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
-        pages[path / "table.md"] = _report(study, path, recorded_run(study, path))
+        runs[path] = (study, recorded_run(study, path))
+        pages[path / "table.md"] = _report(study, path, runs[path][1])
     for name in page_templates():
         if _stands(folder / name):
-            pages[folder / name] = f"{_page(name, folder, pages)}\n"
+            pages[folder / name] = f"{_page(name, folder, pages, runs)}\n"
     page = folder / "README.md"
     of_readme = _PAGE if page in pages else _README
     pages[page] = _with_summary(page, pages.get(page), summary)
@@ -161,13 +163,19 @@ def language_model_runs(folder: Path) -> list[Path]:
     return [path.parent for path in sorted((folder / "language_model").glob("*/record.json"))]
 
 
-def _page(name: str, folder: Path, pages: Mapping[Path, str]) -> str:
+def _page(
+    name: str,
+    folder: Path,
+    pages: Mapping[Path, str],
+    runs: Mapping[Path, tuple[Study, "RecordedRun"]],
+) -> str:
     """Return a page filled from the runs in the folders beside it, and their tables.
 
     Args:
         name: of the page, by its path below the folder of all studies.
         folder: of all studies.
         pages: what will be written, by path.
+        runs: those that are read already, by folder.
     """
     beside = (folder / name).parent
 
@@ -183,6 +191,8 @@ def _page(name: str, folder: Path, pages: Mapping[Path, str]) -> str:
 
     @cache
     def of_run(run: str) -> tuple[Study, RecordedRun]:
+        if beside / run in runs:
+            return runs[beside / run]
         study = STUDY_KINDS[_config(beside / run / "record.json")["study"]]()
         return study, recorded_run(study, beside / run)
 

@@ -344,7 +344,11 @@ def _mean_over_cases(rows: "pd.DataFrame") -> float:
 
 def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
     """How a method compares with another on the same sequences: "ahead", "behind" or "level"."""
-    ends = [_lead(rows, method, other, metric) for metric in _JUDGED]
+    return _outcome(_by_sequence(rows), method, other)
+
+
+def _outcome(means: "pd.DataFrame", method: str, other: str) -> str:
+    ends = [_mean(means[name][method] - means[name][other]) for name in _JUDGED]
     if all(mean - half > 0 for mean, half in ends):
         return "ahead"
     return "behind" if all(mean + half < 0 for mean, half in ends) else "level"
@@ -352,10 +356,13 @@ def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
 
 def _lead(rows: "pd.DataFrame", method: str, other: str, metric: str) -> tuple[float, float]:
     """The mean of the paired difference, and half its 95% interval."""
-    one, two = (
-        rows[rows["method"] == name].groupby("sequence")[metric].mean() for name in (method, other)
-    )
-    return _mean(one - two)
+    means = _by_sequence(rows)[metric]
+    return _mean(means[method] - means[other])
+
+
+def _by_sequence(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """What is judged, by method and sequence."""
+    return rows.groupby(["method", "sequence"])[list(_JUDGED)].mean()
 
 
 def _interval(rows: "pd.DataFrame", method: str, other: str, metric: str) -> str:
@@ -379,8 +386,9 @@ def _compared(influence: str, results: "pd.DataFrame") -> "pd.DataFrame":
     chosen, rows = chosen_of(results), last_layer(_test(results))
     rows = rows[rows["influence"] == influence]
     found = {
-        (model, method): outcome(some, method, chosen)
+        (model, method): _outcome(means, method, chosen)
         for (model,), some in groups(rows, ("model",))
+        for means in [_by_sequence(some)]
         for method in dict.fromkeys(some["method"])
         if method not in (chosen, "measured") and chosen in set(some["method"])
     }
@@ -402,10 +410,11 @@ def tally(results: "pd.DataFrame") -> "pd.DataFrame":
     return pd.DataFrame(
         [
             {"model": model, "influence": influence, "method": method,
-             "outcome": outcome(some, chosen, method)}
+             "outcome": _outcome(means, chosen, method)}
             for (model, influence), some in groups(
                 rows[rows["weights"] != _RANDOM], ("model", "influence")
             )
+            for means in [_by_sequence(some)]
             for method in dict.fromkeys(some["method"])
             if method not in (chosen, "measured")
         ],
