@@ -48,9 +48,12 @@ def frame(means, controls=(0.1, 0.05)):
     ],
 )
 def test_the_rule(means, claims):
+    """Sizes that learnt nothing do not count as alike (T10)."""
     assert broken(STUDY, frame(means)) == claims
     largest = STUDY.claims()[1].numbers(frame(means))
     assert largest["T = 32, E = 64"] == pytest.approx(means[32][1])
+    alike = STUDY.claims()[2].numbers(frame(means))
+    assert set(alike) == {f"T = {t}" for t, (least, _) in means.items() if least <= 0.9}
 
 
 @pytest.mark.parametrize("controls", [(0.4, 0.05), (0.1, 0.4), (0.1, float("nan"))])
