@@ -90,12 +90,14 @@ def hosted(name: str, alone: Any, tokenizer: Any, has_words: bool) -> Any:
 
     first = next(alone.parameters())
     device, dtype = str(first.device), first.dtype
-    tokens, expected = _few_tokens(alone.config, device), None
+    tokens = _few_tokens(alone.config, device)
+    expected: list[torch.Tensor] = []
     if alone.main_input_name == "input_ids":
         # now: a bridge changes the model
         with torch.no_grad():
-            expected = getattr(alone(tokens), "logits", None)
-        check_gives_numbers(alone, expected)
+            made = [getattr(alone(tokens, **mask), "logits", None) for mask in _masks(tokens)]
+        check_gives_numbers(alone, made[0])
+        expected = [logits for logits in made if logits is not None]
     # by its whole path: a folder may be called what TransformerLens takes for another model
     place = str(Path(name).absolute()) if Path(name).is_dir() else name
     model = TransformerBridge.boot_transformers(
@@ -105,7 +107,7 @@ def hosted(name: str, alone: Any, tokenizer: Any, has_words: bool) -> Any:
     if not has_words:
         model.tokenizer = None
     model.eval()
-    if expected is not None:
+    if expected:
         _check_computes(model, tokens, expected, name, type(alone).__name__)
     return model
 
@@ -303,27 +305,37 @@ def _few_tokens(config: Any, device: str) -> torch.Tensor:
     return torch.randint(getattr(text, "vocab_size", 1), (2, 8), generator=generator).to(device)
 
 
+def _masks(tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
+    """Make no mask, and one by which the second sequence ends earlier."""
+    mask = torch.ones_like(tokens)
+    mask[1, -3:] = 0
+    return {}, {"attention_mask": mask}
+
+
 def _check_computes(
-    model: Any, tokens: torch.Tensor, expected: torch.Tensor, name: str, kind: str
+    model: Any, tokens: torch.Tensor, expected: list[torch.Tensor], name: str, kind: str
 ) -> None:
-    """Refuse a bridge with other logits than its model.
+    """Refuse a bridge with other logits than its model, with padding or without.
 
     Raises:
         InfoFlowError: with the difference.
     """
-    with torch.no_grad():
-        found = model(tokens)
-    largest = float((expected - expected.mean(-1, keepdim=True)).abs().max())
-    same_shape = found.shape == expected.shape
-    apart = float((found.float() - expected.float()).abs().max()) if same_shape else float("inf")
-    if not apart <= _TOLERANCE[expected.dtype] * largest:
-        raise InfoFlowError(
-            f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
-            f"something else than {name!r} itself, a {kind}: logits differ by "
-            f"{apart / largest:.0%} of their range; what is measured on it would be said of "
-            "another model. Expected an architecture that the bridge reproduces; try another "
-            "version of transformer-lens"
-        )
+    for mask, right in zip(_masks(tokens), expected, strict=True):
+        with torch.no_grad():
+            found = model(tokens, **mask)
+        largest = float((right - right.mean(-1, keepdim=True)).abs().max())
+        apart = float("inf")
+        if found.shape == right.shape:
+            gap = (found.float() - right.float()).abs().amax(dim=-1)
+            apart = float(gap[mask.get("attention_mask", torch.ones_like(tokens)) > 0].max())
+        if not apart <= _TOLERANCE[right.dtype] * largest:
+            raise InfoFlowError(
+                f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
+                f"something else than {name!r} itself, a {kind}: logits differ by "
+                f"{apart / largest:.0%} of their range{' where a batch is padded' * bool(mask)}; "
+                "what is measured on it would be said of another model. Expected an architecture "
+                "that the bridge reproduces; try another version of transformer-lens"
+            )
 
 
 @contextmanager

@@ -112,12 +112,14 @@ def load_any(
     measurement; any other model of the Hugging Face hub, owner/name, and with TransformerLens 4
     all, by TransformerBridge.
 
-    What is hosted by a bridge is run once on a few tokens, beside the model of Hugging Face alone:
-    a bridge that computes something else, and files that lack weights, are refused.
+    What is hosted by a bridge is run on a few tokens, with padding and without, beside the model of
+    Hugging Face alone: where the bridge computes something else, the model is opened as it is, see
+    :func:`open_model`. Files that lack weights are refused.
 
     A model of TransformerLens that is in memory is taken as it is. One of transformers is hosted by
     a bridge over the same weights, in evaluation mode and with eager attention; your own model is
-    left as it was found, and training it trains what the bridge shows.
+    left as it was found, and training it trains what the bridge shows. With attention of your own,
+    or adapters in it, it is opened as it is.
 
     Weights are left as they were trained. TransformerLens would by default fold layer norms into
     the weights after them and center what writes to the residual stream: queries, keys and patterns
@@ -502,7 +504,8 @@ def _in_memory(
     if not isinstance(model, PreTrainedModel):
         opened = open_model(model, tokenizer)
         return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
-    if backend == "opened":
+    # a bridge follows the tensors of a model alone
+    if backend == "opened" or (backend == "auto" and _runs_own_code(model)):
         tokenizer = own_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
         opened = open_model(model, tokenizer)
         return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
@@ -529,6 +532,19 @@ def _in_memory(
                     tokenizer = own_tokenizer(name)
                 found = _opened_instead(model, tokenizer, error)
     return LoadedModel(found, tokenizer, "memory", _description(found, name))
+
+
+def _runs_own_code(model: Any) -> bool:
+    """Whether a model of transformers has adapters, or attention that transformers does not have.
+
+    Such attention has a name of its own, or stands under that of another.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(model.config, "_attn_implementation", None) or "eager"
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    is_ours = function is None or function.__module__.startswith("transformers.")
+    return not is_ours or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _opened_instead(model: nn.Module, tokenizer: Any, error: Exception) -> NamedModel:

@@ -13,17 +13,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from infoflow_lens import InfoFlowError, flow, open_model
+from infoflow_lens.models import bridges
 from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import NamedModel
 from tests.conftest import make_token_model, some_of
-from tests.reference import zoo
+from tests.reference import families, zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
 TOKENS = zoo.tokens(3, 9)
@@ -119,6 +121,51 @@ def test_a_model_that_a_bridge_gets_wrong_is_opened_as_it_is(tmp_path, monkeypat
         assert isinstance(found.model, NamedModel)
         alone = plain("llama") if dtype == "float32" else None
         assert alone is None or logits(found.model).equal(alone)
+
+
+def test_a_model_whose_bridge_loses_the_causal_mask_in_padded_batches_is_opened(tmp_path):
+    model = families.build("openai-gpt")
+    model.save_pretrained(tmp_path)
+    ids = families.tokens()
+    mask = families.masks(ids)["right"]["attention_mask"]
+    found = load_any(tmp_path).model
+    assert isinstance(found, NamedModel)
+    torch.testing.assert_close(
+        found(ids, attention_mask=mask), model(ids, attention_mask=mask).logits, rtol=0, atol=1e-5
+    )
+    with (
+        bridges.tokenizer_of(None) as (words, _),
+        pytest.raises(InfoFlowError, match="of their range where a batch is padded"),
+    ):
+        bridges.hosted("mine", model, words, False)
+
+
+def narrow(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention of a user's own: each query sees itself and the key before."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    near = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril().triu(-1)
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~near, -torch.inf)
+    weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+@pytest.mark.parametrize("name", ["narrow", "sdpa"])
+def test_attention_of_ones_own_is_what_a_flow_shows(name, monkeypatch):
+    """Under a name of its own, or in the place of another: eager attention stood in for it."""
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._local_mapping, name, narrow)
+    model = zoo.build("llama")
+    model.set_attn_implementation(name)
+    ids = zoo.tokens(1, 7)
+    found = flow(model, ids, -1, influence="exact", progress=False)
+    sees = torch.ones(7, 7, dtype=torch.bool).tril().triu(-1)
+    assert all(torch.equal(layer[0] > -torch.inf, sees.expand_as(layer[0]))
+               for layer in found.attention.scores)  # fmt: skip
+    influence = found.influence.full()[:, 0, 6]
+    for layer, of_token in enumerate(influence):
+        assert not of_token[: 6 - (layer + 1)].any()
+        assert (of_token[6 - (layer + 1) : 6] > 0).all()
+    assert model.config._attn_implementation == name
 
 
 @pytest.mark.parametrize(
