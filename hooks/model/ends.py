@@ -21,12 +21,14 @@ class Start:
         d_vocab: so many of them it knows.
         pos_embed: where positions are added to what it gives, if they are.
         n_ctx: positions that have a vector, where those are looked up in a table.
+        is_turned: whether it gives [pos, batch, width], as in XLNet.
     """
 
     embed: str | None = None
     d_vocab: int | None = None
     pos_embed: Place | None = None
     n_ctx: int | None = None
+    is_turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
     """
     ids = next((t for t in given if not t.is_floating_point() and t.ndim == 2), None)
     call = next((c for c in log.module_calls() if ids is not None and _embeds(c, ids)), None)
-    if call is None:
+    if ids is None or call is None:
         return Start()
     weight = getattr(call.module, "weight", None)
     d_vocab = len(weight) if isinstance(weight, Tensor) else None
@@ -71,7 +73,8 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
                 place = Place("sum", number=number)
                 return Start(call.path, d_vocab, place, _table_length(log, added))
             same, number = [*same, *op.outputs], number + 1
-    return Start(call.path, d_vocab)
+    is_turned = call.inputs[0].equal(ids.T) and not call.inputs[0].equal(ids)
+    return Start(call.path, d_vocab, is_turned=is_turned)
 
 
 def _embeds(call: ModuleCall, ids: Tensor) -> bool:

@@ -196,7 +196,13 @@ class SiteRun(Tap):
         return _swap(out, old, self._show_embedding(old))
 
     def _show_embedding(self, tensor: Tensor) -> Tensor:
-        shown = self._fire(EMBED, tensor) if EMBED in self._names else tensor
+        shown = tensor
+        if EMBED in self._names and self._anatomy.start.is_turned:
+            turned = tensor.transpose(0, 1)
+            answer = self._fire(EMBED, turned)
+            shown = tensor if answer is turned else answer.transpose(0, 1)
+        elif EMBED in self._names:
+            shown = self._fire(EMBED, tensor)
         if POS_EMBED in self._names:
             self._copies = {id(shown): shown}
         return shown
