@@ -36,22 +36,23 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
             show what their heads write.
     """
     check_one_device(model)
-    rows = list(read_inputs(model, inputs).sequences())
+    batches = read_inputs(model, inputs)
+    rows = list(batches.rows)
     if len(rows) != 1:
         raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
-    asked, tokens = readout.bind(model), rows[0][None]
+    asked, batch = readout.bind(model), batches.whole()
     with eval_mode(model):
         writers, held = Writers(model), HeldNorms()
         points = [name for name in _attention_points(writers) if name in hook_points(model)]
         with torch.enable_grad(), held:
             caught = call(
-                model, tokens, points, edit=list(writers.cut()), output=True, keep_graph=True
+                model, batch, points, edit=list(writers.cut()), output=True, keep_graph=True
             )
             value = asked.read(caught.output)
             values = writers.shares(value, torch.ones_like(value)[None])[0]
             by_key = _by_key(writers, value, {n: a.detach() for n, a in caught.activations.items()})
         with HeldNorms(held.statistics):
-            silent = call(model, tokens, edit=list(writers.silence()), output=True)
+            silent = call(model, batch, edit=list(writers.silence()), output=True)
         constants = float(asked.read(silent.output)) if asked.is_linear else 0.0
     return Shares(
         values=values.cpu(),

@@ -51,11 +51,12 @@ def measure_why(
     """
     check_one_device(model)
     layer = place(layer, layer_count(model), "layer", "layers")
-    rows = list(read_inputs(model, inputs).sequences())
+    batches = read_inputs(model, inputs)
+    rows = list(batches.rows)
     if len(rows) != 1:
         raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
     with eval_mode(model):
-        (found,) = score_layers(model, rows[0][None], [layer])
+        (found,) = score_layers(model, batches.whole(), [layer])
         n_heads, n_pos = found.scores.shape[:2]
         head = place(head, n_heads, "head", "heads")
         query = place(query, n_pos, "query", "positions")
@@ -97,9 +98,10 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
     check_one_device(model)
     found, layers = [], range(layer_count(model))
     names: tuple[str, ...] = ()
-    for row in read_inputs(model, inputs).sequences():
+    batches = read_inputs(model, inputs)
+    for index, row in enumerate(batches.rows):
         with eval_mode(model):
-            scored = score_layers(model, row[None], layers)
+            scored = score_layers(model, batches.part(index, index + 1).whole(), layers)
             names = scored[-1].parts
             special = special_positions(model, row)
             found.append([_lines(layer, special, names, strongest) for layer in scored])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
 from infoflow_lens.hooks.model.semantics import attention_hook, hook_semantics
 from infoflow_lens.hooks.passes.view import Pass
@@ -126,7 +127,7 @@ class LayerScores:
 
 
 @torch.enable_grad()
-def score_layers(model: nn.Module, tokens: Tensor, layers: Sequence[int]) -> list[LayerScores]:
+def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[LayerScores]:
     """Run one input three times, up to the last of some layers, and read how these make scores.
 
     The passes are the model's own, whose writers are cut; one in which nothing is written, whose
@@ -135,7 +136,7 @@ def score_layers(model: nn.Module, tokens: Tensor, layers: Sequence[int]) -> lis
 
     Args:
         model: a model with hook points, in evaluation mode.
-        tokens: one sequence, [1, pos] or [1, pos, d_token].
+        batch: one sequence.
         layers: in order.
 
     Raises:
@@ -158,7 +159,7 @@ def score_layers(model: nn.Module, tokens: Tensor, layers: Sequence[int]) -> lis
 
     with held:
         cut = [*writers.cut(), *((name, keeper(name)) for name in sides)]
-        own = call(model, tokens, scores, edit=cut, keep_graph=True).activations
+        own = call(model, batch, scores, edit=cut, keep_graph=True).activations
     chosen = {
         (layer, side): _shown_side(model, layer, side, shown) for layer in layers for side in "qk"
     }
@@ -166,8 +167,8 @@ def score_layers(model: nn.Module, tokens: Tensor, layers: Sequence[int]) -> lis
     nothing: list[NamedHook] = [*writers.pin(), *((name, _zeros) for name in used)]
     with torch.no_grad():
         with HeldNorms(held.statistics):
-            silent = call(model, tokens, [*used, *scores], edit=list(writers.silence())).activations
-        bare = call(model, tokens, scores, edit=nothing).activations
+            silent = call(model, batch, [*used, *scores], edit=list(writers.silence())).activations
+        bare = call(model, batch, scores, edit=nothing).activations
     for layer, point in zip(layers, scores, strict=True):
         has_both = all(bool(shown[chosen[layer, side]].any()) for side in "qk")
         if has_both and bare[point].equal(own[point]):

@@ -3,6 +3,8 @@
 The reference is the plain model of transformers, called with the same columns.
 """
 
+import copy
+
 import datasets
 import pandas as pd
 import pytest
@@ -23,7 +25,7 @@ from infoflow_lens import (
     run_probes,
     why,
 )
-from infoflow_lens.hooks import LogProbability, PatternsProbe, measure_shares
+from infoflow_lens.hooks import LogitDifference, LogProbability, PatternsProbe, measure_shares
 from infoflow_lens.hooks.mechanisms.ideals import substituted
 from infoflow_lens.hooks.model.inputs import Batch, read_inputs
 from infoflow_lens.hooks.passes.run import run
@@ -192,8 +194,6 @@ def test_zeros_are_no_types_where_the_model_takes_them_for_none():
 # What cannot be measured with columns
 
 REFUSED = {
-    "shares": lambda model, given: measure_shares(model, given, LogProbability(5)),
-    "why": lambda model, given: why(model, given, 0, 0),
     "probe": lambda model, given: probe(model, given, progress=False),
     "resample": lambda model, given: run_probes(
         model, given, [ResampleInfluence(IDS)], progress=False
@@ -206,6 +206,34 @@ def test_what_reads_ids_alone_refuses_columns_by_name(case, ask):
     model, given, _ = case("token_type_ids")
     with pytest.raises(InfoFlowError, match="token_type_ids"):
         REFUSED[ask](model, given)
+
+
+def test_shares_and_reasons_are_of_the_pass_with_columns(case):
+    """The same as of a model whose word embeddings hold what the types add."""
+    model, given, _ = case("token_type_ids")
+    given = {name: values[:1] for name, values in given.items()}
+    with torch.no_grad():
+        logits = model.original_model(**given).logits[0, -1]
+    found = measure_shares(model, given, LogitDifference(5, 6))
+    assert found.value == pytest.approx(float(logits[5] - logits[6]), abs=1e-5)
+    own = copy.deepcopy(model.original_model)
+    types, words = (getattr(own.bert.embeddings, f"{n}_embeddings") for n in ("token_type", "word"))
+    later = given["input_ids"][0, 4:]  # ids that stand at no earlier place
+    assert not set(later.tolist()) & set(given["input_ids"][0, :4].tolist())
+    decoder = own.cls.predictions.decoder
+    decoder.weight = torch.nn.Parameter(decoder.weight.detach().clone(), requires_grad=False)
+    words.weight.data[later.unique()] += types.weight[1] - types.weight[0]
+    same = measure_shares(open_model(own), given["input_ids"], LogitDifference(5, 6))
+    assert found.value == pytest.approx(same.value, abs=1e-5)  # the embedding's own is another
+    torch.testing.assert_close(found.values[1:], same.values[1:], rtol=1e-4, atol=1e-6)
+    _, cache = model.run_with_cache(**given)
+    row = cache["attn_scores", 1][0, 2, 6]
+    reason = why(model, given, 1, 2)
+    best = row.topk(2)
+    assert reason.keys == tuple(best.indices.tolist())
+    assert reason.margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-5)
+    assert abs(reason.distance) < 1e-4
+    assert flow(model, given, progress=False).reasons is not None
 
 
 def test_files_with_columns_are_refused_by_probe(case, tmp_path):
