@@ -16,6 +16,7 @@ from infoflow_lens.models.architecture import Architecture
 from tests.processes import server
 
 torch.set_num_threads(1)  # the models are small, and tests run in parallel
+os.fsync = lambda descriptor: None  # it waits for a disk, and no test takes the power away
 
 # Shared and noisy machines: examples may be slow without anything being wrong.
 settings.register_profile("default", deadline=None, print_blob=True)

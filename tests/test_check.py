@@ -1,5 +1,6 @@
 """Which tests a change needs, on a small package; `make check` asks it of our own."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -65,9 +66,10 @@ def test_nothing_has_changed_in_what_is_equal():
     assert changed_statements(SOURCE, SOURCE) == (set(), set())
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
     """A package whose tests were recorded."""
+    tmp_path = tmp_path_factory.mktemp("package")
     for place, text in {
         "pkg/__init__.py": "",
         "pkg/clip.py": SOURCE,
@@ -85,6 +87,13 @@ def project(tmp_path, monkeypatch):
         "print(list(table.record(table.stale(), jobs=1)), table.stale())\n"
     )
     assert printed_by(tmp_path / "script.py", folder=tmp_path).endswith("[] []\n")
+    return tmp_path
+
+
+@pytest.fixture
+def project(recorded, tmp_path, monkeypatch):
+    """A copy of it, to be changed."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return Table(Path("executed"), "pkg")
 

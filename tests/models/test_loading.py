@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import NamedModel
 from tests.conftest import make_token_model, some_of
+from tests.processes import started
 from tests.reference import families, zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -811,11 +811,12 @@ def test_what_transformers_logs_of_a_folder_sends_nothing_to_the_terminal(tmp_pa
     tensors = load_file(folder / "model.safetensors")
     tensors["transformer.h.0.\x1b]0;pwned\x07x"] = torch.zeros(2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    command = [sys.executable, "-m", "infoflow_lens.cli", "inspect", str(folder)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    with started("-m", "infoflow_lens.cli", "inspect", folder, folder=tmp_path) as said:
+        assert said.wait(600) == 0
+        printed, logged = said.stdout, said.stderr
     # TransformerLens 3 silences what transformers logs while it loads
-    assert HAS_HOOKED_TRANSFORMER or "pwned" in said.stderr
-    assert not [mark for mark in ("\x1b]", "\x07") if mark in said.stderr + said.stdout]
+    assert HAS_HOOKED_TRANSFORMER or "pwned" in logged
+    assert not [mark for mark in ("\x1b]", "\x07") if mark in logged + printed]
 
 
 @needs_version_4

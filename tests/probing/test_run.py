@@ -193,7 +193,6 @@ def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
 
 @pytest.mark.parametrize("part", ["states", "mechanisms"])
 def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypatch, part):
-    whole = run(tmp_path / "whole", config)
     model = load_any(config.model).model
     seen, original = [], type(model).forward
     finding = []  # what is found of a model once is no batch of the run
@@ -225,7 +224,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", counted(None))
-        run(tmp_path / "counted", only)
+        whole = run(tmp_path / "whole", only)
         total = len(seen)
         seen.clear()
         patch.setattr(type(model), "forward", counted(2 if part == "states" else total - 4))
