@@ -4,7 +4,9 @@ import ctypes
 import gc
 import os
 import shutil
+import subprocess
 import sys
+from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for scripts that tests start, before torch loads
 
@@ -125,6 +127,35 @@ def some_of(cases, *always):
     return [
         pytest.param(*values, marks=() if case in always else pytest.mark.slow)
         for case, values in zip(cases, several, strict=True)
+    ]
+
+
+@cache
+def _third():
+    """Which third of tables this commit runs; None where there is no commit."""
+    command = ["git", "-C", os.path.dirname(__file__), "rev-parse", "--short=7", "HEAD"]
+    try:
+        return int(subprocess.run(command, check=True, capture_output=True).stdout, 16) % 3
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+
+
+def third_of(rows, columns, *always):
+    """A third of a large table, slow, with something of each row and column.
+
+    Another one after most commits; the others run with acceptance. Some cases run always.
+    """
+    marks = (pytest.mark.slow, pytest.mark.acceptance)
+    return [
+        pytest.param(
+            row,
+            column,
+            marks=()
+            if (row, column) in always
+            else marks[_third() is not None and (i + j) % 3 != _third()],
+        )
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
     ]
 
 

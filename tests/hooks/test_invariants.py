@@ -42,7 +42,7 @@ from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.named import open_model
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, third_of
 from tests.reference import zoo
 
 N, LENGTH = 12, 7
@@ -472,9 +472,7 @@ def test_what_holds_for_every_probe(holds, probe, name, case_of):
     holds(*case_of(name), EVERY[probe])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda holds: holds.__name__)
+@pytest.mark.parametrize(("holds", "name"), third_of(PROPERTIES, MODELS))
 def test_what_holds_for_every_probe_on_every_model(holds, name, case_of):
     for make in EVERY.values():
         holds(*case_of(name), make)

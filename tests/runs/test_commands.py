@@ -24,7 +24,7 @@ from infoflow_lens.studies import demo
 from infoflow_lens.studies.language_model import training
 from infoflow_lens.studies.language_model.config import preset
 from infoflow_lens.studies.language_model.snapshots import untrained
-from tests.conftest import some_of
+from tests.conftest import some_of, third_of
 from tests.foundation.test_documents import occupy
 from tests.processes import started
 from tests.reference import zoo
@@ -438,11 +438,10 @@ STREAMS = ("stdout", "stderr", "stdin,stdout,stderr")
 
 @pytest.mark.parametrize(
     ("command", "closed"),
-    some_of(
-        [(command, closed) for command in sorted(EVERY) for closed in STREAMS],
-        *[("probe", closed) for closed in STREAMS], ("tasks", "stdout"),
+    third_of(
+        sorted(EVERY), STREAMS, *[("probe", closed) for closed in STREAMS], ("tasks", "stdout")
     ),
-)  # fmt: skip
+)
 def test_commands_work_where_streams_are_closed(command, closed, model, small, tmp_path):
     """Every command ended in a traceback; and what libraries print went into our own files."""
     if command in ("demo", "train-language-model"):
