@@ -207,16 +207,19 @@ class AnswerNumbers(Result):
         """Say where a head of :attr:`looked` looks, and what it writes from there."""
         layer, head = self.looked[number].tolist()
         said = []
-        for text, words in enumerate((self.tokens, self.other_tokens)):
+        for text in range(2):
             at = int(self.looks[number, text].argmax())
             writes = float(self.writes[number, text, at])
             wrote = "" if writes != writes else f", writes {writes:+.2f} from there"
-            where = f"{words[at]}@{at} ({float(self.looks[number, text, at]):.2f}){wrote}"
+            where = (
+                f"{self._word(at, text == 1)} ({float(self.looks[number, text, at]):.2f}){wrote}"
+            )
             said.append(f"{'looks at' if text == 0 else 'in the other text at'} {where}")
         return f"{layer}.{head} {'; '.join(said)}"
 
-    def _word(self, position: int) -> str:
-        return f"{self.tokens[position]}@{position}"
+    def _word(self, position: int, other: bool = False) -> str:
+        word = (self.other_tokens if other else self.tokens)[position]
+        return f"{word.strip() or repr(word)}@{position}"
 
     def bundles(self) -> list[tuple[str, list[int]]]:
         """Paths that do one thing, such as nine heads that carry one word: a sentence and places.

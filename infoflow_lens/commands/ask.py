@@ -91,9 +91,9 @@ def _print(found: Any) -> None:
         ],
     )
     if found.strip_layers:
-        print_lines(
-            "Where: share of the difference in the state of each word, by layer", _strips(found)
-        )
+        out.print("[bold]Where: share of the difference in the state of a word, by layer[/bold]")
+        for line in _strips(found):
+            show(f"    {line}")
     print_lines("Words: change when each is replaced", _words(found))
     heads = found.to_frame("heads").dropna().head(10)
     pairs = zip(heads["name"], heads["effect"], strict=True)

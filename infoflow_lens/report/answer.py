@@ -5,7 +5,8 @@ from typing import Any
 
 from infoflow_lens.hooks.answer.result import AnswerNumbers
 from infoflow_lens.report.assets import with_policy
-from infoflow_lens.report.charts import HeatMap, Table, render_chart
+from infoflow_lens.report.charts import Table, render_chart
+from infoflow_lens.report.strips import draw_strips
 from infoflow_lens.report.templating import templates
 
 _HEADS = 40  # rows of heads and MLPs
@@ -23,21 +24,13 @@ def render_answer(answer: AnswerNumbers) -> str:
         },
         [
             [
-                said,
+                f"{number}. {said}",
                 len(group),
                 *(float(c[group].sum()) for c in (answer.path_effect, answer.path_cost)),
             ]
-            for said, group in lines
+            for number, (said, group) in enumerate(lines, 1)
         ],
     )
-    shares = (-answer.strips / answer.gap).clamp(min=0).tolist()
-    hover = [
-        [
-            f"{word} ({position}), layer {layer}: {share:.0%}"
-            for position, (word, share) in enumerate(zip(answer.tokens, row, strict=True))
-        ]
-        for layer, row in zip(answer.strip_layers, shares, strict=True)
-    ]
     page = (
         templates()
         .get_template("answer.html.j2")
@@ -46,7 +39,7 @@ def render_answer(answer: AnswerNumbers) -> str:
             chart=render_chart,
             bundles=bundles if lines else None,
             paths=Table.of_frame(answer.to_frame("paths")) if lines else None,
-            strips=_strips(answer, shares, hover) if shares else None,
+            strips=draw_strips(answer) if len(answer.strips) else None,
             words=Table.of_frame(answer.to_frame("tokens")),
             heads=Table.of_frame(answer.to_frame("heads").head(_HEADS)),
             looks=_looks(answer),
@@ -64,17 +57,15 @@ def _looks(answer: AnswerNumbers) -> Table | None:
         row: list[Any] = [f"{layer}.{head}", effects[layer, head]]
         for text, words in enumerate((answer.tokens, answer.other_tokens)):
             at = int(answer.looks[number, text].argmax())
-            row += [f"{words[at]}@{at}", float(answer.looks[number, text, at])]
+            row.append(f"{words[at].strip()}@{at} ({float(answer.looks[number, text, at]):.2f})")
             row.append(float(answer.writes[number, text, at]))
         rows.append(row)
-    columns = {"head": "layer and number", "effect": "with the other text's output"}
-    for where in ("in the text", "in the other text"):
-        columns |= {f"looks at, {where}": "the key with the largest weight", f"weight, {where}": ""}
-        columns[f"writes, {where}"] = "towards the readout from that key, directly"
+    columns = {
+        "head": "layer and number",
+        "effect": "with the other text's output",
+        "looks at": "the key with the largest weight",
+        "writes": "towards the readout from that key, directly",
+        "other text: looks at": "the key with the largest weight there",
+        "other text: writes": "towards the readout from that key, directly",
+    }
     return Table(columns, rows) if rows else None
-
-
-def _strips(answer: AnswerNumbers, shares: Any, hover: Any) -> HeatMap:
-    layers = ", ".join(map(str, answer.strip_layers))
-    title = f"Share of the difference, rows: layers {layers}"
-    return HeatMap(title, shares, 1.0, "row", "position", hover)

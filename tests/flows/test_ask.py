@@ -148,3 +148,16 @@ def test_a_notebook_shows_the_summary(found):
     shown = found._repr_html_()
     assert "Answer" in shown
     assert "The model says" in shown
+
+
+def test_the_picture_has_every_strip_and_every_bundle(found):
+    from infoflow_lens.report.strips import draw_strips
+
+    picture = str(draw_strips(found))
+    assert picture.count('class="cell"') == found.strips.numel()
+    assert picture.count("<circle") == len(found.bundles())
+    for number, (sentence, _) in enumerate(found.bundles(), 1):
+        assert f"{number}. {sentence}" in picture
+    shares = (-found.strips / found.gap).clamp(0, 1)
+    for share in shares.flatten().tolist():
+        assert f'fill-opacity="{share:.3f}"' in picture

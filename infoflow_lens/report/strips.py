@@ -1,0 +1,120 @@
+"""A picture of an answer: states by layer and word, with the paths that decide drawn on them."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup, escape
+
+from infoflow_lens.hooks.answer.result import AnswerNumbers
+
+_LEFT, _TOP, _ROW, _NARROW, _LETTER = 74, 26, 24, 30, 7.2
+_FOOT = 64  # for the numbers beneath the words
+_WIDEST = 6.0  # of a line
+
+
+def draw_strips(answer: AnswerNumbers) -> Markup:
+    """Draw the strips that were measured, the bundles of paths on them, and numbers of words.
+
+    A line runs from where its writer stands, in layers and words, to its reader; its number is that
+    of its row among the bundles, its width the effect when it is cut.
+    """
+    strips = [[-v / answer.gap for v in row] for row in answer.strips.tolist()]
+    layers = answer.strip_layers
+    width = [max(_NARROW, _LETTER * len(word) + 10) for word in answer.tokens]
+    left = [_LEFT + sum(width[:i]) for i in range(len(width) + 1)]
+    middle = [left[i] + width[i] / 2 for i in range(len(width))]
+    foot = _TOP + _ROW * len(layers)
+
+    def height(layer: float) -> float:
+        """Where what enters a layer stands, between the rows that were measured."""
+        for row, (above, below) in enumerate(zip(layers, layers[1:])):
+            if layer <= below:
+                return _TOP + _ROW * (row + 0.5 + (layer - above) / max(1, below - above))
+        return foot - _ROW / 2
+
+    parts = []
+    for position, word in enumerate(answer.tokens):
+        bold = ' font-weight="700"' if position in answer.changed else ""
+        parts.append(
+            f'<text class="tick"{bold} x="{middle[position]:.1f}" y="16" text-anchor="middle">'
+            f"{escape(word.strip() or word)}</text>"
+        )
+    for row, (layer, shares) in enumerate(zip(layers, strips, strict=True)):
+        name = "the end" if row == len(layers) - 1 else f"layer {layer}"
+        y = _TOP + _ROW * row
+        parts.append(
+            f'<text class="tick" x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{name}</text>'
+        )
+        for position, share in enumerate(shares):
+            said = f"{answer.tokens[position]} ({position}), {name}: {share:.0%} of the difference"
+            parts.append(
+                f'<rect class="cell" x="{left[position] + 1:.1f}" y="{y + 1}" '
+                f'width="{width[position] - 2:.1f}" height="{_ROW - 2}" '
+                f'fill-opacity="{min(1.0, max(0.0, share)):.3f}">'
+                f"<title>{escape(said)}</title></rect>"
+            )
+    lines = answer.bundles() if strips else []
+    sizes = [abs(float(answer.path_effect[group].sum())) for _, group in lines]
+    for number, (sentence, group) in enumerate(lines):
+        parts += _line(answer, number, sentence, group, sizes, middle, height, foot)
+    for at, column, name in (
+        (16, answer.token_mean, "needed"),
+        (34, answer.token_other, "decides"),
+    ):
+        if not all(math.isnan(v) for v in column.tolist()):
+            parts.append(
+                f'<text class="tick" x="{_LEFT - 8}" y="{foot + at}" text-anchor="end">'
+                f"{name}</text>"
+            )
+            parts += [
+                f'<text class="tick" x="{middle[position]:.1f}" y="{foot + at}" '
+                f'text-anchor="middle">{value:+.1f}</text>'
+                for position, value in enumerate(column.tolist())
+                if not math.isnan(value) and (value or name == "needed")
+            ]
+    right = left[-1] + 20 + _bend(len(lines))
+    size = f'width="{right:.0f}" height="{foot + _FOOT}"'
+    box = f'viewBox="0 0 {right:.0f} {foot + _FOOT}"'
+    label = "Share of the difference by layer and word, and the paths that decide"
+    picture = f'<svg {size} {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return Markup(f'<div class="scroll">{picture}</div>')  # noqa: S704 (words are escaped above)
+
+
+def _bend(number: int) -> float:
+    """How far a line that stays on one word goes aside, so that several can be told apart."""
+    return 30 + 14 * min(number, 12)
+
+
+def _line(
+    answer: AnswerNumbers,
+    number: int,
+    sentence: str,
+    group: Sequence[int],
+    sizes: Sequence[float],
+    middle: Sequence[float],
+    height: Callable[[float], float],
+    foot: float,
+) -> list[str]:
+    """Draw a bundle from the mean place of its writers to that of its readers."""
+    places = [answer.places[path].tolist() for path in group]
+    writer = sum(max(0, place[0] + 1) for place in places) / len(places)
+    x, y = middle[places[0][2]], height(writer)
+    if places[0][3] < 0:
+        x2, y2 = middle[places[0][2]], foot
+    else:
+        x2 = middle[places[0][5]]
+        y2 = height(sum(place[3] for place in places) / len(places))
+    bend = _bend(number) if x == x2 else 0
+    width = 1 + (_WIDEST - 1) * sizes[number] / max(max(sizes), 1e-12)
+    kind = places[0][6]
+    effect = float(answer.path_effect[group].sum())
+    title = f"{number + 1}. {sentence}: cut, {effect:+.2f}"
+    curve = f"M{x:.1f} {y:.1f} C{x + bend:.1f} {y:.1f} {x2 + bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
+    at = (x + x2) / 2 + 0.75 * bend, (y + y2) / 2
+    return [
+        f'<g class="s{kind}"><path d="{curve}" fill="none" stroke-width="{width:.1f}" '
+        f'stroke-opacity=".75"><title>{escape(title)}</title></path>'
+        f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="8"><title>{escape(title)}</title></circle>'
+        f'<text class="number" x="{at[0]:.1f}" y="{at[1] + 4:.1f}" text-anchor="middle">'
+        f"{number + 1}</text></g>"
+    ]
