@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from markupsafe import Markup, escape
 
@@ -27,7 +28,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
 
     def height(layer: float) -> float:
         """Where what enters a layer stands, between the rows that were measured."""
-        for row, (above, below) in enumerate(zip(layers, layers[1:])):
+        for row, (above, below) in enumerate(pairwise(layers)):
             if layer <= below:
                 return _TOP + _ROW * (row + 0.5 + (layer - above) / max(1, below - above))
         return foot - _ROW / 2
@@ -77,7 +78,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     box = f'viewBox="0 0 {right:.0f} {foot + _FOOT}"'
     label = "Share of the difference by layer and word, and the paths that decide"
     picture = f'<svg {size} {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return Markup(f'<div class="scroll">{picture}</div>')  # noqa: S704 (words are escaped above)
+    return Markup(f'<div class="scroll">{picture}</div>')  # words are escaped above
 
 
 def _bend(number: int) -> float:
