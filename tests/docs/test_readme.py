@@ -10,6 +10,8 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from infoflow_lens import flow
 from infoflow_lens.models.shipped import shipped_folder
+from tests.reference import real_models
+from tests.reference.path_patching import TwoTexts
 
 ROOT = Path(__file__).parents[2]
 TEXT = " ".join((ROOT / "README.md").read_text("utf-8").split())
@@ -113,3 +115,58 @@ def test_what_it_says_of_rollout():
     assert f"ahead by up to .{round(1000 * max(ahead)):03d} in" in TEXT
     assert len(ahead) == 3
     assert "in three of ten comparisons" in TEXT
+
+
+@pytest.mark.slow
+def test_what_it_says_of_smollm2():
+    """By exchanges in the plain model of transformers, with hooks of torch alone."""
+    store = "When Mary and John went to the store, {} gave a drink to"
+    assert f'"{store.format("John")}"' in TEXT
+    model, tokenizer = real_models.load("smollm2", "eager")
+    ids = [
+        tokenizer(store.format(name), return_tensors="pt")["input_ids"][0]
+        for name in ("John", "Mary")
+    ]
+    mary, john = (tokenizer(word)["input_ids"][0] for word in (" Mary", " John"))
+    plain = TwoTexts(model, *ids, lambda logits: (logits[-1, mary] - logits[-1, john]).double())
+    assert "falls from {:+.2f} to {:+.2f}".format(*map(float, plain.values)) in TEXT
+    word, end = (-1, -1, 9), len(ids[0]) - 1
+    assert tokenizer.decode(ids[0][9]) == " John"
+    mover, later = (23, 3, end), (29, 1, end)
+    paths = [(word, mover, "value"), (mover, None, "answer"), (mover, later, "value"),
+             (later, None, "answer")]  # fmt: skip
+    kept, lost = plain.share(paths), plain.share(paths, swap=True)
+    assert f"Four paths keep {kept:.0%} of that" in TEXT
+    assert f"cut, they lose {lost:.0%}" in TEXT
+
+    with torch.no_grad():
+        found = model(ids[0][None], output_attentions=True, output_hidden_states=True)
+    chance = found.logits[0, -1].softmax(-1)[mary]
+    assert found.logits[0, -1].argmax() == mary
+    assert f"SmolLM2 says Mary ({chance:.0%})" in TEXT
+    states = []
+    keep = model.model.norm.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    with torch.no_grad():
+        model(ids[0][None])
+    keep.remove()
+    last = states[0][0, -1]
+    scale = (last.square().mean() + model.config.rms_norm_eps).sqrt()
+    toward = (model.lm_head.weight[mary] - model.lm_head.weight[john]) * model.model.norm.weight
+
+    def look(layer, head, position):
+        """How much a head looks at a position from the end, and what it writes from there."""
+        run = plain._run(plain.embedded[0])
+        d_head = model.config.head_dim
+        group = head * model.config.num_key_value_heads // model.config.num_attention_heads
+        value = run["v"][layer][position, group * d_head : (group + 1) * d_head]
+        output = model.model.layers[layer].self_attn.o_proj.weight
+        weight = found.attentions[layer][0, head, -1, position]
+        wrote = output[:, head * d_head : (head + 1) * d_head] @ (weight * value)
+        return f"{weight:.2f}".lstrip("0"), f"{wrote @ toward / scale:+.2f}"
+
+    with torch.no_grad():
+        looks, writes = look(23, 3, 9)
+        assert f"at the second `John` ({looks}) and writes *against* the name" in TEXT
+        assert f"that it looks at ({writes})" in TEXT
+        looks, writes = look(23, 0, 1)
+        assert f"which looks at `Mary` ({looks}) and writes it ({writes})" in TEXT
