@@ -41,6 +41,7 @@ from infoflow_lens.hooks.readouts import (
     Readout,
 )
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
+from infoflow_lens.hooks.relations import find_heads
 from infoflow_lens.hooks.result import LabelledResult, Result
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.base import RoutesResult
@@ -113,6 +114,7 @@ __all__ = [
     "combined",
     "concatenated",
     "example_input",
+    "find_heads",
     "inspect_model",
     "measure_edge_budget",
     "measure_mechanisms",

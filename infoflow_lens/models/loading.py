@@ -529,7 +529,7 @@ def _in_memory(
                 return _loaded(hosted(name, alone, words, has_words), name, "memory")
             except Exception as error:  # a class that no bridge hosts is shown as it is
                 if tokenizer is None:
-                    tokenizer = own_tokenizer(name)
+                    tokenizer = own_tokenizer(model.name_or_path)
                 found = _opened_instead(model, tokenizer, error)
     return LoadedModel(found, tokenizer, "memory", _description(found, name))
 

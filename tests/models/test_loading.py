@@ -868,3 +868,16 @@ def test_what_is_in_memory_is_opened_without_a_copy():
     assert found.model.original_model is alone
     host = make_token_model()
     assert load_any(host, backend="opened").model.original_model is host
+
+
+def test_a_model_in_memory_without_a_name_asks_no_network(monkeypatch):
+    """The name of its class was taken for one of the hub, and tried again and again."""
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.get_hf_file_metadata",
+        lambda *given, **_: asked.append(given),
+    )
+    for alone in (zoo.build("bert").bert, zoo.build("gpt2")):
+        for backend in ("auto", "opened"):
+            assert load_any(alone, backend=backend).tokenizer is None
+    assert asked == []

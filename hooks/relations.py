@@ -1,0 +1,164 @@
+"""Heads whose first choice stands in a relation to the query, over many texts."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.settings import checked
+from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
+from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
+from infoflow_lens.hooks.passes.run import run
+from infoflow_lens.hooks.passes.view import Needs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Ids: TypeAlias = Int[Tensor, " pos"]
+Relation: TypeAlias = str | int | Callable[[Ids], Bool[Tensor, "query key"]]
+Places: TypeAlias = Callable[[Ids], Bool[Tensor, " pos"]]
+
+
+def _shifted(by: int) -> Callable[[Ids], Bool[Tensor, "query key"]]:
+    """The key that stands so many places behind the query."""
+
+    def related(ids: Ids) -> Bool[Tensor, "query key"]:
+        place = torch.arange(len(ids))
+        return place[None, :] == place[:, None] + by
+
+    return related
+
+
+def _same_token(ids: Ids) -> Bool[Tensor, "query key"]:
+    """The query's own token, elsewhere."""
+    same = ids[:, None] == ids[None, :]
+    return same & ~torch.eye(len(ids), dtype=torch.bool)
+
+
+def _after_same_token(ids: Ids) -> Bool[Tensor, "query key"]:
+    """The key behind an earlier place of the query's token: induction."""
+    return _same_token(ids).roll(1, dims=1) & (torch.arange(len(ids)) > 0)
+
+
+RELATIONS: dict[str, Callable[[Ids], Bool[Tensor, "query key"]]] = {
+    "self": _shifted(0),
+    "previous": _shifted(-1),
+    "next": _shifted(1),
+    "same token": _same_token,
+    "after same token": _after_same_token,
+}
+
+
+@takes_model
+@checked
+def find_heads(
+    model: nn.Module,
+    inputs: Inputs,
+    relation: Relation,
+    *,
+    queries: Places | None = None,
+    keys: Places | None = None,
+    progress: bool = True,
+) -> "pd.DataFrame":
+    """Find heads whose first choice stands in a relation to the query, beside chance.
+
+    Args:
+        model: any Transformer.
+        inputs: texts or token ids.
+        relation: "self", "previous", "next", "same token" (elsewhere), "after same token"
+            (induction); a number for the key at that place, negative from the end; or a function
+            of token ids [pos] that says which keys are meant, bool [query, key].
+        queries: a function of token ids [pos] that says which queries count; default, all. A query
+            that sees no key that is meant, or nothing else, never counts.
+        keys: the same for the keys among which the first choice is taken.
+        progress: whether to show a bar.
+
+    Returns:
+        A row for each head, the one that stands out most first: layer, head, the share of queries
+        whose first choice is meant, the share by chance (a key at random among those that the query
+        sees), and how many queries count.
+
+    Raises:
+        InfoFlowError: for an unknown relation, functions that give something else, and texts in
+            which no query counts.
+
+    Example:
+        >>> find_heads("build/models/smollm2", texts, "after same token").head()
+    """
+    import pandas as pd
+
+    asked = _relation(relation)
+    check_one_device(model)
+    n_layers = layer_count(model)
+    sequences = list(read_inputs(model, inputs).sequences())
+    hits: list[Tensor] = [torch.zeros(0)] * n_layers
+    chance, counted = torch.zeros(n_layers).double(), torch.zeros(n_layers).long()
+    with eval_mode(model), torch.no_grad(), progress_bar("texts", len(sequences), progress) as step:
+        for ids in sequences:
+            own = ids.cpu()
+            meant = _checked(asked(own), (len(ids), len(ids)), "relation")
+            asking, offered = (
+                torch.ones(len(ids), dtype=torch.bool)
+                if places is None
+                else _checked(places(own), (len(ids),), name)
+                for places, name in ((queries, "queries"), (keys, "keys"))
+            )
+            seen = run(model, ids[None], Needs.of(model, scores=True, pattern=True))
+            for layer in range(n_layers):
+                open_ = seen.visible(layer)[0].cpu() & offered
+                good, n_open = (meant & open_).sum(-1), open_.sum(-1)
+                counts = asking & (good > 0) & (good < n_open)
+                pattern = seen.pattern(layer)[0].float().cpu()
+                first = pattern.masked_fill(~open_, -1).argmax(dim=-1)
+                hit = meant.expand(len(pattern), -1, -1).gather(2, first[..., None])[..., 0]
+                found = (hit & counts).sum(-1)
+                hits[layer] = found if not counted[layer] else hits[layer] + found
+                chance[layer] += float((good[counts] / n_open[counts]).sum())
+                counted[layer] += int(counts.sum())
+            step(1)
+    if not int(counted.max()):
+        raise InfoFlowError(
+            "no query sees a key that is meant and another one that is not: expected texts with "
+            f"such places for relation {relation!r}"
+        )
+    rows = [
+        {
+            "layer": layer,
+            "head": head,
+            "share": int(n) / int(counted[layer]),
+            "chance": float(chance[layer] / counted[layer]),
+            "queries": int(counted[layer]),
+        }
+        for layer in range(n_layers)
+        if counted[layer]
+        for head, n in enumerate(hits[layer].tolist())
+    ]
+    frame = pd.DataFrame(rows)
+    order = (frame["share"] - frame["chance"]).sort_values(ascending=False, kind="stable").index
+    return frame.loc[order].reset_index(drop=True)
+
+
+def _relation(relation: Relation) -> Callable[[Ids], Bool[Tensor, "query key"]]:
+    if isinstance(relation, bool) or not isinstance(relation, str | int):
+        return relation  # type: ignore[return-value]
+    if isinstance(relation, int):
+        return lambda ids: (torch.arange(len(ids)) == relation % len(ids)).expand(len(ids), -1)
+    if relation not in RELATIONS:
+        raise InfoFlowError(
+            f"relation is {relation!r}: expected one of {', '.join(RELATIONS)}, a place, or a "
+            "function of token ids"
+        )
+    return RELATIONS[relation]
+
+
+def _checked(found: object, shape: tuple[int, ...], name: str) -> Tensor:
+    """What a function of the user's says of a text, as booleans of the shape that is needed."""
+    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape:
+        said = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
+        raise InfoFlowError(f"{name} gives {said} for a text: expected booleans of shape {shape}")
+    return found.cpu()
