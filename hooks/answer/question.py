@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call, on_this_thread
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.readouts import Readout
 
@@ -179,7 +180,7 @@ class Question:
                     by_point.setdefault(point, []).append((row, place, value))
             edits: list[NamedHook] = [(point, _writer(these)) for point, these in by_point.items()]
             with self.starting(starts[these[0]] if tokens is None else 0) as share:
-                output = call(self.model, texts[these], edit=edits, output=True).output
+                output = call(self.model, Batch(texts[these]), edit=edits, output=True).output
             found[these] = self.readout.read(output).detach().double().cpu()
             self.forwards += len(some) * share
             if advance is not None:
@@ -212,7 +213,7 @@ class Question:
         edits: list[NamedHook] = [("hook_embed", lambda activation, hook: embedded.clone())]
         edits += [(name, _keeper(name, shown)) for name in points]
         output = call(
-            self.model, self.clean.tokens, edit=edits, output=True, keep_graph=True
+            self.model, Batch(self.clean.tokens), edit=edits, output=True, keep_graph=True
         ).output
         value = self.readout.read(output).sum()
         self.forwards += 3
@@ -298,7 +299,7 @@ class Question:
 
     @torch.no_grad()
     def _run(self, tokens: Int[Tensor, "1 pos"]) -> Run:
-        caught = call(self.model, tokens, self._points, output=True)
+        caught = call(self.model, Batch(tokens), self._points, output=True)
         self.forwards += 1
         value = float(self.readout.read(caught.output)[0].double())
         output = getattr(caught.output, "logits", caught.output)

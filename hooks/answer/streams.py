@@ -24,6 +24,7 @@ from infoflow_lens.hooks.model.call import (
     on_this_thread,
     own_call,
 )
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
@@ -111,14 +112,16 @@ class Streams:
         if is_first:  # scores as a function of queries, and what the blocks are called with
             with torch.enable_grad(), self._recording():
                 edits = [(p["q"], _keeper(p["q"], shown)) for p in self._names]
-                caught = call(self.model, tokens, [*names, *states], edit=edits, keep_graph=True)
+                caught = call(
+                    self.model, Batch(tokens), [*names, *states], edit=edits, keep_graph=True
+                )
                 at = caught.activations
                 self.rules = [
                     ScoreRule.of(shown[p["q"]], at[p["k"]], at[p["scores"]]) for p in self._names
                 ]
         else:
             with torch.no_grad():
-                caught = call(self.model, tokens, [*names, *states])
+                caught = call(self.model, Batch(tokens), [*names, *states])
         self.question.forwards += 1
         found = []
         for points, state in zip(self._names, states, strict=True):
@@ -226,7 +229,7 @@ class Streams:
             return activation
 
         with question.starting(question.n_layers) as share:
-            output = call(self.model, tokens, edit=[(point, put)], output=True).output
+            output = call(self.model, Batch(tokens), edit=[(point, put)], output=True).output
         question.forwards += len(states) * n / question.n_pos * share
         return self._readout(n).read(output).detach().double().cpu()
 

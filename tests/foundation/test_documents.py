@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.documents import (
+    ANSWER_PAGE,
     CERTIFICATE,
     FLOW_PAGE,
     PICTURE,
@@ -33,6 +34,7 @@ from infoflow_lens.tasks import load_task
 from infoflow_lens.theory.estimate import phase_diagram
 
 KINDS = {
+    "answer page": (ANSWER_PAGE, '<meta name="generator" content="infoflow-lens ask">\n'),
     "flow page": (FLOW_PAGE, '<meta name="generator" content="infoflow-lens flow">\n'),
     "probe page": (PROBE_PAGE, '<meta name="generator" content="infoflow-lens probe">\n'),
     "picture": (PICTURE, "<svg>infoflow-lens estimate --plot</svg>"),

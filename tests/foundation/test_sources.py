@@ -102,6 +102,7 @@ HARMLESS = {
     *("threading", "time", "tokenizers", "torch", "tqdm", "triton", "typer", "types", "typing"),
     *(
         "typing_extensions",
+        "random",
         "uuid",
         "warnings",
         "weakref",
