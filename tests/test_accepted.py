@@ -215,6 +215,7 @@ BESIDE = {
     "head": 0,
     "query": 3,
     "budget": 0.1,
+    "relation": "previous",
     "readout": il.hooks.LogitDifference(1),
     "heads": {(0, 0): "global"},
     "calibration": torch.zeros(2, 4, dtype=torch.long),

@@ -397,7 +397,7 @@ WRONG = ["no", "0.1", b"1", 1j, {}, {"a": 1}, object(), float("nan"), float("inf
 
 
 BEYOND = [
-    (PositionsProbe, {"ranks": [(), (0,), (1, 1), 2], "without": [(-1,)]}),
+    (PositionsProbe, {"ranks": [(), (0,), (1, 1), 2], "without": [(0, 0)]}),
     (AttendedProbe, {"share": [-0.1, 1.5]}),
     (AttentionRollout, {"heads": ["sum"], "positions": [(), (1, 1)]}),
     (ContributionRoutes, {"combine": ["sum"], "heads_apart": [1]}),
@@ -415,7 +415,7 @@ BEYOND = [
         RecoveryProbe,
         {"target": ["tokens", ("resid_pre", -1), torch.zeros(3)], "source": ["mlp"],
          "vocabulary": [(1, 2)], "controls": ["random", ("other",)], "ridge": [0.0, "loo"],
-         "blocks": [0], "sketch": [1], "without": [(-1,)]},
+         "blocks": [0], "sketch": [1], "without": [(0, 0)]},
     ),
 ]  # fmt: skip
 
