@@ -72,29 +72,46 @@ def _level() -> Iterator[None]:
     global _is_ours
     with _one_at_a_time:
         if not _is_ours:
-            if not _wait_for(0):
-                raise DisturbedError("another thread differentiates by forward mode")
-            eager_transforms.JVP_NESTING += 1  # so that torch.func.jvp makes no level of its own
-            try:
-                forward_ad.enter_dual_level()
-            except RuntimeError as error:
-                eager_transforms.JVP_NESTING -= 1
-                raise DisturbedError("another thread has made a level of forward mode") from error
+            _make()
             _is_ours = True
         try:
             yield
         finally:
-            if _wait_for(1):  # else the level stays for those inside, and for the next block
-                eager_transforms.JVP_NESTING -= 1
-                forward_ad.exit_dual_level()
+            if _take_away():  # else the level stays for those inside, and for the next block
                 _is_ours = False
 
 
-def _wait_for(n_inside: int) -> bool:
-    """Wait until so many calls are inside of forward mode; whether that has come."""
+# Between a look at the two numbers and torch's own level no other thread may come in. Python gives
+# way at calls and at jumps back, so what is to be one step calls nothing but the last function.
+
+
+def _make() -> None:
+    """Make the level as soon as nobody is inside, so that torch.func.jvp makes none of its own."""
     end = time.monotonic() + _PATIENCE
-    while (eager_transforms.JVP_NESTING, forward_ad._current_level) != (n_inside, n_inside - 1):
+    while True:
+        if eager_transforms.JVP_NESTING == 0 and forward_ad._current_level == -1:
+            eager_transforms.JVP_NESTING = 1
+            forward_ad._current_level = 0
+            try:
+                torch._C._enter_dual_level()
+                return
+            except RuntimeError:  # made by a thread that has not said so yet
+                eager_transforms.JVP_NESTING = 0
+                forward_ad._current_level = -1
+        if time.monotonic() > end:
+            raise DisturbedError("another thread differentiates by forward mode")
+        time.sleep(1e-4)
+
+
+def _take_away() -> bool:
+    """Take the level away as soon as this thread alone is inside; whether that has come."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        if eager_transforms.JVP_NESTING == 1 and forward_ad._current_level == 0:
+            eager_transforms.JVP_NESTING = 0
+            forward_ad._current_level = -1
+            torch._C._exit_dual_level(level=0)
+            return True
         if time.monotonic() > end:
             return False
         time.sleep(1e-4)
-    return True
