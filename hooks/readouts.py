@@ -187,25 +187,35 @@ def ids_of_answer(model: nn.Module, answer: Answer) -> tuple[int, ...]:
     given = [answer] if isinstance(answer, str | int) else list(answer)
     if not given:
         raise InfoFlowError("the answer is empty: expected a word or an id, or several")
-    tokenizer: Any = getattr(model, "tokenizer", None)
     found = []
     for one in given:
-        if isinstance(one, str) and tokenizer is None:
-            raise InfoFlowError(
-                f"the answer {one!r} is a word, but the model has no tokenizer: expected an id; or "
-                "open the model with its tokenizer"
-            )
-        ids = (
-            tokenizer(one, add_special_tokens=False)["input_ids"] if isinstance(one, str) else [one]
-        )
+        ids = tokens_of_answer(model, one)
         if len(ids) != 1:
+            tokenizer: Any = model.tokenizer
             pieces = [tokenizer.decode([i]) for i in ids]
             raise InfoFlowError(
                 f"the answer {one!r} is {len(ids)} tokens ({', '.join(map(repr, pieces))}): "
                 "expected one; a word within a text often begins with a blank"
             )
-        found.append(int(ids[0]))
+        found += ids
     return tuple(found)
+
+
+def tokens_of_answer(model: nn.Module, answer: str | int) -> list[int]:
+    """Make token ids of a word, which may be several; an id is its own.
+
+    Raises:
+        InfoFlowError: for a word without a tokenizer.
+    """
+    if not isinstance(answer, str):
+        return [int(answer)]
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise InfoFlowError(
+            f"the answer {answer!r} is a word, but the model has no tokenizer: expected an id; or "
+            "open the model with its tokenizer"
+        )
+    return [int(i) for i in tokenizer(answer, add_special_tokens=False)["input_ids"]]
 
 
 def _as_ids(answer: Answer) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """Heads whose first choice stands in a relation to the query, over many texts."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,8 +24,8 @@ Relation: TypeAlias = str | int | Callable[[Ids], Bool[Tensor, "query key"]]
 Places: TypeAlias = Callable[[Ids], Bool[Tensor, " pos"]]
 
 
-def _shifted(by: int) -> Callable[[Ids], Bool[Tensor, "query key"]]:
-    """The key that stands so many places behind the query."""
+def _shift(by: int) -> Callable[[Ids], Bool[Tensor, "query key"]]:
+    """Relate a query to the key that stands so many places behind it."""
 
     def related(ids: Ids) -> Bool[Tensor, "query key"]:
         place = torch.arange(len(ids))
@@ -35,20 +35,20 @@ def _shifted(by: int) -> Callable[[Ids], Bool[Tensor, "query key"]]:
 
 
 def _same_token(ids: Ids) -> Bool[Tensor, "query key"]:
-    """The query's own token, elsewhere."""
+    """Relate a query to its own token, elsewhere."""
     same = ids[:, None] == ids[None, :]
     return same & ~torch.eye(len(ids), dtype=torch.bool)
 
 
 def _after_same_token(ids: Ids) -> Bool[Tensor, "query key"]:
-    """The key behind an earlier place of the query's token: induction."""
+    """Relate a query to the key behind another place of its token: induction."""
     return _same_token(ids).roll(1, dims=1) & (torch.arange(len(ids)) > 0)
 
 
 RELATIONS: dict[str, Callable[[Ids], Bool[Tensor, "query key"]]] = {
-    "self": _shifted(0),
-    "previous": _shifted(-1),
-    "next": _shifted(1),
+    "self": _shift(0),
+    "previous": _shift(-1),
+    "next": _shift(1),
     "same token": _same_token,
     "after same token": _after_same_token,
 }
@@ -96,16 +96,16 @@ def find_heads(
     check_one_device(model)
     n_layers = layer_count(model)
     sequences = list(read_inputs(model, inputs).sequences())
-    hits: list[Tensor] = [torch.zeros(0)] * n_layers
+    hits: list[Any] = [0] * n_layers
     chance, counted = torch.zeros(n_layers).double(), torch.zeros(n_layers).long()
     with eval_mode(model), torch.no_grad(), progress_bar("texts", len(sequences), progress) as step:
         for ids in sequences:
             own = ids.cpu()
-            meant = _checked(asked(own), (len(ids), len(ids)), "relation")
+            meant = _check_answer(asked(own), (len(ids), len(ids)), "relation")
             asking, offered = (
                 torch.ones(len(ids), dtype=torch.bool)
                 if places is None
-                else _checked(places(own), (len(ids),), name)
+                else _check_answer(places(own), (len(ids),), name)
                 for places, name in ((queries, "queries"), (keys, "keys"))
             )
             seen = run(model, ids[None], Needs.of(model, scores=True, pattern=True))
@@ -116,8 +116,7 @@ def find_heads(
                 pattern = seen.pattern(layer)[0].float().cpu()
                 first = pattern.masked_fill(~open_, -1).argmax(dim=-1)
                 hit = meant.expand(len(pattern), -1, -1).gather(2, first[..., None])[..., 0]
-                found = (hit & counts).sum(-1)
-                hits[layer] = found if not counted[layer] else hits[layer] + found
+                hits[layer] = hits[layer] + (hit & counts).sum(-1)
                 chance[layer] += float((good[counts] / n_open[counts]).sum())
                 counted[layer] += int(counts.sum())
             step(1)
@@ -156,8 +155,8 @@ def _relation(relation: Relation) -> Callable[[Ids], Bool[Tensor, "query key"]]:
     return RELATIONS[relation]
 
 
-def _checked(found: object, shape: tuple[int, ...], name: str) -> Tensor:
-    """What a function of the user's says of a text, as booleans of the shape that is needed."""
+def _check_answer(found: object, shape: tuple[int, ...], name: str) -> Tensor:
+    """Refuse what a function of the user's says of a text, if no booleans of the shape needed."""
     if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape:
         said = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
         raise InfoFlowError(f"{name} gives {said} for a text: expected booleans of shape {shape}")

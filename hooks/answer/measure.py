@@ -45,7 +45,7 @@ def measure_answer(
     batch_size: int = 16,
     progress: bool = True,
 ) -> AnswerNumbers:
-    """AnswerNumbers a question of one text; :func:`infoflow_lens.ask` with everything at hand.
+    """Answer a question of one text; :func:`infoflow_lens.ask` with everything at hand.
 
     Args:
         model: what ``open_model`` gives.
@@ -178,7 +178,7 @@ def _most_telling(tokens: TokenEffects) -> tuple[int, int]:
 
 
 def _no_paths(question: Question) -> str:
-    """Why paths would explain little; empty if they may be drawn."""
+    """Say why paths would explain little; nothing if they may be drawn."""
     if not isinstance(question.readout, LogitDifference):
         return ""
     if abs(question.gap) < LEAST_GAP:
@@ -189,7 +189,7 @@ def _no_paths(question: Question) -> str:
 
 
 def _guess(question: Question) -> tuple[str, float]:
-    """What the model says where the readout reads, and how probable it finds that.
+    """Find what the model says where the readout reads, and how probable it finds that.
 
     Nothing, where it gives no logits of tokens or classes at one position.
     """

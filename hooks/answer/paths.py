@@ -109,7 +109,7 @@ def find_circuit(
     rank = sorted((p for p in worth if worth[p] > 0), key=lambda p: -worth[p])
 
     def measure(sets: Sequence[set[Path]]) -> list[tuple[float, float]]:
-        """How much of the difference each set keeps by itself, and is lost where it is cut."""
+        """Measure the share that each set keeps by itself, and that is lost where it is cut."""
         if advance is not None:
             advance(0)
         jobs = [(paths, swap) for paths in sets for swap in (False, True)]
@@ -155,7 +155,7 @@ def find_circuit(
 
 
 def _strongest(units: UnitEffects) -> list[Node]:
-    """The heads at positions with the largest products of gradient and difference."""
+    """Find the heads at positions with the largest products of gradient and difference."""
     sized = [
         (abs(float(value)), Node(layer, head, position))
         for layer, by_place in enumerate(units.by_place)
@@ -167,7 +167,7 @@ def _strongest(units: UnitEffects) -> list[Node]:
 
 
 def _mean_gradients(question: Question) -> list[Tensor]:
-    """By layer, the derivative of the readout by what heads write, [pos, head, d_head]."""
+    """Average the derivatives of the readout by what heads write; by layer [pos, head, d_head]."""
     found = []
     for layer in range(question.n_layers):
         parts = [g[question.z(layer)] for g in question.known_gradients.values()]
@@ -252,7 +252,7 @@ def _score_reader(
 def _input(
     kind: str, position: int, made: dict[str, Tensor], row: int, head: int, n_heads: int
 ) -> dict[str, Any]:
-    """One input of a reader, as :meth:`Streams.attend` takes it, from what a row of a step made."""
+    """Make one input of a reader, as :meth:`Streams.attend` takes it, from a row of a step."""
     if kind == "query":
         return {"q": made["q"][row, head]}
     vectors = made[kind[0]][row]

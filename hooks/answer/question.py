@@ -113,7 +113,7 @@ class Question:
 
     @property
     def gap(self) -> float:
-        """How far the readouts of the two texts are apart."""
+        """Subtract the readout of the other text from that of the text."""
         return self.clean.value - self.other.value
 
     @property
@@ -211,7 +211,7 @@ class Question:
         shown: dict[str, Tensor] = {}
         points = [name for name in self._points if name.endswith((".hook_z", ".hook_mlp_out"))]
         edits: list[NamedHook] = [("hook_embed", lambda activation, hook: embedded.clone())]
-        edits += [(name, _keeper(name, shown)) for name in points]
+        edits += [(name, keep_shown(name, shown)) for name in points]
         output = call(
             self.model, Batch(self.clean.tokens), edit=edits, output=True, keep_graph=True
         ).output
@@ -250,14 +250,12 @@ class Question:
         if len(self._givers) != self.n_layers:
             self._blocks = []
         if self._blocks:
-            value = self.clean.value
-            again = float(self.measure([[(self.z(self.n_layers - 1), (), self._no_change())]])[0])
-            rounding = 8 * torch.finfo(self._no_change().dtype).eps
-            if not abs(again) <= max(_SAME, rounding) * max(1.0, abs(value)):
+            point = self.z(self.n_layers - 1)
+            same = self.clean.shown[point][0]
+            again = float(self.measure([[(point, (), same)]])[0])
+            rounding = 8 * torch.finfo(same.dtype).eps
+            if not abs(again) <= max(_SAME, rounding) * max(1.0, abs(self.clean.value)):
                 self._blocks = []
-
-    def _no_change(self) -> Tensor:
-        return self.clean.shown[self.z(self.n_layers - 1)][0]
 
     @contextmanager
     def starting(self, layer: int) -> Iterator[float]:
@@ -315,6 +313,7 @@ class Question:
 
 
 def _in_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
+    """Put states in front of what a block gives beside them."""
     return (state, *rest)
 
 
@@ -336,11 +335,12 @@ class _Skip:
         if known is None:
             return self._forward(*args, **kwargs)
         give, state = known
-        entered = next(t for t in (*args, *kwargs.values()) if _is_stream(t))
+        entered = next(t for t in (*args, *kwargs.values()) if is_stream(t))
         return give(state[:, : entered.shape[1]].expand(len(entered), -1, -1))
 
 
-def _is_stream(value: Any) -> bool:
+def is_stream(value: Any) -> bool:
+    """Whether something that a block is called with may be its states."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
 
 
@@ -364,7 +364,9 @@ def _writer(changes: Iterable[tuple[int, Any, Tensor]]) -> HookFunction:
     return hook_fn
 
 
-def _keeper(name: str, shown: dict[str, Tensor]) -> HookFunction:
+def keep_shown(name: str, shown: dict[str, Tensor]) -> HookFunction:
+    """Make a hook that keeps an activation, by name, on which the rest depends."""
+
     def hook_fn(activation: Tensor, hook: Any) -> Tensor:
         shown[name] = activation.clone()  # on which the rest depends, also where this is a view
         return shown[name]

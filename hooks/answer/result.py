@@ -102,6 +102,11 @@ class AnswerNumbers(Result):
         pairs = zip(self.tokens, self.other_tokens, strict=True)
         return tuple(i for i, (one, other) in enumerate(pairs) if one != other)
 
+    @property
+    def shares(self) -> Float[Tensor, "strip pos"]:
+        """The share of the difference that moves with the state at each position."""
+        return -self.strips / self.gap
+
     def to_frame(self, what: str = "paths") -> "pd.DataFrame":
         """A table of "tokens", "states", "heads", "paths" or "looks".
 
@@ -143,14 +148,15 @@ class AnswerNumbers(Result):
             }
 
     def _states(self) -> Iterator[dict[str, Any]]:
-        for layer, strip in zip(self.strip_layers, self.strips.tolist(), strict=True):
+        rows = zip(self.strip_layers, self.strips.tolist(), self.shares.tolist(), strict=True)
+        for layer, strip, shares in rows:
             for position, effect in enumerate(strip):
                 yield {
                     "layer": layer,
                     "position": position,
                     "token": self.tokens[position],
                     "effect": effect,
-                    "share": -effect / self.gap,
+                    "share": shares[position],
                 }
 
     def _heads(self) -> Iterator[dict[str, Any]]:
@@ -203,18 +209,28 @@ class AnswerNumbers(Result):
             return 0.0
         return float((self.looks[:, 0] - self.looks[:, 1]).abs().sum(-1).max()) / 2
 
+    def first_look(self, number: int, text: int) -> tuple[str, float]:
+        """Find the key with the largest weight of a head of :attr:`looked`, and what it writes.
+
+        Args:
+            number: of the head.
+            text: 0 for the text, 1 for the other one.
+
+        Returns:
+            The key and its weight, in words, and what the head writes from there.
+        """
+        at = int(self.looks[number, text].argmax())
+        weight = float(self.looks[number, text, at])
+        return f"{self._word(at, text == 1)} ({weight:.2f})", float(self.writes[number, text, at])
+
     def look(self, number: int) -> str:
         """Say where a head of :attr:`looked` looks, and what it writes from there."""
         layer, head = self.looked[number].tolist()
         said = []
-        for text in range(2):
-            at = int(self.looks[number, text].argmax())
-            writes = float(self.writes[number, text, at])
-            wrote = "" if writes != writes else f", writes {writes:+.2f} from there"
-            where = (
-                f"{self._word(at, text == 1)} ({float(self.looks[number, text, at]):.2f}){wrote}"
-            )
-            said.append(f"{'looks at' if text == 0 else 'in the other text at'} {where}")
+        for text, where in enumerate(("looks at", "in the other text at")):
+            key, writes = self.first_look(number, text)
+            wrote = "" if writes != writes else f", writes {writes:+.2f} from there"  # NaN
+            said.append(f"{where} {key}{wrote}")
         return f"{layer}.{head} {'; '.join(said)}"
 
     def _word(self, position: int, other: bool = False) -> str:

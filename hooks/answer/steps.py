@@ -81,7 +81,7 @@ def _mean_and_error(
 
 
 def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
-    """The model's own distribution over what stands at each place, without what stands there.
+    """Find the model's own distribution over what may stand at each place, but for what does.
 
     Of a decoder it is the prediction at the place before, at the first place the mean of all; of a
     masked language model that of the place itself. Without predictions all tokens are alike.

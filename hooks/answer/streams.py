@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.question import Question, is_stream, keep_shown
 from infoflow_lens.hooks.model.call import (
     HookFunction,
     NamedHook,
@@ -111,7 +111,7 @@ class Streams:
         shown: dict[str, Tensor] = {}
         if is_first:  # scores as a function of queries, and what the blocks are called with
             with torch.enable_grad(), self._recording():
-                edits = [(p["q"], _keeper(p["q"], shown)) for p in self._names]
+                edits = [(p["q"], keep_shown(p["q"], shown)) for p in self._names]
                 caught = call(
                     self.model, Batch(tokens), [*names, *states], edit=edits, keep_graph=True
                 )
@@ -186,9 +186,9 @@ class Streams:
     def _at(
         self, layer: int, states: Tensor, places: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a block is called with, at single positions as sequences of one."""
+        """Move what a block is called with to single positions, as sequences of one."""
         args, kwargs = self._given[layer]
-        stream = next(t for t in (*args, *kwargs.values()) if _is_stream(t))
+        stream = next(t for t in (*args, *kwargs.values()) if is_stream(t))
         n_pos = self.question.n_pos
 
         def move(value: Any) -> Any:
@@ -315,7 +315,7 @@ class Streams:
         k: Mapping[int, Tensor] | None = None,
         v: Mapping[int, Tensor] | None = None,
     ) -> Float[Tensor, " d_head"]:
-        """What a head gives at a position of a run, with another query, or keys and values.
+        """Compute what a head gives at a position of a run, with another query, keys or values.
 
         Args:
             run: the layer's run.
@@ -347,10 +347,6 @@ class Streams:
 def _at_least(tolerance: float, tensor: Tensor) -> float:
     """The tolerance, or what rounding in the precision of a tensor needs."""
     return max(tolerance, _ROUNDINGS * torch.finfo(tensor.dtype).eps)
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
 
 
 @dataclass(frozen=True)
@@ -403,11 +399,3 @@ class ScoreRule:
             return step
         raw = self.cap * (scores / self.cap).clamp(-1 + 1e-12, 1 - 1e-12).atanh()
         return self.cap * ((raw + step) / self.cap).tanh() - scores
-
-
-def _keeper(name: str, shown: dict[str, Tensor]) -> HookFunction:
-    def hook_fn(activation: Tensor, hook: Any) -> Tensor:
-        shown[name] = activation.clone()
-        return shown[name]
-
-    return hook_fn

@@ -109,7 +109,7 @@ def _print(found: Any) -> None:
 def _strips(found: Any) -> list[str]:
     """A line for each word whose state comes to matter."""
     width = max(map(len, found.tokens)) + 1
-    shares = -found.strips / found.gap
+    shares = found.shares
     lines = [" " * width + "".join(f"{layer:>{_STRIP}}" for layer in found.strip_layers)]
     for position, word in enumerate(found.tokens):
         column = shares[:, position]

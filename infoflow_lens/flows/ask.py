@@ -15,7 +15,7 @@ from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.model.inputs import read_inputs
-from infoflow_lens.hooks.readouts import LogitDifference, Readout
+from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
 
@@ -83,7 +83,7 @@ def ask(
             "a readout is given beside answers: expected one of them; LogitDifference(answer, "
             "against) is the readout of two answers"
         )
-    opened = _opened(model, tokenizer, device, dtype, progress)
+    opened = _open(model, tokenizer, device, dtype, progress)
     ids = _ids(opened, text, "text")
     prefix: list[int] = []
     if readout is None:
@@ -95,7 +95,7 @@ def ask(
         opened,
         torch.cat([ids, end]),
         second,
-        _named(readout, opened),
+        _bind(readout, opened),
         quick=quick,
         exact=exact,
         seed=seed,
@@ -105,7 +105,7 @@ def ask(
     return Answer(**{item.name: getattr(numbers, item.name) for item in fields(numbers)})
 
 
-def _opened(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -> NamedModel:
+def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -> NamedModel:
     """The model as it is; a bridge in memory by what it computes."""
     with nullcontext() if progress else hide_library_bars():
         found = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend="opened")
@@ -136,7 +136,10 @@ def _answers(
     Raises:
         InfoFlowError: for words without a tokenizer, and answers of which one begins the other.
     """
-    rows = [None if one is None else _tokens_of(model, one) for one in (answer, against)]
+    rows = [None if one is None else tokens_of_answer(model, one) for one in (answer, against)]
+    for given, row in zip((answer, against), rows, strict=True):
+        if row == []:
+            raise InfoFlowError(f"an answer is {given!r}: expected a word")
     prefix: list[int] = []
     if rows[0] is not None and rows[1] is not None:
         pairs = list(zip(rows[0], rows[1]))
@@ -156,21 +159,7 @@ def _answers(
     return one, other, prefix
 
 
-def _tokens_of(model: NamedModel, answer: str | int) -> list[int]:
-    if isinstance(answer, int):
-        return [answer]
-    if model.tokenizer is None:
-        raise InfoFlowError(
-            f"the answer {answer!r} is a word, but the model has no tokenizer: expected an id; or "
-            "give tokenizer="
-        )
-    ids = list(model.tokenizer(answer, add_special_tokens=False)["input_ids"])
-    if not ids:
-        raise InfoFlowError(f"the answer is {answer!r}: expected a word")
-    return ids
-
-
-def _named(readout: Readout, model: NamedModel) -> Readout:
+def _bind(readout: Readout, model: NamedModel) -> Readout:
     """Bind a readout to a model; ids of a logit difference are shown as words."""
     bound = readout.bind(model)
     if isinstance(bound, LogitDifference) and model.tokenizer is not None:

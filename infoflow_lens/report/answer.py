@@ -55,10 +55,8 @@ def _looks(answer: AnswerNumbers) -> Table | None:
     rows: list[list[Any]] = []
     for number, (layer, head) in enumerate(answer.looked.tolist()):
         row: list[Any] = [f"{layer}.{head}", effects[layer, head]]
-        for text, words in enumerate((answer.tokens, answer.other_tokens)):
-            at = int(answer.looks[number, text].argmax())
-            row.append(f"{words[at].strip()}@{at} ({float(answer.looks[number, text, at]):.2f})")
-            row.append(float(answer.writes[number, text, at]))
+        for text in range(2):
+            row += answer.first_look(number, text)
         rows.append(row)
     columns = {
         "head": "layer and number",

@@ -19,7 +19,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     A line runs from where its writer stands, in layers and words, to its reader; its number is that
     of its row among the bundles, its width the effect when it is cut.
     """
-    strips = [[-v / answer.gap for v in row] for row in answer.strips.tolist()]
+    strips = answer.shares.tolist()
     layers = answer.strip_layers
     width = [max(_NARROW, _LETTER * len(word) + 10) for word in answer.tokens]
     left = [_LEFT + sum(width[:i]) for i in range(len(width) + 1)]
