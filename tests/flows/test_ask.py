@@ -161,3 +161,13 @@ def test_the_picture_has_every_strip_and_every_bundle(found):
     shares = (-found.strips / found.gap).clamp(0, 1)
     for share in shares.flatten().tolist():
         assert f'fill-opacity="{share:.3f}"' in picture
+
+
+def test_a_page_without_lines_speaks_of_none(folder, found, tmp_path):
+    drawn = found.to_html(tmp_path / "drawn.html").read_text()
+    assert ("Lines: what decides" in drawn) == bool(found.bundles())
+    # the other way round the model prefers the other answer
+    plain = ask(folder, TEXT, "w23", "w9", OTHER, progress=False)
+    least = min((found, plain), key=lambda answer: len(answer.places))
+    assert not least.bundles()
+    assert "Lines:" not in least.to_html(tmp_path / "plain.html").read_text()
