@@ -5,11 +5,9 @@ other text (Wang et al. 2023, "path patching"; noising: the text that is asked a
 of it are spoiled).
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,9 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call, on_this_thread
+from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
+from infoflow_lens.hooks.model.starts import BlockStarts
 from infoflow_lens.hooks.readouts import Readout
 
 # a hook point, the place within a sequence, and what stands there instead
@@ -81,11 +80,8 @@ class Question:
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
         self.n_layers = layer_count(model)
         self._points = self._needed()
-        self._blocks: list[nn.Module] = []
-        if hasattr(model, "anatomy"):
-            self._blocks = [block.module for block in model.anatomy.blocks]  # type: ignore[union-attr]
-        self._givers: list[Callable[[Tensor], Any] | None] = []
-        with self._watching_blocks():
+        self._starts = BlockStarts.of(model)
+        with self._starts.watching():
             self.clean = self.other = self._run(text[None])
         self._check_starts()
         self.changed: list[int] = []
@@ -226,36 +222,15 @@ class Question:
 
     # Runs
 
-    @contextmanager
-    def _watching_blocks(self) -> Iterator[None]:
-        """Note how each block gives its states: alone, or first in a tuple of nothing else."""
-
-        def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            alone = isinstance(out, Tensor)
-            first = isinstance(out, tuple) and isinstance(out[0], Tensor)
-            if alone:
-                self._givers.append(lambda state: state)
-            elif first and all(part is None for part in out[1:]):
-                self._givers.append(partial(_in_tuple, out[1:]))
-            else:  # something goes on beside the states, such as a bias of positions
-                self._givers.append(None)
-
-        with ExitStack() as stack:
-            for block in dict.fromkeys(self._blocks):
-                stack.callback(block.register_forward_hook(on_this_thread(note)).remove)
-            yield
-
     def _check_starts(self) -> None:
         """Let all passes run whole where one from the last layer on gives something else."""
-        if len(self._givers) != self.n_layers:
-            self._blocks = []
-        if self._blocks:
+        if self._starts.blocks:
             point = self.z(self.n_layers - 1)
             same = self.clean.shown[point][0]
             again = float(self.measure([[(point, (), same)]])[0])
             rounding = 8 * torch.finfo(same.dtype).eps
             if not abs(again) <= max(_SAME, rounding) * max(1.0, abs(self.clean.value)):
-                self._blocks = []
+                self._starts.blocks = []
 
     @contextmanager
     def starting(self, layer: int) -> Iterator[float]:
@@ -267,17 +242,10 @@ class Question:
         Yields:
             The share of the blocks that runs.
         """
-        if not self._blocks or None in self._givers[:layer]:
+        if not self._starts.can_start(layer):
             layer = 0
-        givers = self._givers[:layer]
-        given = [self.clean.shown[self.state(number + 1)] for number in range(layer)]
-        order = iter([*zip(givers, given, strict=True), *[None] * (self.n_layers - layer)])
-        with ExitStack() as stack:
-            for module in dict.fromkeys(self._blocks) if layer else ():
-                own = vars(module).get("forward")
-                # in its dictionary, as modules of a bridge hand attributes on to others
-                vars(module)["forward"] = _Skip(module.forward, order)
-                stack.callback(_restore, module, own)
+        states = [self.clean.shown[self.state(number + 1)] for number in range(layer)]
+        with self._starts.starting(layer, states):
             yield 1 - layer / self.n_layers
 
     def _needed(self) -> list[str]:
@@ -310,46 +278,6 @@ class Question:
             return z.shape[2]
         pattern = self.clean.shown.get(f"blocks.{layer}.attn.hook_pattern")
         return 1 if pattern is None else pattern.shape[1]
-
-
-def _in_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
-    """Put states in front of what a block gives beside them."""
-    return (state, *rest)
-
-
-class _Skip:
-    """The forward of a block that gives known states in passes of this thread, or runs.
-
-    Args:
-        forward: of the block.
-        order: for the calls of all blocks, in turn: what to give; None to run.
-    """
-
-    def __init__(self, forward: Callable[..., Any], order: Iterator[Any]) -> None:
-        self._forward, self._order = forward, order
-        self._thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the states in as many rows as enter, or run."""
-        known = next(self._order, None) if threading.get_ident() == self._thread else None
-        if known is None:
-            return self._forward(*args, **kwargs)
-        give, state = known
-        entered = next(t for t in (*args, *kwargs.values()) if is_stream(t))
-        return give(state[:, : entered.shape[1]].expand(len(entered), -1, -1))
-
-
-def is_stream(value: Any) -> bool:
-    """Whether something that a block is called with may be its states."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-
-
-def _restore(module: nn.Module, forward: Any) -> None:
-    """Give a module its own forward back, or that of its class."""
-    if forward is None:
-        del vars(module)["forward"]
-    else:
-        vars(module)["forward"] = forward
 
 
 def _writer(changes: Iterable[tuple[int, Any, Tensor]]) -> HookFunction:

@@ -15,17 +15,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.answer.question import Question, is_stream, keep_shown
+from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.hooks.answer.question import Question, keep_shown
 from infoflow_lens.hooks.model.call import (
     HookFunction,
     NamedHook,
     call,
     catching,
-    on_this_thread,
     own_call,
 )
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
+from infoflow_lens.hooks.model.starts import is_stream
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
 _LINEAR = 1e-4  # of a derivative: how much of it may point elsewhere where scores are not capped

@@ -1,12 +1,10 @@
 """Calling a model and catching what its hook points show: the one place that does either."""
 
-import functools
 import inspect
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -15,8 +13,16 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import modules_of
-from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import TOKENS, hook_points, layer_of, starts_at_layers
+from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.hooks.model.inputs import Batch, example_input
+from infoflow_lens.hooks.model.points import (
+    TOKENS,
+    found_once,
+    hook_points,
+    layer_of,
+    starts_at_layers,
+)
+from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
 
 
 @runtime_checkable
@@ -30,6 +36,9 @@ class HookFunction(Protocol):
 
 NamedHook = tuple[str, HookFunction]
 Edits: TypeAlias = Mapping[str, HookFunction] | Iterable[NamedHook]
+
+
+_EXAMPLE = 4  # tokens of the pass that shows how blocks give their states
 
 
 class _AllSeenError(Exception):
@@ -87,8 +96,8 @@ def call(
         edit: hooks that replace activations; they act before anything is caught.
         start: a hook point where the pass starts, ``hook_tokens``, ``hook_embed`` or
             ``blocks.l.hook_resid_pre``, and what enters there. A HookedTransformer runs from that
-            layer on; other models run whole, with the activation replaced before the user's hooks
-            act on it.
+            layer on, and so does an opened model that nobody looks at before it; others run whole,
+            with the activation replaced before the user's hooks act on it.
         output: whether the output is wanted.
         keep_graph: whether activations stay part of the graph of derivatives.
         may_end: whether the call may end early, where the caller knows; default, found out.
@@ -97,8 +106,9 @@ def call(
     if ends:
         ends = not has_user_hooks(model) if may_end is None else may_end
     edits = list(edit.items() if isinstance(edit, Mapping) else edit)
+    layer = 0 if start is None else _layer_to_start(model, start[0], [*want, *dict(edits)])
     with own_call(), catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught:
-        caught.output = _called(model, batch, start, output)
+        caught.output = _called(model, batch, start, output, layer)
     return caught
 
 
@@ -108,8 +118,13 @@ def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:
 
 
 def _called(
-    model: nn.Module, batch: Batch | Tensor, start: tuple[str, Tensor] | None, output: bool
+    model: nn.Module,
+    batch: Batch | Tensor,
+    start: tuple[str, Tensor] | None,
+    output: bool,
+    layer: int,
 ) -> Any:
+    """Run the model, from `start` on if it is given; blocks before `layer` may be left out."""
     if start is None:
         return model(batch) if isinstance(batch, Tensor) else batch.run(model)
     point, entering = start
@@ -123,9 +138,36 @@ def _called(
     replace_start = on_this_thread(lambda module, inputs: (entering,))
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
-        return whole.run(model, entering.device)
+        with block_starts(model).starting(layer, [entering] * layer) if layer else nullcontext():
+            return whole.run(model, entering.device)
     finally:
         handle.remove()
+
+
+def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
+    """The block of an opened model at which a pass may begin; 0 where it has to run whole.
+
+    It does where somebody looks at what stands before: `seen`, or hooks of the user's.
+    """
+    layer = (layer_of(point) or 0) if point.endswith(".hook_resid_pre") else 0
+    lowest = first_layer(seen)
+    if not layer or (lowest is not None and lowest < layer) or not hasattr(model, "anatomy"):
+        return 0
+    if has_user_hooks(model) or not block_starts(model).can_start(layer):
+        return 0
+    return layer
+
+
+@found_once
+def block_starts(model: nn.Module) -> BlockStarts:
+    """Find how the blocks of an opened model give their states, by one short pass."""
+    starts = BlockStarts.of(model)
+    if starts.blocks:
+        some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
+        device = next(model.parameters()).device
+        with own_call(), starts.watching(), without_user_hooks(model):
+            Batch(some).run(model, device)
+    return starts
 
 
 def can_start(model: nn.Module) -> bool:
@@ -189,19 +231,6 @@ def catching(
             if handle in point.fwd_hooks:  # a hook of the user's may have reset them
                 point.fwd_hooks.remove(handle)
     caught.check_unwritten()
-
-
-def on_this_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
-    """A hook that acts on passes of the current thread only; or on those of all others."""
-    mine = threading.get_ident()
-
-    @functools.wraps(hook_fn)
-    def acts(*args: Any, **kwargs: Any) -> Any:
-        if (threading.get_ident() == mine) == elsewhere:
-            return None
-        return hook_fn(*args, **kwargs)
-
-    return acts
 
 
 def has_user_hooks(model: nn.Module) -> bool:

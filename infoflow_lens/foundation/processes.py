@@ -1,10 +1,12 @@
 """Threads and worker processes."""
 
+import functools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -48,3 +50,16 @@ def exit_with_parent(parent: int) -> None:
 
     if os.getppid() == parent:
         threading.Thread(target=watch, daemon=True).start()
+
+
+def on_this_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
+    """A hook that acts on passes of the current thread only; or on those of all others."""
+    mine = threading.get_ident()
+
+    @functools.wraps(hook_fn)
+    def acts(*args: Any, **kwargs: Any) -> Any:
+        if (threading.get_ident() == mine) == elsewhere:
+            return None
+        return hook_fn(*args, **kwargs)
+
+    return acts

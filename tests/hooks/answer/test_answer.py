@@ -126,9 +126,9 @@ def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
     for handle in handles:
         handle.remove()
     assert calls == [1, 1]  # two batches
-    blocks, question._blocks = question._blocks, []
+    blocks, question._starts.blocks = question._starts.blocks, []
     whole = question.measure(rows)
-    question._blocks = blocks
+    question._starts.blocks = blocks
     torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
     assert not any("forward" in vars(m) for m in question.model.original_model.modules())
 

@@ -1,0 +1,143 @@
+"""Passes that begin at a block: those before it give states that are known, and do not run."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.hooks.model.points import layer_of
+
+Give: TypeAlias = Callable[[Tensor], Any]  # what a block returns, from the states that it leaves
+
+_turns = threading.RLock()  # the forward of a block is replaced by one thread at a time
+
+
+class BlockStarts:
+    """The blocks of a model, and how each gives the states that leave it.
+
+    Args:
+        blocks: the modules, one a layer; a module that several layers share stands as often.
+
+    Attributes:
+        blocks: the same; empty where no pass may begin at any.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = list(blocks)
+        self._gives: list[Give | None] = []
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "BlockStarts":
+        """Find the blocks of an opened model; other models have none here."""
+        anatomy: Any = getattr(model, "anatomy", None)
+        return cls([] if anatomy is None else [block.module for block in anatomy.blocks])
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note in a pass how each block gives its states: alone, or first in a tuple of Nones.
+
+        Where something else goes on beside the states, such as a bias of positions, no pass begins
+        behind that block.
+        """
+        self._gives = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            give: Give | None = None
+            if isinstance(out, Tensor):
+                give = _alone
+            elif isinstance(out, tuple) and isinstance(out[0], Tensor):
+                give = partial(_in_tuple, out[1:]) if not any(map(_is_there, out[1:])) else None
+            self._gives.append(give)
+
+        with ExitStack() as stack:
+            for block in dict.fromkeys(self.blocks):
+                stack.callback(block.register_forward_hook(on_this_thread(note)).remove)
+            yield
+        if len(self._gives) != len(self.blocks):  # some ran twice, or not at all
+            self.blocks = []
+
+    def can_start(self, layer: int) -> bool:
+        """Whether all blocks before a layer may be left out."""
+        return layer <= len(self.blocks) and None not in self._gives[:layer]
+
+    @contextmanager
+    def starting(
+        self, layer: int, states: Sequence[Float[Tensor, "_row pos d_model"]]
+    ) -> Iterator[None]:
+        """Run passes of this thread from a layer on.
+
+        Args:
+            layer: the first block that runs; their number for none.
+            states: what each block before it gives; a single row stands for all that enter.
+        """
+        given = [*zip(self._gives[:layer], states, strict=True)]
+        order = iter([*given, *[None] * (len(self.blocks) - layer)])
+        with ExitStack() as stack:
+            if layer:
+                stack.enter_context(_turns)
+            for module in dict.fromkeys(self.blocks) if layer else ():
+                own = vars(module).get("forward")
+                # in its dictionary, as modules of a bridge hand attributes on to others
+                vars(module)["forward"] = _Skip(module.forward, order)
+                stack.callback(_restore, module, own)
+            yield
+
+
+def first_layer(points: Iterable[str]) -> int | None:
+    """Find the lowest layer of hook points; 0 for those before the blocks, None for none at all."""
+    before = ("hook_embed", "hook_pos_embed", "hook_tokens")
+    layers = [0 if name in before else layer_of(name) for name in points]
+    return min((layer for layer in layers if layer is not None), default=None)
+
+
+class _Skip:
+    """The forward of a block that gives known states in passes of this thread, or runs.
+
+    Args:
+        forward: of the block.
+        order: for the calls of all blocks, in turn: what to give; None to run.
+    """
+
+    def __init__(self, forward: Callable[..., Any], order: Iterator[Any]) -> None:
+        self._forward, self._order = forward, order
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the states in as many rows as enter, or run."""
+        known = next(self._order, None) if threading.get_ident() == self._thread else None
+        if known is None:
+            return self._forward(*args, **kwargs)
+        give, state = known
+        if len(state) > 1:
+            return give(state)
+        entered = next(t for t in (*args, *kwargs.values()) if is_stream(t))
+        return give(state[:, : entered.shape[1]].expand(len(entered), -1, -1))
+
+
+def is_stream(value: Any) -> bool:
+    """Whether something that a block is called with may be its states."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+
+
+def _alone(state: Tensor) -> Tensor:
+    return state
+
+
+def _in_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
+    return (state, *rest)
+
+
+def _is_there(part: Any) -> bool:
+    return part is not None
+
+
+def _restore(module: nn.Module, own: Any) -> None:
+    if own is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = own

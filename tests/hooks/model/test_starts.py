@@ -1,0 +1,64 @@
+"""Passes that begin at a block give what whole passes give, and leave out what stands before."""
+
+import pytest
+import torch
+
+from infoflow_lens import open_model
+from infoflow_lens.hooks.influence.rerun import Rerun
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.inputs import Batch
+from tests.reference import zoo
+
+LAYER = 1
+
+
+@pytest.fixture(params=["gpt2", "llama", "bert", "gpt_neox"])
+def opened(request):
+    return open_model(zoo.build(request.param))
+
+
+def test_a_pass_that_starts_at_a_layer_gives_the_same_and_runs_the_rest_alone(opened):
+    batch = Batch(zoo.tokens(3, 7))
+    point = f"blocks.{LAYER}.hook_resid_pre"
+    plain = call(opened, batch, [point], output=True)
+    moved = plain.activations[point] + 0.1
+    # the reference replaces what enters the layer by a plain hook, with all blocks run
+    with opened.hooks(fwd_hooks=[(point, lambda activation, hook: moved)]):
+        whole = opened(batch.tokens)
+    calls = []
+    inner = opened.anatomy.blocks[0].module
+    forward = type(inner).forward
+
+    def count(module, *args, **kwargs):
+        calls.append(module)
+        return forward(module, *args, **kwargs)
+
+    type(inner).forward = count
+    try:
+        opened.refresh()
+        from_layer = call(opened, batch, start=(point, moved), output=True).output
+    finally:
+        type(inner).forward = forward
+    torch.testing.assert_close(from_layer, whole)
+    n_layers = len(opened.anatomy.blocks)
+    assert len(calls) in (n_layers - LAYER, 2 * n_layers - LAYER)  # the first start asks one pass
+
+
+def test_what_stands_before_a_start_is_shown_where_somebody_looks(opened):
+    batch = Batch(zoo.tokens(2, 6))
+    point = f"blocks.{LAYER}.hook_resid_pre"
+    entering = call(opened, batch, [point]).activations[point]
+    below = "blocks.0.attn.hook_pattern"
+    shown = call(opened, batch, [below, point], start=(point, entering * 2), output=True)
+    torch.testing.assert_close(
+        shown.activations[below], call(opened, batch, [below]).activations[below]
+    )
+
+
+def test_states_again_from_a_layer_are_those_of_the_pass(opened):
+    batch = Batch(zoo.tokens(3, 7))
+    point = f"blocks.{LAYER}.hook_resid_pre"
+    after = [f"blocks.{layer}.hook_resid_post" for layer in range(LAYER, 2)]
+    seen = call(opened, batch, [point, *after]).activations
+    again = Rerun(opened, LAYER, (LAYER,), "resid_post", batch)(seen[point])
+    torch.testing.assert_close(again[0], seen[after[0]])
