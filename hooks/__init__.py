@@ -8,6 +8,19 @@ from infoflow_lens.hooks.checking import check_probe
 from infoflow_lens.hooks.influence.base import InfluenceResult
 from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
 from infoflow_lens.hooks.influence.resample import ResampleInfluence
+from infoflow_lens.hooks.interventions import (
+    HEAD_IDEALS,
+    AllHeads,
+    Edit,
+    HeadIdeals,
+    Intervention,
+    InterventionResult,
+    MeanPatterns,
+    MeanPatternsProbe,
+    edit_head,
+    edit_head_output,
+    heads_of,
+)
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
     METRICS,
@@ -60,8 +73,10 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks.passes.attach import AttachedProbes, attach
 
 __all__ = [
+    "HEAD_IDEALS",
     "IDEALS",
     "METRICS",
+    "AllHeads",
     "AttachedProbes",
     "AttendedProbe",
     "AttendedResult",
@@ -70,12 +85,16 @@ __all__ = [
     "AttentionWeight",
     "ContributionRoutes",
     "EdgeBudgetResult",
+    "Edit",
     "EmbeddingCosine",
     "FunctionOfOutput",
     "GradedSetsProbe",
     "GradedSetsResult",
     "GradientTimesInput",
+    "HeadIdeals",
     "InfluenceResult",
+    "Intervention",
+    "InterventionResult",
     "JacobianInfluence",
     "JointReplacement",
     "LabelledArray",
@@ -83,6 +102,8 @@ __all__ = [
     "LayerCapabilities",
     "LogProbability",
     "LogitDifference",
+    "MeanPatterns",
+    "MeanPatternsProbe",
     "MechanismsProgress",
     "MechanismsResult",
     "ModelCapabilities",
@@ -113,8 +134,11 @@ __all__ = [
     "check_probe",
     "combined",
     "concatenated",
+    "edit_head",
+    "edit_head_output",
     "example_input",
     "find_heads",
+    "heads_of",
     "inspect_model",
     "measure_edge_budget",
     "measure_mechanisms",

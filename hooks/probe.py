@@ -4,7 +4,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, cast
 
 import torch
@@ -566,8 +566,8 @@ _STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
 def described(value: Any) -> Any:
-    """A setting as JSON-compatible values: of tensors a digest, of functions the names, and of
-    what is the user's own a digest of what it does.
+    """A setting as JSON-compatible values: of tensors and results a digest, of functions the names,
+    of dataclasses their fields, and of what is the user's own a digest of what it does.
     """
     if isinstance(value, Tensor):
         return {"table": fingerprint({"table": value})}
@@ -580,6 +580,11 @@ def described(value: Any) -> Any:
         by_name = {"function": f"{getattr(value, '__module__', '')}.{name}"}
         is_object = not hasattr(value, "__qualname__")  # it may hold tensors
         return by_name | ({"code": code_digest(value)} if is_object or is_own(value) else {})
+    if isinstance(value, Result):
+        return {"result": type(value).__name__, "digest": fingerprint(value.stored()[1])}
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: described(getattr(value, part.name)) for part in fields(value)}
+        return {"kind": type(value).__name__, **parts}
     value = plain(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -376,6 +376,7 @@ _COORDINATES = {
 
 # Axes whose places have names, too, and that tables show by number.
 _PLACES = {
+    "edit": "edits",
     "ideal": "ideals",
     "method": "methods",
     "budget": "budgets",

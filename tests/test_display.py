@@ -21,7 +21,13 @@ import infoflow_lens as il
 from infoflow_lens.agreement import CoverageCurve
 from infoflow_lens.foundation import display
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
+from infoflow_lens.hooks import (
+    Intervention,
+    LayerCapabilities,
+    ModelCapabilities,
+    Result,
+    edit_head,
+)
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel
@@ -194,7 +200,16 @@ def phases_of(text):
     return phase_figure([{"heads": (1,), "n_tokens": 3, "verdict": "excluded, proved"}], text)
 
 
+def intervention_of(text):
+    class Own(Intervention):
+        def edits(self, plain):
+            yield edit_head(plain, 0, 0, torch.zeros_like, text)
+
+    return il.run_probes(make_token_model(), X, [Own()], progress=False)[0].plot()
+
+
 FIGURES = {  # by the file that draws
+    "hooks/interventions/probe.py": intervention_of,
     "hooks/why/result.py": why_of,
     "hooks/arrays.py": lambda text: array_of(text, 2, 3),
     "hooks/arrays.py, bars": lambda text: array_of(text, 3),

@@ -41,8 +41,10 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import Savable, write_parts
 from infoflow_lens.hooks import (
     AttentionRollout,
+    HeadIdeals,
     LabelledResult,
     LogitDifference,
+    MeanPatternsProbe,
     Probe,
     Result,
     ShardedPositions,
@@ -88,10 +90,10 @@ def made(tmp_path_factory):
     probes = [
         PositionsProbe((1, 2), spread=True), RecoveryProbe((1,), controls=True, maps=True),
         JacobianInfluence("resid_post"), AttendedProbe(), PatternsProbe(), AttentionRollout(),
-        GradedSetsProbe("weight"), Own(),
+        GradedSetsProbe("weight"), MeanPatternsProbe(), HeadIdeals(ideals=("gated",)), Own(),
     ]  # fmt: skip
     results = run_probes(model, texts, probes, **QUIET)
-    positions, _, influence, attended, _, rollout, graded, own = results
+    positions, _, influence, attended, _, rollout, graded, *_, own = results
     mechanisms = measure_mechanisms(model, IDS[:4], **QUIET)
     sets = propagate(positions)
     run = probe(

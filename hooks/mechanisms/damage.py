@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct, Remedy
-from infoflow_lens.hooks.model.inputs import Batch, Batches
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import reads_vectors
 
 Metric = Literal["nmse", "kl", "loss"]
@@ -186,9 +186,15 @@ def _change(
 
 
 def metric_of(
-    model: nn.Module, metric: Metric | None, read: Sequence[int] | None, batches: Batches
+    model: nn.Module, metric: Metric | None, read: Sequence[int] | None, shortest: int
 ) -> Damage:
     """The metric that is asked for, or the one that fits the model.
+
+    Args:
+        model: whose outputs are compared.
+        metric: None for "nmse" of vectors and "kl" of logits.
+        read: the positions of the logits that count; None for all.
+        shortest: positions of the shortest sequence.
 
     Raises:
         InfoFlowError: for a metric or positions that these outputs do not have.
@@ -199,13 +205,34 @@ def metric_of(
             f"metric is {chosen!r}, which compares distributions over tokens: the model's output "
             "is a vector; expected 'nmse'"
         )
-    if chosen == "loss" and (read is not None or batches.shortest < 2):
+    if chosen == "loss" and (read is not None or shortest < 2):
         raise InfoFlowError(
             "metric 'loss' is over all next tokens: expected sequences of at least 2 tokens, and "
             "no positions to read; use 'kl' for single positions"
         )
-    n_pos = batches.shortest
     for position in read or ():
-        if not -n_pos <= position < n_pos:
-            raise InfoFlowError(f"read has position {position}: expected {-n_pos} to {n_pos - 1}")
+        if not -shortest <= position < shortest:
+            raise InfoFlowError(
+                f"read has position {position}: expected {-shortest} to {shortest - 1}"
+            )
     return Damage(chosen, read)
+
+
+def next_token_losses(
+    logits: Float[Tensor, "batch pos d_vocab"], batch: Batch, counted: Bool[Tensor, "batch next"]
+) -> Float[Tensor, " batch"]:
+    """The loss of the next tokens that count, in nats, summed over each sequence; float64.
+
+    Args:
+        logits: of the batch.
+        batch: the sequences.
+        counted: which next tokens count; the first is that of position 0.
+    """
+    following = batch.tokens[:, 1:].to(logits.device)
+    lost = torch.stack(
+        [  # one sequence at a time: a float32 copy of all logits may be large
+            torch.nn.functional.cross_entropy(row[:-1].float(), token, reduction="none")
+            for row, token in zip(logits, following, strict=True)
+        ]
+    )
+    return (lost.double().cpu() * counted).sum(dim=1)

@@ -17,15 +17,18 @@ from infoflow_lens.foundation.record import is_same
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import (
+    Edits,
     call,
     can_start,
     has_user_hooks,
     ignore_edit_warnings,
     output_of,
+    without_user_hooks,
 )
 from infoflow_lens.hooks.model.identity import HOOKS, model_identity
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, example_input, read_inputs
 from infoflow_lens.hooks.model.points import (
+    found_once,
     instead_of_a_bridge,
     is_bridge,
     layer_count,
@@ -33,6 +36,7 @@ from infoflow_lens.hooks.model.points import (
 )
 from infoflow_lens.hooks.model.semantics import visibility
 
+_ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _EXAMPLE = 8  # tokens of a sequence that shows what edits and starts do
 
 
@@ -216,15 +220,26 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
             )
 
 
-def run_from(model: nn.Module, layer: int, entering: Tensor, example: Tensor) -> Tensor:
+def run_from(
+    model: nn.Module, layer: int, entering: Tensor, example: Tensor, edit: Edits = ()
+) -> Tensor:
     """The output from what enters a layer; sequences without padding, or padded on the right.
 
     Where the model has to run whole, its lower layers run `example`, one other sequence, alone.
     """
     visibility(model, entering.shape[1])  # asked in the pass, it would start where this one does
     start = (f"blocks.{layer}.hook_resid_pre", entering)
-    output: Tensor = call(model, Batch(example), start=start, output=True).output
+    output: Tensor = call(model, Batch(example), edit=edit, start=start, output=True).output
     return output
+
+
+def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
+    """How many sequences a pass may hold, by the size of its largest tensor."""
+    cfg = getattr(model, "cfg", None)
+    sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
+    width = max(4 * (sizes[0] or 1), sizes[1] or 1, n_pos * n_heads)
+    room = _ROOM.get(next(model.parameters()).device.type, _ROOM["cpu"])
+    return max(1, room // (n_pos * width))
 
 
 def example_of(batch: Batch) -> Tensor:
@@ -245,13 +260,10 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     layers = range(layer_count(model))
     if can_start(model):
         return frozenset(layers)
-    known = visibility(model, batches.longest or 1)
     names = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
-    if known is None or not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
+    if not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
         return frozenset()
-    if batches.shortest < (batches.longest or 0) and any(
-        bool(keys.triu(1).any()) for keys in known.keys
-    ):
+    if batches.shortest < (batches.longest or 0) and layer_with_later_keys(model) is not None:
         return frozenset()
     batch = next(batches.batches(2))
     n_pos = min(batches.shortest, _EXAMPLE)
@@ -265,3 +277,19 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
             if again.shape == caught.output.shape and (again - caught.output).abs().max() <= most:
                 found.add(layer)
     return frozenset(found)
+
+
+@found_once
+def layer_with_later_keys(model: nn.Module) -> int | None:
+    """The first layer whose queries attend to keys behind them, as in encoders; None in no layer.
+
+    Found by running some random tokens.
+    """
+    names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
+    tokens = example_input(model, n_sequences=1)[:, :_EXAMPLE]
+    with eval_mode(model), without_user_hooks(model):
+        caught = call(model, tokens.to(next(model.parameters()).device), names).activations
+    for layer, name in enumerate(names):
+        if bool((caught[name].triu(1) > 0).any()):
+            return layer
+    return None

@@ -296,7 +296,7 @@ def measure_edge_budget(
     if metric == "loss":
         measure: _Measure = NextTokenLoss(model, batches, batch_size, read=read)
     else:
-        measure = _Divergence(model, metric_of(model, metric, read, batches))
+        measure = _Divergence(model, metric_of(model, metric, read, batches.shortest))
     given = methods_of(model)
     asked = given if methods is None else methods
     names = [

@@ -87,7 +87,7 @@ def replace_greedily(
     reached = 0.0
     with reading.measuring(model, batches, "joining", len(candidates)) as step:
         for _, layer, head, tried in sorted(candidates):
-            metric = metric_of(model, mechanisms.metric, read, batches)  # type: ignore[arg-type]
+            metric = metric_of(model, mechanisms.metric, read, batches.shortest)  # type: ignore[arg-type]
             trials = [{**taken, (layer, head): ideal} for ideal in tried]
             lost = [0.0 for _ in trials]
             for batch in batches.batches(batch_size):

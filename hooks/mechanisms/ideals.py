@@ -141,16 +141,15 @@ class Replacement(NamedTuple):
     copy: int = 0
 
 
-@contextmanager
-def replaced(
+def replacement_hooks(
     model: nn.Module,
     replacements: Sequence[Replacement],
     mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None,
     k: int,
     n_copies: int = 1,
     n_mean: Float[Tensor, " query"] | None = None,
-) -> Iterator[None]:
-    """The model with these replacements, while the block lasts.
+) -> list[NamedHook]:
+    """Hooks that make these replacements.
 
     Args:
         model: a TransformerLens model.
@@ -178,8 +177,7 @@ def replaced(
             edited[place] = made.to(own)
         return edited.flatten(0, 1)
 
-    with catching(model, (), edits_of_patterns(model, groups, replace)):
-        yield
+    return edits_of_patterns(model, groups, replace)
 
 
 def edits_of_patterns(
@@ -268,7 +266,8 @@ def substituted(
                 "measure_mechanisms(...).mean_patterns"
             )
     some = [Replacement(layer, head, ideal) for (layer, head), ideal in heads.items()]
-    with replaced(model, some, mean_patterns, check(k, Count, "k")):
+    hooks = replacement_hooks(model, some, mean_patterns, check(k, Count, "k"))
+    with catching(model, (), hooks):
         yield
 
 

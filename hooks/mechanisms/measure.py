@@ -32,15 +32,15 @@ from infoflow_lens.hooks.mechanisms.driver import (
     mean_patterns,
     real_queries,
     run_from,
+    sequences_at_once,
 )
 from infoflow_lens.hooks.mechanisms.estimate import estimated
-from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replaced
+from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replacement_hooks
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
-from infoflow_lens.hooks.model.call import call, output_of
+from infoflow_lens.hooks.model.call import Edits, call, output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
 from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook, takes_model
 
-_ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
 _FIRST = 8  # one in so many sequences is in the first block, which has at least
 _ROWS_FIRST = 64  # rows of the output in the first block of sequences
@@ -161,7 +161,7 @@ def measure_mechanisms(
                 f"{batches.longest}: expected one that is as long, so that there are mean patterns "
                 "for every position; give longer ones, or cut the inputs by max_length"
             )
-    damage = metric_of(model, metric, read, batches)
+    damage = metric_of(model, metric, read, batches.shortest)
     settings = {
         "metric": damage.name,
         "read": damage.read,
@@ -475,8 +475,8 @@ class _Run:
                 some = indices[start : start + n_copies]
                 copies = [self.replacements[i]._replace(copy=n) for n, i in enumerate(some)]
                 means = self.at.mean_patterns
-                with replaced(self.model, copies, means, self.k, len(some), self.n_mean):
-                    changed = self._run_copies(batch, entering, layer, len(some))
+                hooks = replacement_hooks(self.model, copies, means, self.k, len(some), self.n_mean)
+                changed = self._run_copies(batch, entering, layer, len(some), hooks)
                 lost.append(self.metric.lost(before, changed, batch))
         return torch.cat(lost)
 
@@ -497,14 +497,15 @@ class _Run:
         return before, {layer: caught.activations[name] for layer, name in names.items()}
 
     def _run_copies(
-        self, batch: Batch, entering: dict[int, Tensor], layer: int | None, n: int
+        self, batch: Batch, entering: dict[int, Tensor], layer: int | None, n: int, hooks: Edits
     ) -> Tensor:
         """The output of copies of a batch, from a layer on if possible."""
         if layer is not None:
             # padding stands on the right, where nothing real looks
-            return run_from(self.model, layer, torch.cat([entering[layer]] * n), example_of(batch))
+            state = torch.cat([entering[layer]] * n)
+            return run_from(self.model, layer, state, example_of(batch), hooks)
         copies = batch.take(torch.arange(len(batch)).repeat(n))
-        whole: Tensor = output_of(self.model, copies)
+        whole: Tensor = call(self.model, copies, edit=hooks, output=True).output
         return whole
 
     def _mean_patterns(
@@ -526,13 +527,8 @@ class _Run:
         return mean_patterns(self.model, self.calibration, self.batch_size)
 
     def _at_once(self) -> int:
-        """How many sequences a pass may hold, by the size of its largest tensor."""
-        cfg, n_pos = getattr(self.model, "cfg", None), self.batches.longest or 1
-        sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
-        widths = [4 * (sizes[0] or 1), sizes[1] or 1]
-        width = max(*widths, n_pos * max(map(len, self.at.mean_patterns)))
-        room = _ROOM.get(next(self.model.parameters()).device.type, _ROOM["cpu"])
-        return max(1, room // (n_pos * width))
+        n_heads = max(map(len, self.at.mean_patterns))
+        return sequences_at_once(self.model, self.batches.longest or 1, n_heads)
 
     def _report(self, what: str) -> None:
         at = self.at

@@ -10,15 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.hooks.mechanisms.damage import Read, places_of
-from infoflow_lens.hooks.mechanisms.driver import check_kept, check_resumed
-from infoflow_lens.hooks.model.call import call, output_of, without_user_hooks
-from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
+from infoflow_lens.hooks.mechanisms.damage import Read, next_token_losses, places_of
+from infoflow_lens.hooks.mechanisms.driver import check_kept, check_resumed, layer_with_later_keys
+from infoflow_lens.hooks.model.call import output_of
+from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import (
     check_finite,
-    layer_count,
-    pattern_hook,
     reads_vectors,
 )
 from infoflow_lens.hooks.result import Result
@@ -172,14 +169,7 @@ class NextTokenLoss:
         self, logits: Float[Tensor, "batch pos d_vocab"], batch: Batch
     ) -> Float[Tensor, " batch"]:
         """The loss of each sequence of a batch, from its logits."""
-        following = batch.tokens[:, 1:].to(logits.device)
-        lost = torch.stack(
-            [  # one sequence at a time: a float32 copy of all logits may be large
-                torch.nn.functional.cross_entropy(row[:-1].float(), token, reduction="none")
-                for row, token in zip(logits, following, strict=True)
-            ]
-        )
-        return (lost.double().cpu() * self.states(batch)[:, :-1]).sum(dim=1)
+        return next_token_losses(logits, batch, self.states(batch)[:, :-1])
 
     def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
         """The positions whose predictions count."""
@@ -199,14 +189,10 @@ def _check_causal(model: nn.Module) -> None:
     Raises:
         InfoFlowError: naming the layer.
     """
-    names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
-    tokens = example_input(model, n_sequences=1)[:, :8].to(next(model.parameters()).device)
-    with eval_mode(model), without_user_hooks(model):
-        caught = call(model, tokens, names).activations
-    for layer, name in enumerate(names):
-        if name in caught and bool((caught[name].triu(1) > 0).any()):
-            raise InfoFlowError(
-                f"queries of layer {layer} attend to later keys, so that the model sees the next "
-                "token before it predicts it: expected a causal language model; for others use "
-                "measure_mechanisms"
-            )
+    layer = layer_with_later_keys(model)
+    if layer is not None:
+        raise InfoFlowError(
+            f"queries of layer {layer} attend to later keys, so that the model sees the next "
+            "token before it predicts it: expected a causal language model; for others use "
+            "measure_mechanisms"
+        )

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -139,6 +140,8 @@ def _called(
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
         with block_starts(model).starting(layer, [entering] * layer) if layer else nullcontext():
+            if layer and len(whole) == 1 < len(entering):  # blocks see as many rows as they give
+                whole = whole.take(torch.zeros(len(entering), dtype=torch.long))
             return whole.run(model, entering.device)
     finally:
         handle.remove()

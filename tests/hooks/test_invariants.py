@@ -37,7 +37,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.hooks import Probe, Result
+from infoflow_lens.hooks import AllHeads, HeadIdeals, MeanPatternsProbe, Probe, Result
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -73,6 +73,9 @@ MAKES = {
         lambda x: GradedSetsProbe("weight", "weakest", positions=(-1, 2)),
     ],
     GradientTimesInput: [lambda x: GradientTimesInput("resid_post", layers=(0,))],
+    MeanPatternsProbe: [lambda x: MeanPatternsProbe()],
+    HeadIdeals: [lambda x: HeadIdeals(ideals=("gated", "top 2"))],
+    AllHeads: [lambda x: AllHeads(None, {"two": {(0, 0): "largest", (1, 1): "even"}})],
 }
 
 
@@ -400,7 +403,8 @@ def merging_in_any_order_is_the_same(model, x, make):
         if name.startswith(("weight", "bias")):  # maps of few rows amplify rounding; errors do not
             continue
         axis = next((i for i, size in enumerate(value.shape) if size == N), None)
-        if axis is not None:
+        # a table of sequences is in their order, whoever comes first
+        if axis is not None and "sequences.0" not in other:
             value = value.index_select(axis, order)
         torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-8, equal_nan=True, msg=name)
 
@@ -469,13 +473,26 @@ def latin_square():
     ],
 )
 def test_what_holds_for_every_probe(holds, probe, name, case_of):
+    if is_refused(probe, name):
+        with pytest.raises(InfoFlowError, match="do not reach the output of this bridge"):
+            holds(*case_of(name), EVERY[probe])
+        return
     holds(*case_of(name), EVERY[probe])
 
 
 @pytest.mark.parametrize(("holds", "name"), third_of(PROPERTIES, MODELS))
 def test_what_holds_for_every_probe_on_every_model(holds, name, case_of):
-    for make in EVERY.values():
-        holds(*case_of(name), make)
+    for probe, make in EVERY.items():
+        if not is_refused(probe, name):
+            holds(*case_of(name), make)
+
+
+def is_refused(probe, name):
+    """Whether a bridge discards what this probe edits."""
+    return name in ("bridge, gpt_neo", "bridge, bert") and probe.split()[0] in (
+        "HeadIdeals",
+        "AllHeads",
+    )
 
 
 CHANGES = ("step", "data", "load_state_dict", "double", "new parameter")

@@ -440,6 +440,8 @@ def test_settings_that_exclude_each_other_are_named():
 
 def make(kind, token_inputs, **settings):
     needed = {"donors": token_inputs[:3]} if "donors" in kind.__dataclass_fields__ else {}
+    if "assignments" in kind.__dataclass_fields__:
+        needed = {"means": None, "assignments": {"one": {(0, 0): "own"}}}
     return kind(**(needed | settings))
 
 

@@ -1,0 +1,20 @@
+"""Interventions: named edits of a pass, and what each does to the output."""
+
+from infoflow_lens.hooks.interventions.edits import Edit, edit_head, edit_head_output, heads_of
+from infoflow_lens.hooks.interventions.ideals import HEAD_IDEALS, AllHeads, HeadIdeals
+from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.probe import Intervention, InterventionResult
+
+__all__ = [
+    "HEAD_IDEALS",
+    "AllHeads",
+    "Edit",
+    "HeadIdeals",
+    "Intervention",
+    "InterventionResult",
+    "MeanPatterns",
+    "MeanPatternsProbe",
+    "edit_head",
+    "edit_head_output",
+    "heads_of",
+]

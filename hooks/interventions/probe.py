@@ -1,0 +1,523 @@
+"""What an intervention is: a probe that says edits, of which each is measured by what it does."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.display import plain_label
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count
+from infoflow_lens.hooks.influence.rerun import start_point
+from infoflow_lens.hooks.interventions.edits import Edit, stacked_hooks
+from infoflow_lens.hooks.mechanisms.damage import (
+    Damage,
+    Metric,
+    Read,
+    Reference,
+    metric_of,
+    next_token_losses,
+)
+from infoflow_lens.hooks.mechanisms.driver import (
+    check_edits_reach,
+    example_of,
+    layer_with_later_keys,
+    layers_to_start,
+    run_from,
+    sequences_at_once,
+)
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.inputs import Batch, may_be_padded, read_inputs
+from infoflow_lens.hooks.model.points import hook_name, reads_vectors
+from infoflow_lens.hooks.passes.run import run
+from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.readouts import Readout
+from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.states import combined, summed
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class Table:
+    """What sequences lose by edits; NaN where that is not measured.
+
+    Attributes:
+        sequences: int [sequence], which sequences of all these are.
+        edits: the names of the edits.
+        lost: float64 [sequence, edit], summed over the rows of the output that count.
+        rise: float64 [sequence, edit], of the summed next-token loss; NaN without one.
+        n_rows, n_tokens: int [sequence], the rows and the next tokens that count.
+    """
+
+    sequences: Int[Tensor, " sequence"]
+    edits: list[str]
+    lost: Float[Tensor, "sequence edit"]
+    rise: Float[Tensor, "sequence edit"]
+    n_rows: Int[Tensor, " sequence"]
+    n_tokens: Int[Tensor, " sequence"]
+
+
+def fill_table(mine: Table, others: Table) -> Table:
+    """Make one table of two: of the sequences of both, and the edits of both."""
+    sequences = torch.cat([mine.sequences, others.sequences]).unique()
+    edits = list(dict.fromkeys([*mine.edits, *others.edits]))
+    shape = (len(sequences), len(edits))
+    lost, rise = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
+    n_rows, n_tokens = (torch.zeros(len(sequences), dtype=torch.int64) for _ in range(2))
+    for part in (mine, others):
+        rows = torch.searchsorted(sequences, part.sequences)
+        columns = torch.tensor([edits.index(name) for name in part.edits])
+        for target, values in ((lost, part.lost), (rise, part.rise)):
+            known = ~values.isnan()
+            place = rows[:, None].expand(values.shape)[known], columns.expand(values.shape)[known]
+            target[place] = values[known]
+        n_rows[rows], n_tokens[rows] = part.n_rows, part.n_tokens
+    return Table(sequences, edits, lost, rise, n_rows, n_tokens)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InterventionResult(Result):
+    """What the output loses by each edit.
+
+    Attributes:
+        metric: "nmse", the squared change of the output over its variance; "kl", the divergence of
+            the new next-token distribution from the old one, in nats; "loss", the rise of the
+            next-token loss where it rises; or a readout in words, whose change it is.
+        edits: the names of the edits.
+        sequences: which sequences of all were measured.
+        lost: float [sequence, edit], summed over the rows of each sequence's output; NaN where it
+            was not measured.
+        rise: float [sequence, edit], of the summed next-token loss in nats, which may be negative;
+            NaN where the model predicts no next token.
+        n_rows, n_tokens: int [sequence], rows of the output, and next tokens, that count.
+        per_row: what the loss of a row is divided by: for "nmse" the variance of the output.
+        forwards: the work, in passes over all sequences; one that starts at a layer counts by the
+            share of the layers that ran.
+    """
+
+    makes_small_table: ClassVar[bool] = True
+
+    metric: str
+    edits: tuple[str, ...]
+    sequences: Int[Tensor, " sequence"]
+    lost: Float[Tensor, "sequence edit"]
+    rise: Float[Tensor, "sequence edit"]
+    n_rows: Int[Tensor, " sequence"]
+    n_tokens: Int[Tensor, " sequence"]
+    per_row: float
+    forwards: float
+
+    def damage(self) -> Float[Tensor, " edit"]:
+        """What a row of the output loses by each edit, the mean over measured sequences."""
+        return _ratio(self.lost, self.n_rows * self.per_row)
+
+    def errors(self) -> Float[Tensor, " edit"]:
+        """One standard error of :meth:`damage`, by leaving each sequence out; NaN for one."""
+        return jackknife(self.lost, (self.n_rows * self.per_row)[:, None].expand(self.lost.shape))
+
+    def risen(self) -> Float[Tensor, " edit"]:
+        """By how much the next-token loss rises, in nats a token; NaN without one."""
+        return _ratio(self.rise, self.n_tokens)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each edit: damage, its error, the rise of the loss, and on how many."""
+        import pandas as pd
+
+        measured = (~self.lost.isnan()).sum(dim=0)
+        return pd.DataFrame(
+            {
+                "edit": self.edits,
+                "damage": self.damage().tolist(),
+                "error": self.errors().tolist(),
+                "rise": self.risen().tolist(),
+                "n_sequences": measured.tolist(),
+            }
+        )
+
+    def plot(self) -> "Figure":
+        """The damage of the edits that do most, with one standard error."""
+        from matplotlib.figure import Figure
+
+        frame = self.to_frame().sort_values("damage", ascending=False).head(_MOST_SHOWN)[::-1]
+        figure = Figure(figsize=(6, 1 + 0.22 * len(frame)), layout="constrained")
+        axes = figure.subplots()
+        axes.barh(
+            frame["edit"].map(plain_label),
+            frame["damage"],
+            xerr=frame["error"].fillna(0),
+            color="#56b4e9",
+        )
+        axes.set(
+            xlabel=plain_label(f"damage ({self.metric})"),
+            title="What the output loses by each edit",
+        )
+        return figure
+
+
+_MOST_SHOWN = 40  # edits in a picture
+
+
+class Intervention(Probe[InterventionResult]):
+    """Measures what edits of a pass do to its output; a subclass says which.
+
+    An edit of one's own::
+
+        class LooksAtFirst(Intervention):
+            def edits(self, plain):
+                for layer, head in heads_of(plain):
+                    yield edit_head(plain, layer, head, to_first)
+
+        def to_first(pattern):  # [batch, query, key]
+            first = torch.zeros_like(pattern)
+            first[..., 0] = pattern.sum(dim=-1)
+            return first
+
+    It is a probe, so it runs by :func:`~infoflow_lens.hooks.run_probes`, in shards, in several
+    processes, and goes on after it was stopped. Its passes are its own: the plain one, and one for
+    each edit, of which several share a pass and each begins at the first layer that it edits, where
+    the model can. Hooks of yours take part in them; then passes run whole. Small batches are as
+    fast as large ones, since edits fill the pass, and keep more where a run is stopped.
+
+    What is kept is a table of sequences and edits, filled as they are measured.
+
+    Args:
+        metric: "nmse", "kl" or "loss"; default "nmse" for vector outputs, "kl" for logits.
+        read: the positions of the logits that count, such as (-1,); None for all.
+        readout: a number in the place of the metric, whose change counts, with its sign.
+        rows: sequences in a pass, copies of edits among them; default, by the size of the model.
+
+    Attributes:
+        reads: what `edits` reads of the plain pass, as for every probe.
+        watch: called with the share of a batch's work that is done, from 0 to 1.
+
+    Raises:
+        InfoFlowError: for edits of hook points that the model does not have, or of one name; a
+            model in which edited patterns do not reach the output; a metric that does not fit.
+    """
+
+    reads: ClassVar[str | Sequence[str]] = ("scores", "pattern")
+    by_index = True  # a sequence's place among all is its row of the table
+    watch: Callable[[float], None] | None = field(default=None, init=False, compare=False)
+
+    _: KW_ONLY
+    metric: Metric | None = None
+    read: Read | None = None
+    readout: Readout | None = None
+    rows: Count | None = field(default=None, compare=False)
+
+    table = combined(fill_table, of=Table)
+    scale, work = summed(), summed()
+
+    _starts: frozenset[int] | None = field(default=None, init=False, compare=False)
+    _metric_name: str = field(default="", init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.readout, (Readout, type(None))):
+            raise InfoFlowError(
+                f"readout is {self.readout!r}: expected one such as LogitDifference(' Mary', "
+                "' John'), or None for a divergence"
+            )
+
+    @abstractmethod
+    def edits(self, plain: Pass) -> Iterable[Edit]:
+        """Say the edits of a batch.
+
+        Args:
+            plain: the pass as it is, with what `reads` names, and its `output`.
+        """
+
+    def needs(self, model: nn.Module) -> Needs:
+        """What enters the model: the passes are its own, and read what `reads` names."""
+        self._plain_needs(model)
+        return Needs.of(model, points=[start_point(model, None)])
+
+    def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
+        """Get ready; where passes may start is found anew."""
+        self._starts = None
+        return super().prepare(model, fingerprint)
+
+    def _plain_needs(self, model: nn.Module) -> Needs:
+        return super().needs(model)
+
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """The losses of each sequence of a pass, by each edit."""
+        model = seen.model
+        if seen.lengths is not None and not may_be_padded(model):
+            raise InfoFlowError(
+                f"{type(model).__name__} takes no attention_mask into account: expected sequences "
+                "without padding; run those of one length together"
+            )
+        source = _Source.of(seen)
+        if self._starts is None:
+            check_edits_reach(model, source.batch.take(slice(0, 1)))
+        starts = self._layers_to_start(seen)
+        needs = self._plain_needs(model)
+        entering = {layer: f"blocks.{layer}.hook_resid_pre" for layer in sorted(starts)}
+        plain = source.run(needs | Needs(tuple(entering.values())))
+        plain = plain.counted(seen.indices, seen.held_out, seen.turns)
+        edits = self._checked(list(self.edits(plain)), model)
+        judge = _Judge.of(self, plain, source.batch)
+        self._metric_name = judge.name
+        work = float(len(seen))
+        lost: list[Tensor] = []
+        rise: list[Tensor] = []
+        n_pos = source.entering.shape[1]
+        n_heads = int(getattr(getattr(model, "cfg", None), "n_heads", None) or 8)
+        rows = self.rows or sequences_at_once(model, n_pos, n_heads)
+        together = max(1, rows // len(seen))
+        done = 0
+        for layer, group in groupby(edits, lambda edit: _start_of(edit, starts)):
+            every = list(group)
+            for first in range(0, len(every), together):
+                some = every[first : first + together]
+                hooks = stacked_hooks(some, len(seen))
+                state = None if layer is None else plain.activation(entering[layer])
+                output = source.run_copies(hooks, len(some), layer, state)
+                lost.append(judge.lost(output))
+                rise.append(judge.rise(output))
+                work += len(some) * len(seen) * (1 - (layer or 0) / seen.n_layers)
+                done += len(some)
+                if self.watch is not None:
+                    self.watch(done / len(edits))
+        empty = torch.zeros(0, len(seen), dtype=torch.float64)
+        table = Table(
+            seen.indices.clone(),
+            [edit.name for edit in edits],
+            torch.cat([empty, *lost]).T.contiguous(),
+            torch.cat([empty, *rise]).T.contiguous(),
+            judge.n_rows,
+            judge.n_tokens,
+        )
+        return {"table": table, "scale": judge.scale, "work": work}
+
+    def compute(self) -> InterventionResult:
+        """The table of all sequences and edits."""
+        table: Table = self.table
+        damage = Damage(_METRIC.get(self._metric_name, "kl"), None)
+        if self._metric_name == "nmse":
+            damage.load_state(self.scale)
+        per_row = damage.per_row() if self._metric_name == "nmse" else 1.0
+        return InterventionResult(
+            metric=self._metric_name,
+            edits=tuple(table.edits),
+            sequences=table.sequences,
+            lost=table.lost,
+            rise=table.rise,
+            n_rows=table.n_rows,
+            n_tokens=table.n_tokens,
+            per_row=per_row,
+            forwards=float(self.work) / len(table.sequences),
+            record=self.run_record(),
+            notes=self.notes(),
+        )
+
+    def _checked(self, edits: list[Any], model: nn.Module) -> list[Edit]:
+        """Check edits before a pass, and order them by the layer where their passes start.
+
+        Raises:
+            InfoFlowError: for what is no edit, two of one name, and unknown hook points.
+        """
+        for edit in edits:
+            if not isinstance(edit, Edit):
+                raise InfoFlowError(
+                    f"{type(self).__name__}.edits gives a {type(edit).__name__}: expected Edit "
+                    "objects, as edit_head(...) makes them"
+                )
+            for point in edit.at:
+                hook_name(model, point)
+        names = [edit.name for edit in edits]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InfoFlowError(
+                f"{type(self).__name__}.edits gives {twice!r} twice: expected a name for each edit"
+            )
+        return sorted(edits, key=lambda edit: edit.first_layer)
+
+    def _layers_to_start(self, seen: Pass) -> frozenset[int]:
+        """The layers at which passes over this batch may start."""
+        if self._starts is None:
+            self._starts = frozenset()
+            if seen.tokens is not None:
+                lengths = seen.lengths_of(seen.tokens.shape[1]).tolist()
+                rows = [row[:n] for row, n in zip(seen.tokens, lengths, strict=True)][:2]
+                self._starts = layers_to_start(seen.model, read_inputs(seen.model, rows))
+        if seen.tokens is None or seen.columns:
+            return frozenset()
+        if seen.lengths is not None and layer_with_later_keys(seen.model) is not None:
+            return frozenset()
+        return self._starts
+
+
+_METRIC: dict[str, Metric] = {"nmse": "nmse", "kl": "kl", "loss": "loss"}
+
+
+def _start_of(edit: Edit, starts: frozenset[int]) -> int | None:
+    """The layer where the pass of an edit starts; None for a whole pass."""
+    return edit.first_layer if edit.first_layer in starts else None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the passes of a batch begin with.
+
+    Attributes:
+        model: the model.
+        batch: what it read; zeros where hooks alone saw the pass.
+        point, entering: where that entered, and what.
+        is_known: whether the model read `batch`.
+    """
+
+    model: nn.Module
+    batch: Batch
+    point: str
+    entering: Tensor
+    is_known: bool
+
+    @classmethod
+    def of(cls, seen: Pass) -> "_Source":
+        """Read it off a pass."""
+        point = start_point(seen.model, None)
+        entering = seen.activation(point)
+        batch = seen.batch
+        unknown = Batch(torch.zeros(entering.shape[:2], dtype=torch.long))
+        return cls(seen.model, batch or unknown, point, entering, batch is not None)
+
+    def run(self, needs: Needs) -> Pass:
+        """Run the plain pass."""
+        start = None if self.is_known else (self.point, self.entering)
+        return run(self.model, self.batch, needs, start=start, output=True)
+
+    def run_copies(self, hooks: Any, n: int, layer: int | None, state: Tensor | None) -> Tensor:
+        """The output of copies of the batch with hooks, from a layer on if one is given."""
+        if layer is not None and state is not None:
+            entering = torch.cat([state] * n)
+            return run_from(self.model, layer, entering, example_of(self.batch), hooks)
+        copies = self.batch.take(torch.arange(len(self.batch)).repeat(n))
+        start = None if self.is_known else (self.point, torch.cat([self.entering] * n))
+        output: Tensor = call(self.model, copies, edit=hooks, start=start, output=True).output
+        return output
+
+
+class _Judge:
+    """What is lost of the outputs of a batch."""
+
+    def __init__(self, name: str, batch: Batch) -> None:
+        self.name, self.batch = name, batch
+        self.scale: dict[str, Any] = {}
+        self.n_rows = torch.ones(len(batch), dtype=torch.int64)
+        self.n_tokens = torch.zeros(len(batch), dtype=torch.int64)
+        self._damage: Damage | None = None
+        self._reference: Reference | None = None
+        self._readout: Readout | None = None
+        self._value: Tensor | None = None
+        self._loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, asked: Intervention, plain: Pass, batch: Batch) -> "_Judge":
+        """Look at the plain output.
+
+        Raises:
+            InfoFlowError: for a metric, or positions, that the outputs do not have.
+        """
+        model, output = plain.model, plain.output
+        if asked.readout is not None:
+            readout = asked.readout.bind(model)
+            judge = cls(str(asked.readout), batch)
+            judge._readout = readout
+            judge._value = judge._read(output)
+            return judge
+        shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
+        damage = metric_of(model, asked.metric, asked.read, shortest)
+        if damage.name == "loss" and plain.tokens is None:
+            raise InfoFlowError(
+                "metric 'loss' needs the tokens, which hooks alone do not see: expected run_probes "
+                "or attach"
+            )
+        judge = cls(damage.name, batch)
+        damage.see(output, batch)
+        judge.n_rows = damage.counted(batch).sum(dim=1)
+        judge.scale = damage.state()
+        judge._damage, judge._reference = damage, damage.reference(output, batch)
+        if plain.tokens is not None and damage.read is None and _predicts(plain):
+            following = batch.mask()[:, 1:]
+            judge.n_tokens = following.sum(dim=1)
+            judge._loss = next_token_losses(output, batch, following)
+        return judge
+
+    def lost(self, output: Any) -> Float[Tensor, "copy sequence"]:
+        """What each sequence loses in each copy."""
+        if self._readout is not None:
+            return torch.stack([self._read(copy) for copy in output.split(len(self.batch))]) - (
+                self._value if self._value is not None else 0
+            )
+        assert self._damage is not None
+        assert self._reference is not None
+        return self._damage.lost(self._reference, output, self.batch)
+
+    def _read(self, output: Tensor) -> Float[Tensor, " sequence"]:
+        """Read the readout off each sequence, without its padding."""
+        assert self._readout is not None
+        if self.batch.lengths is None or output.ndim < 3:
+            return self._readout.read(output).double().cpu()
+        rows = [row[None, :n] for row, n in zip(output, self.batch.lengths.tolist(), strict=True)]
+        return torch.cat([self._readout.read(row) for row in rows]).double().cpu()
+
+    def rise(self, output: Any) -> Float[Tensor, "copy sequence"]:
+        """By how much the next-token loss rises; NaN where there is none."""
+        n = len(self.batch)
+        if self._loss is None:
+            return torch.full((self._n_copies(output), n), torch.nan, dtype=torch.float64)
+        following = self.batch.mask()[:, 1:]
+        copies = output.split(n)
+        each = [next_token_losses(copy, self.batch, following) for copy in copies]
+        return torch.stack(each) - self._loss
+
+    def _n_copies(self, output: Any) -> int:
+        found: Any = output if isinstance(output, Tensor) else next(iter(output.values()))
+        return len(found) // len(self.batch)
+
+
+def _predicts(plain: Pass) -> bool:
+    """Whether outputs are logits of the next token, which no query has seen."""
+    if reads_vectors(plain.model) or plain.tokens is None or plain.tokens.shape[1] < 2:
+        return False
+    n_vocab = getattr(getattr(plain.model, "cfg", None), "d_vocab", None)
+    if plain.output.ndim != 3 or (n_vocab and plain.output.shape[-1] < n_vocab):
+        return False
+    return layer_with_later_keys(plain.model) is None
+
+
+def jackknife(
+    sums: Float[Tensor, "sequence edit"], weights: Float[Tensor, "sequence edit"]
+) -> Float[Tensor, " edit"]:
+    """One standard error of sum(sums) / sum(weights), by leaving each sequence out; NaN for one.
+
+    Sequences that are NaN are not counted.
+    """
+    known = ~sums.isnan()
+    sums, weights = sums.nan_to_num(), torch.where(known, weights, 0).double()
+    n = known.sum(dim=0)
+    total, weight = sums.sum(dim=0), weights.sum(dim=0)
+    left = (total - sums) / (weight - weights)
+    mean = torch.where(known, left, 0).sum(dim=0) / n
+    squares = torch.where(known, (left - mean).square(), 0).sum(dim=0)
+    return (squares * (n - 1) / n).sqrt().masked_fill(n < 2, torch.nan)
+
+
+def _ratio(
+    sums: Float[Tensor, "sequence edit"], weights: Sequence[float] | Tensor
+) -> Float[Tensor, " edit"]:
+    known = ~sums.isnan()
+    weight = torch.as_tensor(weights).double()[:, None] * known
+    total = sums.nan_to_num().sum(dim=0) / weight.sum(dim=0)
+    return total.masked_fill(~known.any(dim=0), torch.nan)

@@ -1,0 +1,352 @@
+"""Interventions against edits made by hand in plain transformers, sequence by sequence."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from infoflow_lens import InfoFlowError, load_any, open_model, run_probes
+from infoflow_lens.hooks import (
+    HEAD_IDEALS,
+    AllHeads,
+    Edit,
+    HeadIdeals,
+    Intervention,
+    InterventionResult,
+    LogitDifference,
+    MeanPatternsProbe,
+    Probe,
+    edit_head,
+    edit_head_output,
+    heads_of,
+)
+from tests.reference import zoo
+
+EDIT = {}  # (layer, what) -> function, for the attention below
+
+
+def attention_by_hand(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
+    """Eager attention, whose pattern and z may be replaced; it knows nothing of the package."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : key.shape[2]]
+    pattern = scores.softmax(-1)
+    SEEN.append((pattern, None))
+    pattern = EDIT.get((module.layer_idx, "pattern"), lambda p: p)(pattern)
+    z = EDIT.get((module.layer_idx, "z"), lambda p: p)(pattern @ value)
+    SEEN[-1] = (SEEN[-1][0], z)
+    return z.transpose(1, 2).contiguous(), pattern
+
+
+SEEN = []
+AttentionInterface.register("by hand", attention_by_hand)
+AttentionMaskInterface.register("by hand", eager_mask)
+
+
+def run_by_hand(model, tokens, **edits):
+    """Logits in float64, patterns and z of a sequence, with edits of (layer, what)."""
+    EDIT.clear()
+    EDIT.update(edits.get("edits", {}))
+    SEEN.clear()
+    model.set_attn_implementation("by hand")
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0].double()
+    EDIT.clear()
+    patterns, outputs = zip(*SEEN, strict=True)
+    return logits, [p[0].double() for p in patterns], [z[0].double() for z in outputs]
+
+
+def divergence(logits, plain):
+    p, q = plain.log_softmax(-1), logits.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())
+
+
+def next_token_loss(logits, tokens):
+    return float(torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
+
+
+def idealised(ideal, pattern, others, layer, head):
+    """One head's pattern [query, key], by loops over queries; `others` are patterns of others."""
+    n = len(pattern)
+    made = torch.zeros(n, n, dtype=torch.float64)
+    for query in range(n):
+        row = pattern[query, : query + 1]
+        if ideal == "position":
+            have = [o[layer][head][query] for o in others if len(o[layer][head]) > query]
+            mean = sum(h[: query + 1] for h in have) / len(have) if have else torch.ones(query + 1)
+            made[query, : query + 1] = mean / mean.sum()
+        elif ideal == "offset":
+            weights = torch.zeros(query + 1, dtype=torch.float64)
+            for key in range(1, query + 1):
+                found = [
+                    float(o[layer][head][q, q - (query - key)])
+                    for o in others
+                    for q in range(len(o[layer][head]))
+                    if q - (query - key) > 0
+                ]
+                weights[key] = sum(found) / max(len(found), 1)
+            have = [float(o[layer][head][query, 0]) for o in others if len(o[layer][head]) > query]
+            sink = sum(have) / max(len(have), 1)
+            if weights.sum() > 0:
+                made[query, : query + 1] = weights / weights.sum() * (1 - sink)
+            made[query, 0] = 1 - made[query, 1:].sum()
+        elif ideal == "gated":
+            made[query, 0] = row[0] if query else 1
+            if query:
+                made[query, 1 + int(row[1:].argmax())] += 1 - row[0]
+        elif ideal == "largest":
+            made[query, int(row.argmax())] = 1
+        elif ideal.startswith("top"):
+            best = row.argsort(descending=True)[: int(ideal[4:])]
+            made[query, best] = row[best] / row[best].sum()
+        else:
+            key = {"own": query, "previous": max(query - 1, 0), "sink": 0}.get(ideal)
+            made[query, slice(0, query + 1) if key is None else key] = (
+                1 if key is not None else 1 / (query + 1)
+            )
+    return made
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def case(request):
+    """A plain model, sequences of different lengths, and what it shows of each."""
+    model = zoo.build(request.param).eval()
+    tokens = [row[:n] for row, n in zip(zoo.tokens(5, 8), (8, 6, 8, 5, 7), strict=True)]
+    runs = [run_by_hand(model, row) for row in tokens]
+    return request.param, model, tokens, runs
+
+
+@pytest.fixture(scope="module")
+def measured(case):
+    name, _, tokens, _ = case
+    model = open_model(zoo.build(name).eval())
+    (means,) = run_probes(model, tokens, [MeanPatternsProbe()], progress=False, batch_size=2)
+    probe = HeadIdeals(means, HEAD_IDEALS, leaves_out=True)
+    (result,) = run_probes(model, tokens, [probe], progress=False, batch_size=2)
+    return model, means, result
+
+
+def test_each_ideal_of_each_head_loses_what_an_edit_by_hand_loses(case, measured):
+    _, model, tokens, runs = case
+    _, _, result = measured
+    assert len(result.edits) == 2 * 4 * len(HEAD_IDEALS)
+    for column, name in enumerate(result.edits):
+        place, ideal = name.split(" ", 1)
+        layer, head = map(int, place.split("."))
+        for row, (sequence, (plain, patterns, outputs)) in enumerate(
+            zip(tokens, runs, strict=True)
+        ):
+            others = [run for i, run in enumerate(runs) if i != row]
+            if ideal == "ablated":
+                n = len(sequence)
+                mean = torch.zeros_like(outputs[layer][head])
+                for query in range(n):
+                    have = [o[2][layer][head][query] for o in others if len(o[0]) > query]
+                    mean[query] = sum(have) / len(have)
+                made, what = mean, "z"
+            else:
+                found = [run[1] for run in others]
+                made, what = idealised(ideal, patterns[layer][head], found, layer, head), "pattern"
+
+            def edit(there, made=made, head=head):
+                there = there.clone()
+                there[0, head] = made.to(there)
+                return there
+
+            logits, _, _ = run_by_hand(model, sequence, edits={(layer, what): edit})
+            expected = divergence(logits, plain)
+            assert float(result.lost[row, column]) == pytest.approx(expected, abs=2e-5), name
+            rise = next_token_loss(logits, sequence) - next_token_loss(plain, sequence)
+            assert float(result.rise[row, column]) == pytest.approx(rise, abs=1e-4), name
+
+
+def test_means_are_those_of_the_sequences_that_have_the_query(case, measured):
+    _, _, tokens, runs = case
+    _, means, _ = measured
+    lengths = [len(row) for row in tokens]
+    assert means.n.tolist() == [sum(n > q for n in lengths) for q in range(8)]
+    for layer in range(2):
+        for query in range(8):
+            have = [run[1][layer][:, query] for run, n in zip(runs, lengths) if n > query]
+            padded = [torch.nn.functional.pad(row, (0, 8 - row.shape[1])) for row in have]
+            mean = sum(padded) / len(padded)
+            torch.testing.assert_close(means.patterns[layer][:, query], mean, atol=1e-6, rtol=0)
+    weights = torch.cat([run[1][1][:, 1:, 0] for run in runs], dim=1)
+    torch.testing.assert_close(means.sink[1], weights.mean(dim=1), atol=1e-6, rtol=0)
+
+
+def test_many_heads_at_once_lose_what_edits_by_hand_lose(case, measured):
+    _, model, tokens, runs = case
+    opened, means, _ = measured
+    heads = {(0, 1): "gated", (0, 3): "own", (1, 0): "largest", (1, 2): "even"}
+    probe = AllHeads(means, {"four": heads, "one": {(1, 2): "even"}})
+    (result,) = run_probes(opened, tokens, [probe], progress=False)
+    for row, (sequence, (plain, *_)) in enumerate(zip(tokens, runs, strict=True)):
+
+        def edit(there, layer):
+            there = there.clone()
+            for (at, head), ideal in heads.items():
+                if at == layer:
+                    made = idealised(ideal, there[0, head].double(), [], layer, head)
+                    there[0, head] = made.to(there)
+            return there
+
+        edits = {(layer, "pattern"): lambda p, layer=layer: edit(p, layer) for layer in range(2)}
+        logits, _, _ = run_by_hand(model, sequence, edits=edits)
+        expected = divergence(logits, plain)
+        column = result.edits.index("four")
+        assert float(result.lost[row, column]) == pytest.approx(expected, abs=2e-5)
+
+
+class LooksAtFirst(Intervention):
+    """Every head looks at the first token alone."""
+
+    def edits(self, plain):
+        for layer, head in heads_of(plain):
+            yield edit_head(plain, layer, head, to_first)
+
+
+def to_first(pattern):
+    first = torch.zeros_like(pattern)
+    first[..., 0] = pattern.sum(dim=-1)
+    return first
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_an_edit_of_ones_own_is_the_ideal_of_that_name_however_edits_share_passes(
+    case, measured, rows
+):
+    _, _, tokens, _ = case
+    model, _, known = measured
+    (result,) = run_probes(model, tokens, [LooksAtFirst(rows=rows)], progress=False)
+    for column, name in enumerate(result.edits):
+        same = known.edits.index(name.replace("to_first", "sink"))
+        torch.testing.assert_close(
+            result.lost[:, column], known.lost[:, same], atol=1e-5, rtol=1e-4
+        )
+    # the plain pass, one for each head of layer 0, and half of one for each of layer 1
+    assert result.forwards == pytest.approx(1 + 4 + 4 / 2)
+
+
+def test_readouts_change_by_what_they_change_in_plain_transformers(case, measured):
+    _, model, tokens, _ = case
+    opened = measured[0]
+    answer = LogitDifference(3, 5)
+    probe = LooksAtFirst(readout=answer)
+    (result,) = run_probes(opened, tokens, [probe], progress=False)
+    assert result.metric == str(answer)
+    for row, sequence in enumerate(tokens):
+        values = []
+        for edits in (
+            {},
+            {(0, "pattern"): lambda p: torch.stack([to_first(p[0, 0]), *p[0, 1:]])[None]},
+        ):
+            logits = run_by_hand(model, sequence, edits=edits)[0][-1]
+            values.append(float(logits[3] - logits[5]))
+        assert float(result.lost[row, 0]) == pytest.approx(values[1] - values[0], abs=1e-4)
+
+
+def test_workers_may_share_sequences_and_edits(case, measured):
+    """The table is filled: what several have measured of any sequences and edits becomes one."""
+    _, means, whole = measured
+    tokens, model = case[2], measured[0]
+
+    def measure(rows, heads, first):
+        probe = HeadIdeals(means, HEAD_IDEALS, heads=heads, leaves_out=True)
+        run_probes(model, tokens[rows], [probe], progress=False, first_index=first)
+        return probe
+
+    everything = tuple((i, h) for i in range(2) for h in range(4))
+    one, other = measure(slice(0, 2), everything, 0), measure(slice(2, 5), everything, 2)
+    kept = Probe.state_dict(other)
+    again = HeadIdeals(means, HEAD_IDEALS, heads=everything, leaves_out=True)
+    again.load_state_dict(kept)
+    merged = again.merge(one).result()
+    assert merged.sequences.tolist() == [0, 1, 2, 3, 4]
+    assert merged.edits == whole.edits
+    torch.testing.assert_close(merged.lost, whole.lost, atol=1e-6, rtol=1e-5)
+    from infoflow_lens.hooks.interventions.probe import fill_table
+
+    parts = [measure(slice(0, 3), ((0, 1),), 0), measure(slice(2, 5), ((1, 3),), 2)]
+    table = fill_table(parts[0].table, parts[1].table)
+    assert table.lost.isnan().sum(dim=1).tolist() == [12, 12, 0, 12, 12]
+    assert torch.equal(table.lost[2, :12], parts[0].table.lost[2])
+
+
+def test_damage_and_its_error_are_means_over_rows():
+    lost = torch.tensor([[1.0, 4.0], [3.0, torch.nan], [8.0, 2.0]], dtype=torch.float64)
+    result = InterventionResult(
+        metric="kl", edits=("a", "b"), sequences=torch.arange(3), lost=lost,
+        rise=torch.full_like(lost, torch.nan), n_rows=torch.tensor([2, 2, 4]),
+        n_tokens=torch.zeros(3, dtype=torch.int64), per_row=1.0, forwards=1.0,
+        record=open_record(),
+    )  # fmt: skip
+    assert result.damage().tolist() == pytest.approx([12 / 8, 6 / 6])
+    left = torch.tensor([11 / 6, 9 / 6, 4 / 4])
+    expected = float(((left - left.mean()).square().sum() * 2 / 3).sqrt())
+    assert float(result.errors()[0]) == pytest.approx(expected)
+    assert result.to_frame()["n_sequences"].tolist() == [3, 2]
+
+
+def open_record():
+    from infoflow_lens.foundation.record import RunRecord
+
+    return RunRecord.of_model(zoo.build("gpt2"), {"probe": "test"})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda plain: [edit_head(plain, 0, 0, to_first)] * 2, "'0.0 to_first' twice"),
+        (lambda plain: [to_first], "gives a function: expected Edit"),
+        (lambda plain: [Edit("x", {"blocks.9.hook_resid_pre": to_first})], "blocks.9.hook_resid"),
+        (
+            lambda plain: [Edit("x", {"blocks.0.attn.hook_pattern": lambda p: p[..., :2]})],
+            r"the edit 'x' gives \(2, 4, 6, 2\)",
+        ),
+    ],
+)
+def test_edits_that_cannot_be_made_are_refused(make, words):
+    class Own(Intervention):
+        def edits(self, plain):
+            return make(plain)
+
+    model = open_model(zoo.build("llama"))
+    with pytest.raises(InfoFlowError, match=words):
+        run_probes(model, zoo.tokens(2, 6), [Own()], progress=False)
+
+
+def test_means_that_do_not_fit_are_refused():
+    model, tokens = open_model(zoo.build("llama")), zoo.tokens(3, 6)
+    (short,) = run_probes(model, tokens[:, :4], [MeanPatternsProbe()], progress=False)
+    cases = [
+        (HeadIdeals(short), "means are of at most 4 positions, and a sequence has 6"),
+        (HeadIdeals(), "'ablated', 'position', 'offset' are means, and there are none"),
+        (HeadIdeals(ideals=("own",), heads=((0, 9),)), "there is no head 9 in layer 0"),
+        (AllHeads(None, {"x": {(3, 0): "own"}}), "there is no head 0 in layer 3"),
+    ]
+    for probe, words in cases:
+        with pytest.raises(InfoFlowError, match=words):
+            run_probes(model, tokens, [probe], progress=False)
+
+
+def test_outputs_of_bridges_have_their_heads_side_by_side(tmp_path):
+    """A bridge and the opened model are edited alike."""
+    bridge = load_any(zoo.save("gpt2", tmp_path / "gpt2")).model
+    tokens = zoo.tokens(3, 6)
+
+    class Zeroed(Intervention):
+        def edits(self, plain):
+            for layer, head in heads_of(plain):
+                yield edit_head_output(plain, layer, head, torch.zeros_like)
+
+    found = [
+        run_probes(model, tokens, [Zeroed()], progress=False)[0]
+        for model in (bridge, open_model(zoo.build("gpt2")))
+    ]
+    torch.testing.assert_close(found[0].lost, found[1].lost, atol=1e-5, rtol=1e-4)
+    assert dataclasses.is_dataclass(found[0])
