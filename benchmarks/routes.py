@@ -16,8 +16,8 @@ from rich.table import Table
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import baselines, run_probes
-from infoflow_lens.hooks.routes.paths import best_onwards, best_paths, rolled_out, with_residual
-from infoflow_lens.theory.graded import Path
+from infoflow_lens.hooks.routes.paths import with_residual
+from infoflow_lens.theory.propagation import BEST, Path, propagate_back, propagate_edges, with_own
 
 
 def rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, str, float]]:
@@ -50,11 +50,13 @@ def best_path_rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, float]]:
     states, with_half = torch.arange(n_pos)[None], with_residual(edges)
 
     def rollout() -> None:
-        rolled_out(with_half, states)
+        propagate_edges(with_half, "sum-product", queries=states)
 
     for path in get_args(Path):
-        yield f"best paths, {path}", paired(partial(best_paths, edges, states, path), rollout, 1)
-    onwards = partial(best_onwards, edges, states[:, -8:], "product")
+        best = partial(propagate_edges, with_own(edges), BEST[path], queries=states)
+        yield f"best paths, {path}", paired(best, rollout, 1)
+    eight = states[:, -8:]
+    onwards = partial(propagate_back, with_own(edges), "max-product", queries=eight)
     yield "best paths onwards to eight states", paired(onwards, rollout, 1)
 
 

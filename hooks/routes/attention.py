@@ -7,14 +7,8 @@ from torch import Tensor
 
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
-from infoflow_lens.hooks.routes.paths import (
-    Edges,
-    Places,
-    Scores,
-    rolled_out,
-    rows_at,
-    with_residual,
-)
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, with_residual
+from infoflow_lens.theory.propagation import rows_at
 
 OverHeads = Literal["mean", "max"]
 
@@ -82,7 +76,3 @@ class AttentionRollout(OverHeadsProbe):
         InfoFlowError: for another way to put heads together, positions that no sequence has, or a
             model that does not show its patterns.
     """
-
-    def follow(self, edges: Edges, place: Places) -> Scores:
-        """Products of matrices."""
-        return rolled_out(edges, place)

@@ -16,7 +16,8 @@ from infoflow_lens.hooks.model.points import found_once, layer_count, reads_vect
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, rolled_out, widest
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
+from infoflow_lens.theory.propagation import Semiring, propagate_edges
 
 Combine = Literal["widest", "rollout"]
 _GAP = (
@@ -93,7 +94,8 @@ class ContributionRoutes(RoutesProbe):
 
     def follow(self, edges: Edges, place: Places) -> Scores:
         """The widest path, or the sum over all paths."""
-        return rolled_out(edges, place) if self.combine == "rollout" else widest(edges, place)
+        semiring: Semiring = "sum-product" if self.combine == "rollout" else "max-min"
+        return propagate_edges(edges, semiring, queries=place)
 
 
 def gap_in(layer: int) -> str:

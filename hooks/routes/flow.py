@@ -6,7 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.hooks.routes.attention import OverHeadsProbe
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, rows_at
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
+from infoflow_lens.theory.propagation import rows_at
 
 _UNIT = 2**30  # scipy's capacities are int32; rows sum to one, so no flow exceeds one unit
 

@@ -17,8 +17,8 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.theory.graded import GradedLayer, Path, check_strengths
 from infoflow_lens.theory.packed import PackedSets, pack, unpack
+from infoflow_lens.theory.propagation import GradedLayer, Path, check_strengths
 from infoflow_lens.theory.rules import Layer, Rule, SpecificPositions, Strength, rules_of
 
 

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.theory.graded import GradedLayer, best_through
 from infoflow_lens.theory.packed import PackedSets, pack
+from infoflow_lens.theory.propagation import GradedLayer, best_through
 
 
 class Rule(ABC):

@@ -39,7 +39,7 @@ from infoflow_lens.studies.plots import Axis, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups, render
 from infoflow_lens.theory import InformationSets, propagate
-from infoflow_lens.theory.graded import Path
+from infoflow_lens.theory.propagation import Path
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infoflow_lens import GradedSets, InfoFlowError, compare, compare_rankings, propagate
 from infoflow_lens.theory import GlobalAggregation, MaxPosition, SpecificPositions
-from infoflow_lens.theory.graded import best_through
+from infoflow_lens.theory.propagation import best_through
 from tests.reference import routes
 
 PATHS = ("product", "weakest")
@@ -163,7 +163,7 @@ def test_the_blocks_of_the_best_paths_do_not_matter(n_pos, monkeypatch):
     above = above * (torch.rand(above.shape, generator=generator) < 0.5)
     expected = (above[..., None] * below[:, None]).amax(dim=2)
     for room in (1, 50, 2**18):
-        monkeypatch.setattr("infoflow_lens.theory.graded._ROOM", room)
+        monkeypatch.setattr("infoflow_lens.theory.propagation._ROOM", room)
         assert best_through(above, below, "product").equal(expected)
 
 
