@@ -63,6 +63,7 @@ from infoflow_lens.hooks.routes.every import baselines
 from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe, GradedSetsResult
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
+from infoflow_lens.hooks.routes.powers import PowerRollout, PowerRolloutResult
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.hooks.shares.result import Shares
@@ -113,6 +114,8 @@ __all__ = [
     "PatternsResult",
     "PositionsProbe",
     "PositionsResult",
+    "PowerRollout",
+    "PowerRolloutResult",
     "Probe",
     "Readout",
     "RecoveryProbe",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PatternsProbe as PatternsProbe
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
+    from infoflow_lens.hooks import PowerRollout as PowerRollout
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
     from infoflow_lens.hooks import Why as Why
@@ -98,6 +99,7 @@ _HOMES = {
     "NamedModel": "models.named",
     "PatternsProbe": "hooks",
     "PositionsProbe": "hooks",
+    "PowerRollout": "hooks",
     "RankingAgreement": "ranking",
     "RecoveryProbe": "hooks",
     "ResampleInfluence": "hooks",

@@ -25,6 +25,7 @@ from infoflow_lens import (
     JacobianInfluence,
     PatternsProbe,
     PositionsProbe,
+    PowerRollout,
     RecoveryProbe,
     ask,
     compare,
@@ -90,7 +91,8 @@ def made(tmp_path_factory):
     probes = [
         PositionsProbe((1, 2), spread=True), RecoveryProbe((1,), controls=True, maps=True),
         JacobianInfluence("resid_post"), AttendedProbe(), PatternsProbe(), AttentionRollout(),
-        GradedSetsProbe("weight"), MeanPatternsProbe(), HeadIdeals(ideals=("gated",)), Own(),
+        GradedSetsProbe("weight"), MeanPatternsProbe(), HeadIdeals(ideals=("gated",)),
+        PowerRollout(), Own(),
     ]  # fmt: skip
     results = run_probes(model, texts, probes, **QUIET)
     positions, _, influence, attended, _, rollout, graded, *_, own = results

@@ -8,7 +8,7 @@ from torch import Tensor
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, with_residual
-from infoflow_lens.theory.propagation import rows_at
+from infoflow_lens.theory.propagation import propagate_edges, rows_at
 
 OverHeads = Literal["mean", "max"]
 
@@ -76,3 +76,7 @@ class AttentionRollout(OverHeadsProbe):
         InfoFlowError: for another way to put heads together, positions that no sequence has, or a
             model that does not show its patterns.
     """
+
+    def follow(self, edges: Edges, place: Places) -> Scores:
+        """The sum over all paths."""
+        return propagate_edges(edges, "sum-product", queries=place)

@@ -14,7 +14,6 @@ from infoflow_lens.hooks.influence.rerun import start_point
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
-from infoflow_lens.theory.propagation import Semiring, propagate_edges
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,8 +44,6 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
             (-1,) is the last token, or CLS.
     """
 
-    semiring: ClassVar[Semiring] = "sum-product"  # how edges make paths, and paths scores
-
     def needs(self, model: nn.Module) -> Needs:
         """Patterns, and the sources, which are counted.
 
@@ -60,9 +57,9 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """The weights of the edges into a layer's states, at least 0, of all positions."""
 
+    @abstractmethod
     def follow(self, edges: Edges, place: Places) -> Scores:
         """The scores of all positions for the asked states of every layer."""
-        return propagate_edges(edges, self.semiring, queries=place)
 
     def refusal(self, layer: int) -> str:
         """What is wrong with edges that are negative or NaN."""

@@ -13,6 +13,7 @@ from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors
 from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
+from infoflow_lens.hooks.routes.powers import SETTINGS, PowerRollout
 from infoflow_lens.hooks.scores import Asked
 
 
@@ -37,7 +38,8 @@ def baselines(
     Returns:
         By name: "attention weight", "attention rollout", "graded sets" (the best path, by the
         product of attention weights), "attention flow", "contribution routes" (the widest path),
-        "contribution rollout" (ALTI: heads together, all paths), and "gradient x input".
+        "contribution rollout" (ALTI: heads together, all paths), "power rollout, replacing a token"
+        and "power rollout, small changes" (contributions to a power), and "gradient x input".
     """
     found: dict[str, Probe[Any]] = {
         "attention weight": AttentionWeight(positions=positions),
@@ -55,6 +57,8 @@ def baselines(
         found["contribution rollout"] = ContributionRoutes(
             "rollout", heads_apart=False, positions=positions
         )
+        for question in SETTINGS:
+            found[f"power rollout, {question}"] = PowerRollout(question, positions=positions)
     if not cheap:
         found["gradient x input"] = GradientTimesInput(state, positions=positions)
     return found

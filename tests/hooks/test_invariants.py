@@ -28,6 +28,7 @@ from infoflow_lens import (
     JacobianInfluence,
     PatternsProbe,
     PositionsProbe,
+    PowerRollout,
     RecoveryProbe,
     ResampleInfluence,
     attach,
@@ -71,6 +72,10 @@ MAKES = {
     GradedSetsProbe: [
         lambda x: GradedSetsProbe("norm"),
         lambda x: GradedSetsProbe("weight", "weakest", positions=(-1, 2)),
+    ],
+    PowerRollout: [
+        lambda x: PowerRollout(),
+        lambda x: PowerRollout("small changes", "L2", positions=(-1, 2)),
     ],
     GradientTimesInput: [lambda x: GradientTimesInput("resid_post", layers=(0,))],
     MeanPatternsProbe: [lambda x: MeanPatternsProbe()],

@@ -17,6 +17,7 @@ from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
+    PowerRollout,
     RecoveryProbe,
     ResampleInfluence,
     attach,
@@ -401,6 +402,7 @@ BEYOND = [
     (AttendedProbe, {"share": [-0.1, 1.5]}),
     (AttentionRollout, {"heads": ["sum"], "positions": [(), (1, 1)]}),
     (ContributionRoutes, {"combine": ["sum"], "heads_apart": [1]}),
+    (PowerRollout, {"question": ["both"], "size": ["L3", 1]}),
     (
         JacobianInfluence,
         {"state": ["resid_mid"], "chunk_size": [0], "estimate": [1], "positions": [(), 3],

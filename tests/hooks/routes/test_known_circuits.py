@@ -14,6 +14,8 @@ ROUTES = (
     "attention flow",
     "contribution routes",
     "contribution rollout",
+    "power rollout, replacing a token",
+    "power rollout, small changes",
 )
 
 

@@ -83,7 +83,7 @@ def test_rows_are_those_of_the_measures_by_hand(study, rows, strength):
 def test_every_method_stands_in_every_layer_for_both_influences_and_texts(rows):
     counts = rows.groupby(["on", "influence", "layer"])["method"].nunique()
     assert len(counts) == 2 * 2 * 2
-    assert set(counts) == {1 + 6 + 6 + 3}  # first choices, graded, baselines, controls
+    assert set(counts) == {1 + 6 + 8 + 3}  # first choices, graded, baselines, controls
     ideal = rows[rows["method"] == "measured"]
     assert (ideal["spearman"] == 1).all()
     assert (rows[rows["method"] == "random"]["spearman"] == 0).all()

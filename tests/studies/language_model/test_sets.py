@@ -57,7 +57,7 @@ def test_every_method_stands_at_every_size_for_both_influences(result):
     rows = rows[(rows["part"] == "all") & (rows["model"] == "built circuit")]
     counts = rows.groupby(["influence", "size_of", "layer"])["method"].nunique()
     assert len(counts) == 2 * 4 * 2
-    assert set(counts) == {11}
+    assert set(counts) == {13}
     thirds = result.rows[result.rows["part"] == "third"]
     assert set(thirds[thirds["model"] == "built circuit"]["positions"]) == {"0-9", "10-20", "21-31"}
 
