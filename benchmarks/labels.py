@@ -140,6 +140,19 @@ def row_of(found: HeadLabels, half: str) -> dict[str, Any]:
     }
 
 
+def table(document: dict[str, Any]) -> str:
+    """Write what was found as a table for the docs."""
+    halves = document["rows"]
+    names = " | ".join(f"labels of the {row['half']} texts" for row in halves)
+    lines = [f"| all heads at once, on the other half | {names} |", "|---|---|---|"]
+    for name in sorted(halves[0]["damage"], key=lambda n: halves[0]["damage"][n]):
+        each = [f"{row['damage'][name]:.2f} ({row['rise'][name]:+.2f})" for row in halves]
+        lines.append(f"| {name} | {' | '.join(each)} |")
+    known = [f"| {head} | " + " | ".join(row["known"][head] for row in halves) + " |"
+             for head in halves[0]["known"]]  # fmt: skip
+    return "\n".join([*lines, *known])
+
+
 def main() -> None:
     """Label on each half, and print what came."""
     parser = argparse.ArgumentParser(description=__doc__)

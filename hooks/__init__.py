@@ -13,6 +13,7 @@ from infoflow_lens.hooks.interventions import (
     AllHeads,
     Edit,
     HeadIdeals,
+    HeadLabels,
     Intervention,
     InterventionResult,
     MeanPatterns,
@@ -20,6 +21,7 @@ from infoflow_lens.hooks.interventions import (
     edit_head,
     edit_head_output,
     heads_of,
+    label_heads,
 )
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
@@ -93,6 +95,7 @@ __all__ = [
     "GradedSetsResult",
     "GradientTimesInput",
     "HeadIdeals",
+    "HeadLabels",
     "InfluenceResult",
     "Intervention",
     "InterventionResult",
@@ -143,6 +146,7 @@ __all__ = [
     "find_heads",
     "heads_of",
     "inspect_model",
+    "label_heads",
     "measure_edge_budget",
     "measure_mechanisms",
     "measure_shares",

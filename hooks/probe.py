@@ -290,13 +290,16 @@ class Probe(ABC, Generic[ResultT]):
         # a user's inference mode would make tensors that cannot be added to later
         with torch.inference_mode(False), torch.no_grad():
             part = self.update(seen.counted(indices, split.held_out(indices), split.turns(indices)))
-            self._check_part(part)
-            added = {
-                name: state.added(self.kept.get(name), part[name])
-                for name, state in self._states.items()
-            }
-        self.kept = added
-        self.n_sequences += len(seen)
+            self.add(part, len(seen))
+
+    def add(self, part: Mapping[str, Any], n: int) -> None:
+        """Add what `update` gave of `n` sequences."""
+        self._check_part(part)
+        self.kept = {
+            name: state.added(self.kept.get(name), part[name])
+            for name, state in self._states.items()
+        }
+        self.n_sequences += n
 
     def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
         """The hooks of this probe, for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.

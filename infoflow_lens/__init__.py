@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import ContributionRoutes as ContributionRoutes
     from infoflow_lens.hooks import GradedSetsProbe as GradedSetsProbe
     from infoflow_lens.hooks import GradientTimesInput as GradientTimesInput
+    from infoflow_lens.hooks import HeadLabels as HeadLabels
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PatternsProbe as PatternsProbe
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import attach as attach
     from infoflow_lens.hooks import baselines as baselines
     from infoflow_lens.hooks import inspect_model as inspect_model
+    from infoflow_lens.hooks import label_heads as label_heads
     from infoflow_lens.hooks import measure_edge_budget as measure_edge_budget
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
     from infoflow_lens.hooks import measure_sufficiency as measure_sufficiency
@@ -128,6 +130,8 @@ _HOMES = {
     "load_model": "models.host",
     "load_task": "tasks",
     "measure_edge_budget": "hooks",
+    "HeadLabels": "hooks",
+    "label_heads": "hooks",
     "measure_mechanisms": "hooks",
     "measure_sufficiency": "hooks",
     "measure_top_k": "hooks",

@@ -221,6 +221,7 @@ FIGURES = {  # by the file that draws
     "infoflow_lens/report/phase.py": phases_of,
 }
 FIXED = {
+    "hooks/interventions/heads.py",
     "infoflow_lens/report/figures.py",
     "infoflow_lens/probing/parts/routes.py",
 }  # all words ours

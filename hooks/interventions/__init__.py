@@ -1,6 +1,7 @@
 """Interventions: named edits of a pass, and what each does to the output."""
 
 from infoflow_lens.hooks.interventions.edits import Edit, edit_head, edit_head_output, heads_of
+from infoflow_lens.hooks.interventions.heads import HeadLabels, label_heads
 from infoflow_lens.hooks.interventions.ideals import HEAD_IDEALS, AllHeads, HeadIdeals
 from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.probe import Intervention, InterventionResult
@@ -10,6 +11,7 @@ __all__ = [
     "AllHeads",
     "Edit",
     "HeadIdeals",
+    "HeadLabels",
     "Intervention",
     "InterventionResult",
     "MeanPatterns",
@@ -17,4 +19,5 @@ __all__ = [
     "edit_head",
     "edit_head_output",
     "heads_of",
+    "label_heads",
 ]

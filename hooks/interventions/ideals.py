@@ -41,6 +41,7 @@ SIMPLE: tuple[HeadIdeal, ...] = ("own", "previous", "sink", "even")
 TOPS: dict[HeadIdeal, int] = {"top 2": 2, "top 4": 4, "top 8": 8}
 
 Pattern: TypeAlias = Float[Tensor, "batch head query key"]
+Visible: TypeAlias = Bool[Tensor, "_sequence _head query key"]
 Ideals = Annotated[tuple[HeadIdeal, ...], MinLen(1), Distinct()]
 Heads = Annotated[tuple[tuple[Index, Index], ...], MinLen(1), Distinct()]
 _Assignments = Annotated[dict[str, dict[tuple[Index, Index], HeadIdeal]], MinLen(1)]
@@ -89,7 +90,10 @@ class LayerMeans:
         return ((mean * n - pattern) / (n - 1).clamp(min=1)).clamp(min=0)
 
     def by_offset(
-        self, pattern: Pattern, heads: Sequence[int], visible: Bool[Tensor, "sequence 1 query key"]
+        self,
+        pattern: Pattern,
+        heads: Sequence[int],
+        visible: Visible,
     ) -> Pattern:
         """The mean pattern by the distance of query and key; position 0 has its own mean."""
         n_query, n_key = pattern.shape[-2:]
@@ -136,7 +140,7 @@ def sum_by_offset(values: Float[Tensor, "... query key"]) -> Float[Tensor, "... 
 def make_ideal(
     ideal: HeadIdeal,
     pattern: Pattern,
-    visible: Bool[Tensor, "sequence 1 query key"],
+    visible: Visible,
     means: LayerMeans | None,
     heads: Sequence[int],
     own: Pattern | None = None,
@@ -254,18 +258,26 @@ def _layers(
                 "expected means=, as run_probes(model, texts, [MeanPatternsProbe()]) gives them"
             )
         return [None] * plain.n_layers
-    n_pos = plain.pattern(0).shape[-1]
-    if needed and means.n_pos < n_pos:
+    check_means(means, plain.pattern(0).shape[-1] if needed else 0, plain.n_layers)
+    return [LayerMeans.of(means, i, leaves_out) for i in range(plain.n_layers)]
+
+
+def check_means(means: MeanPatterns, n_pos: int, n_layers: int) -> None:
+    """Refuse means of shorter sequences, or of another model.
+
+    Raises:
+        InfoFlowError: naming what differs.
+    """
+    if means.n_pos < n_pos:
         raise InfoFlowError(
             f"means are of at most {means.n_pos} positions, and a sequence has {n_pos}: expected "
             "means of sequences that are as long; give longer ones, or cut the inputs by max_length"
         )
-    if len(means.patterns) != plain.n_layers:
+    if len(means.patterns) != n_layers:
         raise InfoFlowError(
-            f"means are of {len(means.patterns)} layers, the model has {plain.n_layers}: expected "
+            f"means are of {len(means.patterns)} layers, the model has {n_layers}: expected "
             "means of this model"
         )
-    return [LayerMeans.of(means, i, leaves_out) for i in range(plain.n_layers)]
 
 
 def head_edit(

@@ -251,6 +251,15 @@ class Intervention(Probe[InterventionResult]):
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """The losses of each sequence of a pass, by each edit."""
+        return self.measure(self.begin(seen))
+
+    def begin(self, seen: Pass) -> "Begun":
+        """Make the plain pass, on which edits are measured.
+
+        Raises:
+            InfoFlowError: for padding that the model does not take into account, a model in which
+                edited patterns do not reach the output, and a metric that does not fit.
+        """
         model = seen.model
         if seen.lengths is not None and not may_be_padded(model):
             raise InfoFlowError(
@@ -261,37 +270,44 @@ class Intervention(Probe[InterventionResult]):
         if self._starts is None:
             check_edits_reach(model, source.batch.take(slice(0, 1)))
         starts = self._layers_to_start(seen)
-        needs = self._plain_needs(model)
         entering = {layer: f"blocks.{layer}.hook_resid_pre" for layer in sorted(starts)}
-        plain = source.run(needs | Needs(tuple(entering.values())))
+        plain = source.run(self._plain_needs(model) | Needs(tuple(entering.values())))
         plain = plain.counted(seen.indices, seen.held_out, seen.turns)
+        return Begun(source, plain, _Judge.of(self, plain, source.batch), entering)
+
+    def measure(self, begun: "Begun") -> Mapping[str, Any]:
+        """Measure the edits on a pass that has begun: what `update` returns.
+
+        Raises:
+            InfoFlowError: for edits that cannot be made.
+        """
+        source, plain, judge, entering = begun.source, begun.plain, begun.judge, begun.entering
+        n, model = len(plain), source.model
         edits = self._checked(list(self.edits(plain)), model)
-        judge = _Judge.of(self, plain, source.batch)
         self._metric_name = judge.name
-        work = float(len(seen))
+        work = 0.0 if begun.is_counted else float(n)
+        begun.is_counted = True
         lost: list[Tensor] = []
         rise: list[Tensor] = []
-        n_pos = source.entering.shape[1]
         n_heads = int(getattr(getattr(model, "cfg", None), "n_heads", None) or 8)
-        rows = self.rows or sequences_at_once(model, n_pos, n_heads)
-        together = max(1, rows // len(seen))
+        rows = self.rows or sequences_at_once(model, source.entering.shape[1], n_heads)
+        together = max(1, rows // n)
         done = 0
-        for layer, group in groupby(edits, lambda edit: _start_of(edit, starts)):
+        for layer, group in groupby(edits, lambda edit: _start_of(edit, entering)):
             every = list(group)
             for first in range(0, len(every), together):
                 some = every[first : first + together]
-                hooks = stacked_hooks(some, len(seen))
                 state = None if layer is None else plain.activation(entering[layer])
-                output = source.run_copies(hooks, len(some), layer, state)
+                output = source.run_copies(stacked_hooks(some, n), len(some), layer, state)
                 lost.append(judge.lost(output))
                 rise.append(judge.rise(output))
-                work += len(some) * len(seen) * (1 - (layer or 0) / seen.n_layers)
+                work += len(some) * n * (1 - (layer or 0) / plain.n_layers)
                 done += len(some)
                 if self.watch is not None:
                     self.watch(done / len(edits))
-        empty = torch.zeros(0, len(seen), dtype=torch.float64)
+        empty = torch.zeros(0, n, dtype=torch.float64)
         table = Table(
-            seen.indices.clone(),
+            plain.indices.clone(),
             [edit.name for edit in edits],
             torch.cat([empty, *lost]).T.contiguous(),
             torch.cat([empty, *rise]).T.contiguous(),
@@ -361,7 +377,26 @@ class Intervention(Probe[InterventionResult]):
 _METRIC: dict[str, Metric] = {"nmse": "nmse", "kl": "kl", "loss": "loss"}
 
 
-def _start_of(edit: Edit, starts: frozenset[int]) -> int | None:
+@dataclass
+class Begun:
+    """The plain pass of a batch, on which edits are measured.
+
+    Attributes:
+        source: what passes begin with.
+        plain: the plain pass.
+        judge: what is lost of outputs.
+        entering: by the layer where a pass may start, the hook point of what enters there.
+        is_counted: whether the plain pass is in the work already.
+    """
+
+    source: "_Source"
+    plain: Pass
+    judge: "_Judge"
+    entering: Mapping[int, str]
+    is_counted: bool = False
+
+
+def _start_of(edit: Edit, starts: Mapping[int, str]) -> int | None:
     """The layer where the pass of an edit starts; None for a whole pass."""
     return edit.first_layer if edit.first_layer in starts else None
 

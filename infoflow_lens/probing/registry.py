@@ -12,6 +12,7 @@ GROUP = "infoflow_lens.probes"  # of entry points
 
 # in the order of the report; imported when they are asked for
 PARTS = {
+    "labels": "LabelsPart",
     "mechanisms": "MechanismsPart",
     "sufficiency": "SufficiencyPart",
     "influence": "InfluencePart",

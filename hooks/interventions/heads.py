@@ -1,0 +1,525 @@
+"""Labels that describe heads: what each does on these texts, and what all do when replaced."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.record import RunRecord, model_fingerprint
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import Count, Index, Seed, checked
+from infoflow_lens.hooks.interventions.estimate import DRAWS, Estimates, estimate_ideals
+from infoflow_lens.hooks.interventions.ideals import (
+    HEAD_IDEALS,
+    PATTERN_IDEALS,
+    AllHeads,
+    HeadIdeal,
+    HeadIdeals,
+    check_means,
+)
+from infoflow_lens.hooks.interventions.labels import SINK, HeadLabel, label_head
+from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.probe import Begun, Intervention, InterventionResult
+from infoflow_lens.hooks.mechanisms.damage import Metric, Read, metric_of
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.points import layer_count, takes_model
+from infoflow_lens.hooks.passes.run import run, run_probes
+from infoflow_lens.hooks.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Head = tuple[int, int]
+WORTHIEST = 14  # heads whose label rests on passes of their own, and that are tried anew together
+_SURE_TO = 50  # idle heads are found to within one in so many
+OWN, SEVERAL = "their labels' ideals", "the same, several keys where it says so"
+_EVERYWHERE: tuple[HeadIdeal, ...] = (
+    "position", "offset", "gated", "largest", "top 2", "top 4", "ablated"
+)  # fmt: skip
+COLOURS = {
+    "fixed": "#009e73",
+    "max": "#d55e00",
+    "several": "#cc79a7",
+    "spread": "#444444",
+    "undecided": "#d9d9d9",
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadLabels(Result):
+    """What each head does on some texts, and what all lose when they are replaced at once.
+
+    A label is of a head *on texts*: a head that copies names is fixed where no name is asked for.
+
+    Attributes:
+        metric: in which losses are measured.
+        n_sequences, n_judged: texts that labels rest on, and those on which all were replaced.
+        heads: int [head, 2], layer and head.
+        labels: "fixed" (by position or offset), "max" (the largest key, the sink's weight apart),
+            "several" keys, "spread", or "undecided".
+        names: the simplest pattern that says a fixed head, or "top k" of several; "" otherwise.
+        replacements: the ideal that took the head's place when all were replaced, by its label and
+            the joint repair.
+        ideals: in the order of the axis of shares.
+        shares: float [head, ideal], what the ideal loses over what the head is worth.
+        fixed, largest, fixed_error, largest_error, gap_error: float [head], the shares of the two
+            families, one standard error of each, and of their difference, over texts.
+        worth: float [head], what a row of the output loses where the head's output is its mean.
+        measured: bool [head], whether worth and the share of its own ideal come from passes with
+            the head replaced; those of others are estimated.
+        does_either: bool [head], fixed heads for which one key does as well.
+        sink: float [head], the mean weight on position 0.
+        idle: bool [head], the largest set, in the order of worth, that together raises the loss by
+            less than its standard error; none where there is no next-token loss.
+        assignments: what replaced all heads at once, judged on texts that no label has seen.
+        damage, damage_error: float [assignment], what a row of the output loses, and its error.
+        rise: float [assignment], the rise of the next-token loss in nats a token.
+        n_repaired: heads whose replacement the joint repair changed.
+        forwards: the work, in passes over the labelling texts and over the judged ones; a backward
+            pass counts as one. Means are not among them.
+    """
+
+    small: ClassVar[bool] = True
+
+    metric: str
+    n_sequences: int
+    n_judged: int
+    heads: Int[Tensor, "head two"]
+    labels: tuple[str, ...]
+    names: tuple[str, ...]
+    replacements: tuple[str, ...]
+    ideals: tuple[str, ...]
+    shares: Float[Tensor, "head ideal"]
+    fixed: Float[Tensor, " head"]
+    largest: Float[Tensor, " head"]
+    fixed_error: Float[Tensor, " head"]
+    largest_error: Float[Tensor, " head"]
+    gap_error: Float[Tensor, " head"]
+    worth: Float[Tensor, " head"]
+    measured: Bool[Tensor, " head"]
+    does_either: Bool[Tensor, " head"]
+    sink: Float[Tensor, " head"]
+    idle: Bool[Tensor, " head"]
+    assignments: tuple[str, ...]
+    damage: Float[Tensor, " assignment"]
+    damage_error: Float[Tensor, " assignment"]
+    rise: Float[Tensor, " assignment"]
+    n_repaired: int
+    forwards: float
+
+    def label_of(self, layer: int, head: int) -> str:
+        """The label of a head, with its name: "fixed: previous".
+
+        Raises:
+            InfoFlowError: for a head that is not there.
+        """
+        for index, place in enumerate(self.heads.tolist()):
+            if place == [layer, head]:
+                name = self.names[index]
+                return f"{self.labels[index]}: {name}" if name else self.labels[index]
+        raise InfoFlowError(
+            f"there is no head {layer}.{head} among {len(self.heads)} with labels: expected a "
+            "layer and a head of this model"
+        )
+
+    def assignment(self) -> dict[Head, HeadIdeal]:
+        """What takes the place of each head, for :class:`~infoflow_lens.hooks.AllHeads`."""
+        places = [(int(layer), int(head)) for layer, head in self.heads.tolist()]
+        return dict(zip(places, self.replacements, strict=True))  # type: ignore[arg-type]
+
+    def counts(self) -> dict[str, int]:
+        """How many heads have each label."""
+        return {name: self.labels.count(name) for name in COLOURS if name in self.labels}
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each head: label, shares of both families with errors, worth, sink."""
+        import pandas as pd
+
+        layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
+        return pd.DataFrame(
+            {
+                "layer": layer,
+                "head": head,
+                "label": self.labels,
+                "name": self.names,
+                "fixed": self.fixed.tolist(),
+                "fixed_error": self.fixed_error.tolist(),
+                "max": self.largest.tolist(),
+                "max_error": self.largest_error.tolist(),
+                "gap_error": self.gap_error.tolist(),
+                "worth": self.worth.tolist(),
+                "measured": self.measured.tolist(),
+                "sink": self.sink.tolist(),
+                "idle": self.idle.tolist(),
+                "replacement": self.replacements,
+            }
+        )
+
+    def joint_frame(self) -> "pd.DataFrame":
+        """One row for each assignment that replaced all heads at once, the least damage first."""
+        import pandas as pd
+
+        frame = pd.DataFrame(
+            {
+                "all heads by": self.assignments,
+                "damage": self.damage.tolist(),
+                "error": self.damage_error.tolist(),
+                "rise": self.rise.tolist(),
+            }
+        )
+        return frame.sort_values("damage", ignore_index=True)
+
+    def plot(self) -> "Figure":
+        """The label of every head, layer by layer."""
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
+        figure = Figure(figsize=(1.5 + 0.3 * (max(head) + 1), 1 + 0.22 * (max(layer) + 1)))
+        figure.set_layout_engine("constrained")
+        axes = figure.subplots()
+        for x, y, label in zip(head, layer, self.labels, strict=True):
+            axes.add_patch(_square(x, y, COLOURS[label]))
+        axes.set(
+            xlim=(-0.5, max(head) + 0.5), ylim=(-0.5, max(layer) + 0.5),
+            xlabel="head", ylabel="layer", title="What heads do on these texts",
+        )  # fmt: skip
+        counts = self.counts()
+        patches = [Patch(color=COLOURS[name], label=f"{name} {n}") for name, n in counts.items()]
+        figure.legend(handles=patches, loc="outside right upper", fontsize="small")
+        return figure
+
+
+def _square(x: int, y: int, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.45, y - 0.45), 0.9, 0.9, color=colour)
+
+
+@takes_model
+@checked
+def label_heads(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    calibration: Inputs | MeanPatterns | None = None,
+    judge: Inputs | None = None,
+    metric: Metric | None = None,
+    read: Read | None = None,
+    worthiest: Index = WORTHIEST,
+    draws: Count = DRAWS,
+    seed: Seed = 0,
+    column: str | None = None,
+    max_length: Count | None = None,
+    batch_size: Count = 8,
+    progress: bool = True,
+) -> HeadLabels:
+    """Label every head by the ideal that describes it, and replace all heads at once.
+
+    One pass and a few backward passes estimate what every ideal of every head costs. The heads of
+    most worth then get passes of their own, and are tried anew while all heads are replaced. How
+    good the labels are together is judged on other texts, beside one ideal for every head, the
+    same ideals dealt at random, and no head at all. docs/measures.md has the rules and their
+    numbers.
+
+    Repeats of one length make content look fixed, since the copy then stands at one distance: let
+    lengths vary.
+
+    Args:
+        model: any Transformer in which edited patterns reach the output.
+        inputs: the texts that labels are of.
+        calibration: others, over which means are, none shorter than the longest text; or their
+            :class:`~infoflow_lens.hooks.MeanPatterns`. Default: the labelling texts, of which each
+            is judged by the means of the others.
+        judge: texts on which all heads are replaced; default, every second of `inputs`, which then
+            takes no part in labels.
+        metric: "kl", "nmse" or "loss"; default "nmse" for vector outputs and "kl" for logits.
+        read: the positions of the logits that count; None for all.
+        worthiest: how many heads get passes of their own.
+        draws: backward passes of the estimate.
+        seed: of the estimate and the random control.
+        column, max_length: as for `run_probes`.
+        batch_size: sequences in a pass.
+        progress: show a bar.
+
+    Raises:
+        InfoFlowError: for fewer than two texts on either side, means of shorter texts, or a model
+            in which edited patterns do not reach the output.
+    """
+    layer_count(model)
+    work = _Labelling(model, metric, read, seed, batch_size, {"column": column})
+    some, judged = work.read(inputs, judge, max_length)
+    with eval_mode(model), progress_bar("labels", _N_STEPS, progress) as step:
+        means, leaves_out = work.means(some, calibration, max_length)
+        check_means(means, max(some.longest or 0, judged.longest or 0), layer_count(model))
+        step(1, "mean patterns")
+        damage = metric_of(model, metric, read, min(some.shortest, judged.shortest))
+        estimates = estimate_ideals(
+            model, some, damage, means, HEAD_IDEALS,
+            leaves_out=leaves_out, draws=draws, seed=seed, batch_size=batch_size,
+        )  # fmt: skip
+        step(1, "estimated")
+        texts = work.begin(some)
+        found = work.label(texts, estimates, means, leaves_out, worthiest, step)
+        n_repaired = work.repair(texts, found, means, leaves_out, worthiest)
+        step(1, "repaired")
+        joint, idle = work.replace_all(work.begin(judged), found, means)
+        step(1, "replaced all heads")
+    heads = list(found.labels)
+    each = list(found.labels.values())
+    settings = {
+        "probe": "labels", "metric": metric, "read": read, "worthiest": worthiest, "draws": draws,
+        "n_sequences": some.n_sequences, "n_judged": judged.n_sequences, "leaves_out": leaves_out,
+    }  # fmt: skip
+
+    def numbers(name: str) -> Tensor:
+        return torch.tensor([getattr(label, name) for label in each], dtype=torch.float64)
+
+    return HeadLabels(
+        metric=damage.name,
+        n_sequences=int(some.n_sequences or 0),
+        n_judged=int(judged.n_sequences or 0),
+        heads=torch.tensor(heads),
+        labels=tuple(label.label for label in each),
+        names=tuple(label.name for label in each),
+        replacements=tuple(found.replacements[head] for head in heads),
+        ideals=PATTERN_IDEALS,
+        shares=torch.stack([found.shares[head] for head in heads]),
+        fixed=numbers("fixed"),
+        largest=numbers("largest"),
+        fixed_error=numbers("fixed_error"),
+        largest_error=numbers("largest_error"),
+        gap_error=numbers("gap_error"),
+        worth=torch.tensor([found.worth[head] for head in heads], dtype=torch.float64),
+        measured=torch.tensor([head in found.measured for head in heads]),
+        does_either=torch.tensor([label.does_either for label in each]),
+        sink=torch.cat([part.double() for part in means.sink]),
+        idle=torch.tensor([head in idle for head in heads]),
+        assignments=joint.edits,
+        damage=joint.damage(),
+        damage_error=joint.errors(),
+        rise=joint.risen(),
+        n_repaired=n_repaired,
+        forwards=estimates.forwards + work.forwards,
+        record=RunRecord.of_model(model, settings, seed, fingerprint_of_model=work.fingerprint),
+    )
+
+
+_N_STEPS = 5
+
+
+@dataclass
+class _Found:
+    """What labelling has found of the heads.
+
+    Attributes:
+        labels: by head, in order.
+        shares: of the ideals, by head.
+        worth: what a row of the output loses without it.
+        measured: the heads of which worth and the label's own ideal were measured.
+        replacements: what takes the place of each head.
+    """
+
+    labels: dict[Head, HeadLabel]
+    shares: dict[Head, Tensor]
+    worth: dict[Head, float]
+    measured: set[Head]
+    replacements: dict[Head, HeadIdeal]
+
+    @property
+    def by_worth(self) -> list[Head]:
+        """The heads, of least worth first."""
+        return sorted(self.worth, key=lambda head: self.worth[head])
+
+
+class _Labelling:
+    """The steps of :func:`label_heads`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metric: Metric | None,
+        read: Read | None,
+        seed: int,
+        batch_size: int,
+        reading: Mapping[str, Any],
+    ) -> None:
+        self.model, self.seed, self.reading = model, seed, reading
+        self.asked: dict[str, Any] = {"metric": metric, "read": read}
+        self.batch_size = batch_size
+        self.forwards = 0.0
+        self.fingerprint = model_fingerprint(model)
+
+    def read(
+        self, inputs: Inputs, judge: Inputs | None, max_length: int | None
+    ) -> tuple[Batches, Batches]:
+        """The texts that are labelled on, and those that are judged on.
+
+        Raises:
+            InfoFlowError: for fewer than two of either.
+        """
+        every = read_inputs(self.model, inputs, max_length=max_length, **self.reading)
+        if judge is None:
+            n = int(every.n_sequences or 0)
+            some, judged = every.take(list(range(0, n, 2))), every.take(list(range(1, n, 2)))
+        else:
+            some = every
+            judged = read_inputs(self.model, judge, max_length=max_length, **self.reading)
+        for name, part in (("labels", some), ("the judgement", judged)):
+            if (part.n_sequences or 0) < 2:
+                raise InfoFlowError(
+                    f"there are {part.n_sequences} texts for {name}: expected at least 2, so that "
+                    "there is an error over texts; without judge= half of the inputs are for it"
+                )
+        return some, judged
+
+    def means(
+        self, some: Batches, calibration: Inputs | MeanPatterns | None, max_length: int | None
+    ) -> tuple[MeanPatterns, bool]:
+        """The means, and whether the labelling texts are among them."""
+        if isinstance(calibration, MeanPatterns):
+            return calibration, False
+        if calibration is None:
+            given: Any = some
+        else:
+            given = read_inputs(self.model, calibration, max_length=max_length, **self.reading)
+        (means,) = run_probes(
+            self.model, given, [MeanPatternsProbe()], batch_size=self.batch_size, progress=False
+        )
+        return means, calibration is None
+
+    def begin(self, batches: Batches) -> list[Begun]:
+        """Make the plain passes of some texts, once for all that is measured on them."""
+        probe, begun, done = AllHeads(None, {"none": {}}, **self.asked), [], 0
+        needs = probe.prepare(self.model)
+        for batch in batches.batches(self.batch_size):
+            seen = run(self.model, batch, needs)
+            indices = torch.arange(done, done + len(batch))
+            begun.append(probe.begin(seen.counted(indices, seen.held_out, indices)))
+            done += len(batch)
+        return begun
+
+    def measure(self, texts: Sequence[Begun], probe: Intervention) -> InterventionResult:
+        """Measure an intervention on texts whose plain passes are there."""
+        probe.prepare(self.model, self.fingerprint)
+        with torch.no_grad():
+            for begun in texts:
+                probe.add(probe.measure(begun), len(begun.plain))
+        result = probe.result()
+        self.forwards += result.forwards
+        return result
+
+    def label(
+        self,
+        some: Sequence[Begun],
+        estimates: Estimates,
+        means: MeanPatterns,
+        leaves_out: bool,
+        worthiest: int,
+        step: Advance,
+    ) -> _Found:
+        """Label by the estimates; then measure the worthiest heads, and label these again."""
+        ablated = HEAD_IDEALS.index("ablated")
+        has_sink = any(bool((sink > SINK).any()) for sink in means.sink)
+        lost: dict[Head, Tensor] = {}
+        for layer, part in enumerate(estimates.lost):
+            lost |= {(layer, index): part[:, index].nan_to_num() for index in range(part.shape[1])}
+        rows = float(estimates.n_rows.sum()) * estimates.per_row
+
+        def label_one(of: Tensor) -> HeadLabel:
+            return label_head(of[:, :ablated], of[:, ablated], PATTERN_IDEALS, has_sink)
+
+        labels = {head: label_one(of) for head, of in lost.items()}
+        worth = {head: float(of[:, ablated].sum()) / rows for head, of in lost.items()}
+        step(1, "labelled")
+        top = sorted(worth, key=lambda head: -worth[head])[:worthiest]
+        for ideal in dict.fromkeys(labels[head].replacement for head in top):
+            heads = tuple(head for head in top if labels[head].replacement == ideal)
+            probe = HeadIdeals(
+                means, ("ablated", ideal), heads, leaves_out=leaves_out, **self.asked
+            )
+            result = self.measure(some, probe)
+            for head in heads:
+                for name in ("ablated", ideal):
+                    values = result.lost[:, result.edits.index(f"{head[0]}.{head[1]} {name}")]
+                    lost[head][:, HEAD_IDEALS.index(name)] = values.clamp(min=0)
+        for head in top:
+            labels[head] = label_one(lost[head])
+            worth[head] = float(lost[head][:, ablated].sum()) / rows
+        shares = {
+            head: of[:, :ablated].sum(dim=0) / of[:, ablated].sum().clamp(min=1e-300)
+            for head, of in lost.items()
+        }
+        chosen = {head: label.replacement for head, label in labels.items()}
+        return _Found(labels, shares, worth, set(top), chosen)
+
+    def repair(
+        self,
+        some: Sequence[Begun],
+        found: _Found,
+        means: MeanPatterns,
+        leaves_out: bool,
+        worthiest: int,
+    ) -> int:
+        """Try the other family for the worthiest heads while all are replaced; keep what helps."""
+
+        def joint(assignment: Mapping[Head, HeadIdeal]) -> float:
+            probe = AllHeads(means, {"all": assignment}, leaves_out=leaves_out, **self.asked)
+            return float(self.measure(some, probe).damage()[0])
+
+        reached, n_changed = joint(found.replacements), 0
+        for head in found.by_worth[::-1][:worthiest]:
+            trial = {**found.replacements, head: found.labels[head].other}
+            damage = joint(trial)
+            if damage < reached:
+                found.replacements, reached = trial, damage
+                n_changed += 1
+        return n_changed
+
+    def replace_all(
+        self, judged: Sequence[Begun], found: _Found, means: MeanPatterns
+    ) -> tuple[InterventionResult, set[Head]]:
+        """All heads at once in several ways; and which heads are idle together."""
+        heads = list(found.labels)
+        several = {
+            head: label.several if label.label == "several" else found.replacements[head]
+            for head, label in found.labels.items()
+        }
+        assignments: dict[str, Mapping[Head, HeadIdeal]] = {
+            OWN: found.replacements,
+            SEVERAL: several,
+        }
+        generator = torch.Generator().manual_seed(derived_seed("dealt", self.seed))
+        order = torch.randperm(len(heads), generator=generator).tolist()
+        dealt = {head: found.replacements[heads[i]] for head, i in zip(heads, order, strict=True)}
+        assignments["the same, dealt at random"] = dealt
+        assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
+        joint = self.measure(judged, AllHeads(means, assignments, **self.asked))
+        return joint, self._idle(judged, found.by_worth, means)
+
+    def _idle(
+        self, judged: Sequence[Begun], order: Sequence[Head], means: MeanPatterns
+    ) -> set[Head]:
+        """The most heads that do not matter together, found by halving."""
+        low, high = 0, len(order)
+        while high - low > len(order) // _SURE_TO:
+            middle = (low + high + 1) // 2
+            ablated: dict[Head, HeadIdeal] = dict.fromkeys(order[:middle], "ablated")
+            result = self.measure(judged, AllHeads(means, {"idle": ablated}, **self.asked))
+            rise = result.rise[:, 0]
+            if rise.isnan().any():
+                return set()
+            mean = float(rise.sum() / result.n_tokens.sum())
+            apart = rise / result.n_tokens - mean
+            weight = result.n_tokens / result.n_tokens.sum()
+            n = len(rise)
+            error = float(((apart * weight).square().sum() * n / (n - 1)).sqrt())
+            low, high = (middle, high) if mean < error else (low, middle - 1)
+        return set(order[:low])

@@ -1,0 +1,89 @@
+"""The ideal that describes each head, and what all heads lose when they are replaced by it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from infoflow_lens.hooks import HeadLabels, LayerCapabilities, label_heads
+from infoflow_lens.hooks.interventions.heads import COLOURS, OWN
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.part import Part, RunContext
+from infoflow_lens.report.charts import Table
+from infoflow_lens.report.heads import by_head, by_head_in_colours
+
+if TYPE_CHECKING:
+    from infoflow_lens.report.charts import Chart
+
+_FEWEST = 4  # sequences: two for labels, two to judge them
+
+
+class LabelsPart(Part):
+    """Shares of each head's worth that ideal patterns lose, and all heads replaced at once."""
+
+    title = "What describes each head"
+    text = (
+        "A head is worth what the output loses when it writes its mean alone. Its pattern was "
+        "replaced by ideal ones; the share of the worth that is lost says how well each describes "
+        "it: fixed (by position or by the distance to the key), max (the largest key, with the "
+        "weight on the first position left as it is), several keys, or undecided where the texts "
+        "do not tell. Labels are of half of the sequences, and hold on such texts alone; on the "
+        "other half all heads were replaced at once, by their own label's ideal and by one for all."
+    )
+    sequences = "detail"
+    by_default = False
+
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Why patterns and outputs of heads cannot be replaced in a layer; empty if they can."""
+        if "attn.hook_pattern" not in layer.edits_reach or "attn.hook_z" not in layer.edits_reach:
+            return "edits of hook_pattern or hook_z do not reach its output"
+        return super().lacking(layer)
+
+    def lacking_of_data(self, context: RunContext) -> str:
+        """Why the sequences are too few; empty if they are enough."""
+        n = context.detail.n_sequences or 0
+        if n >= _FEWEST:
+            return ""
+        return f"labels need {_FEWEST} sequences, half of them to judge, and there are {n}"
+
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> HeadLabels:
+        """Label all heads."""
+        return label_heads(
+            context.model,
+            context.detail,
+            metric=context.config.metric,
+            seed=context.config.seed,
+            batch_size=min(8, context.config.batch_size),
+            progress=context.progress,
+        )
+
+    def figures(self, result: HeadLabels) -> Sequence["Chart"]:
+        """The label of every head, what it is worth, and all heads at once."""
+        frame = result.to_frame()
+        hover = [
+            f"{row['label']} {row['name']}\nfixed {row['fixed']:.2f} +- {row['fixed_error']:.2f}, "
+            f"max {row['max']:.2f} +- {row['max_error']:.2f}\n"
+            f"worth {row['worth']:.2g} ({'measured' if row['measured'] else 'estimated'})"
+            for row in frame.to_dict("records")
+        ]
+        names = by_head_in_colours(frame, "label", COLOURS, hover)
+        worth = by_head(
+            frame, {"worth": f"what the output loses without the head ({result.metric})"}
+        )
+        return (names, *worth, Table.of_frame(result.joint_frame().round(3)))
+
+    def sentences(self, result: HeadLabels) -> Sequence[str]:
+        """How many heads have each label, and how good labels are together."""
+        counts = ", ".join(f"{name} {n}" for name, n in result.counts().items())
+        joint = result.joint_frame().set_index("all heads by")["damage"]
+        single = joint[[name for name in joint.index if name.startswith("every head")]]
+        theory = single.drop(["every head top 2", "every head top 4", "every head ablated"])
+        return (
+            f"{counts} of {len(result.labels)} heads",
+            f"all heads at once: {joint[OWN]:.3g} by their labels, {theory.min():.3g} by the best "
+            f"one ideal for all ({theory.idxmin().removeprefix('every head ')}), "
+            f"{joint['every head ablated']:.3g} without heads ({result.metric})",
+        )
+
+    def facts(self, result: HeadLabels) -> Sequence[tuple[str, str]]:
+        """How many heads have which label."""
+        n = len(result.labels)
+        return [(name, f"{count} of {n}") for name, count in result.counts().items()]

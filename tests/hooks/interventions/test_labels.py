@@ -1,0 +1,192 @@
+"""Estimates against finite differences by hand, rules on tables whose label is known, and heads."""
+
+import inspect
+import json
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, label_heads, load_any, open_model, run_probes
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.hooks import AllHeads, HeadLabels, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.estimate import estimate_ideals
+from infoflow_lens.hooks.interventions.labels import label_head
+from infoflow_lens.hooks.mechanisms.damage import Damage
+from infoflow_lens.hooks.model.inputs import read_inputs
+from tests.hooks.interventions.test_interventions import idealised, run_by_hand
+from tests.reference import zoo
+
+IDEALS = ("position", "offset", "own", "previous", "sink", "even", "gated", "largest",
+          "top 2", "top 4", "top 8")  # fmt: skip
+
+
+# Estimates
+
+
+@pytest.mark.parametrize("read", [None, (-1,)])
+def test_an_estimate_is_the_sum_over_queries_of_what_each_changes(read):
+    """To second order a squared change; in small steps, query by query, with plain transformers."""
+    model = zoo.build("llama").eval().double()
+    tokens = zoo.tokens(2, 5)
+    opened = open_model(zoo.build("llama").eval().double())
+    (means,) = run_probes(opened, tokens, [MeanPatternsProbe()], progress=False)
+    damage = Damage("nmse", read)
+    with eval_mode(opened):
+        found = estimate_ideals(
+            opened, read_inputs(opened, tokens), damage, means, ("gated", "previous"),
+            leaves_out=False, draws=1500, batch_size=2,
+        )  # fmt: skip
+    assert found.forwards == 1501
+    step = 1e-2  # norms of the model are in float32
+    for row in range(2):
+        plain, patterns, _ = run_by_hand(model, tokens[row])
+        for layer, head, column, ideal in ((0, 1, 0, "gated"), (1, 2, 1, "previous")):
+            change = idealised(ideal, patterns[layer][head], [], layer, head)
+            change = change - patterns[layer][head]
+            changes = []
+            for query in range(5):
+
+                def move(there, query=query, head=head, change=change):
+                    there = there.clone()
+                    there[0, head, query] += step * change[query].to(there)
+                    return there
+
+                moved = run_by_hand(model, tokens[row], edits={(layer, "pattern"): move})[0]
+                apart = (moved - plain) / step
+                changes.append(apart if read is None else apart[-1:])
+            expected = sum(float(apart.square().sum()) for apart in changes)
+            if read is not None:  # one row alone: all queries enter it
+                expected = float(sum(changes).square().sum())
+            assert float(found.lost[layer][row, head, column]) == pytest.approx(expected, rel=0.15)
+
+
+def test_estimates_of_a_sequence_do_not_depend_on_its_batch():
+    model = open_model(zoo.build("gpt2").eval())
+    rows = [row[: 9 - i] for i, row in enumerate(zoo.tokens(4, 9))]
+    (means,) = run_probes(model, rows, [MeanPatternsProbe()], progress=False)
+    found = [
+        estimate_ideals(
+            model, read_inputs(model, rows), Damage("kl", None), means, (*IDEALS, "ablated"),
+            leaves_out=True, batch_size=size,
+        )
+        for size in (1, 4)
+    ]  # fmt: skip
+    for one, other in zip(found[0].lost, found[1].lost, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-9)
+
+
+# Rules
+
+
+def table(**shares):
+    """Ten texts of worth 1 whose shares scatter by a hundredth, the same way for all ideals."""
+    lost = torch.full((10, len(IDEALS)), 0.9, dtype=torch.float64)
+    for name, share in shares.items():
+        lost[:, IDEALS.index(name.replace("_", " "))] = share
+    scatter = torch.linspace(-0.01, 0.01, 10, dtype=torch.float64)[:, None]
+    return lost + scatter, torch.ones(10, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("shares", "label", "name", "replacement"),
+    [
+        ({"position": 0.05, "gated": 0.6}, "fixed", "position", "position"),
+        ({"offset": 0.05, "previous": 0.06, "gated": 0.6}, "fixed", "previous", "offset"),
+        ({"offset": 0.05, "even": 0.3, "gated": 0.6}, "fixed", "offset", "offset"),
+        ({"position": 0.7, "gated": 0.1}, "max", "", "gated"),
+        ({"position": 0.2, "gated": 0.02}, "fixed", "position", "gated"),  # one key does as well
+        ({"top_2": 0.3, "top_4": 0.1}, "several", "top 4", "position"),
+        ({"top_2": 0.8, "top_4": 0.7, "top_8": 0.4}, "spread", "", "position"),
+    ],
+)
+def test_each_rule_gives_its_label(shares, label, name, replacement):
+    lost, worth = table(**shares)
+    found = label_head(lost, worth, IDEALS, has_sink=True)
+    assert (found.label, found.name, found.replacement) == (label, name, replacement)
+    assert found.does_either == (label == "fixed" and shares["gated"] <= 0.25)
+
+
+def test_a_head_whose_families_scatter_is_undecided_with_the_error_of_leaving_a_text_out():
+    generator = torch.Generator().manual_seed(1)
+    lost, worth = table(position=0.4, offset=0.5, gated=0.42)
+    lost = lost + 0.3 * torch.rand(lost.shape, generator=generator, dtype=torch.float64)
+    worth = worth + torch.rand(10, generator=generator, dtype=torch.float64)
+    found = label_head(lost, worth, IDEALS, has_sink=True)
+    assert found.label == "undecided"
+    f, g = lost[:, IDEALS.index("position")], lost[:, IDEALS.index("gated")]
+    assert found.fixed == pytest.approx(float(f.sum() / worth.sum()))
+    left = []
+    for text in range(10):
+        keep = torch.arange(10) != text
+        left.append(float((f - g)[keep].sum() / worth[keep].sum()))
+    mean = sum(left) / 10
+    expected = (sum((one - mean) ** 2 for one in left) * 9 / 10) ** 0.5
+    assert found.gap_error == pytest.approx(expected)
+
+
+def test_without_a_sink_the_largest_key_alone_is_of_the_family():
+    lost, worth = table(position=0.8, gated=0.7, largest=0.1)
+    assert label_head(lost, worth, IDEALS, has_sink=False).replacement == "largest"
+    assert label_head(lost, worth, IDEALS, has_sink=True).largest == pytest.approx(0.7, abs=0.02)
+
+
+# Heads
+
+
+@pytest.fixture(scope="module")
+def labelled():
+    source = inspect.getsource(json)
+    texts = [source[i * 400 : i * 400 + 120 + 7 * (i % 4)] for i in range(16)]
+    model = load_any("stdlib-2l").model
+    return model, texts, label_heads(model, texts, max_length=32, progress=False)
+
+
+def test_the_head_that_is_known_to_read_the_previous_token_is_called_so(labelled):
+    _, _, found = labelled
+    assert found.label_of(0, 6) == "fixed: previous"
+    assert found.n_sequences == found.n_judged == 8
+    assert found.forwards <= 60
+    assert found.measured.sum() == 14
+    assert sum(found.counts().values()) == 16
+
+
+def test_heads_replaced_by_their_labels_lose_less_than_by_one_ideal_for_all(labelled):
+    model, texts, found = labelled
+    damage = dict(zip(found.assignments, found.damage.tolist(), strict=True))
+    single = [damage[f"every head {ideal}"] for ideal in ("position", "offset", "gated", "largest")]
+    assert damage["their labels' ideals"] < min(single)
+    # what stands there is what a pass of one's own gives, on the texts that were judged
+    (means,) = run_probes(model, texts[::2], [MeanPatternsProbe()], progress=False, max_length=32)
+    probe = AllHeads(means, {"again": found.assignment()})
+    (again,) = run_probes(model, texts[1::2], [probe], progress=False, max_length=32)
+    assert float(again.damage()[0]) == pytest.approx(damage["their labels' ideals"], rel=1e-4)
+    assert float(again.risen()[0]) == pytest.approx(float(found.rise[0]), rel=1e-3)
+
+
+def test_labels_are_a_table_a_picture_and_files(labelled, tmp_path):
+    _, _, found = labelled
+    frame = found.to_frame()
+    assert list(frame["label"]) == list(found.labels)
+    assert found.joint_frame()["damage"].is_monotonic_increasing
+    found.plot().savefig(tmp_path / "labels.png")
+    found.save(tmp_path / "labels")
+    assert HeadLabels.load(tmp_path / "labels").to_frame().equals(frame)
+
+
+def test_encoders_are_labelled_by_the_change_of_their_output():
+    model = open_model(zoo.build("bert").eval())
+    found = label_heads(model, zoo.tokens(6, 8), worthiest=2, progress=False)
+    assert found.metric == "kl"
+    assert found.rise.isnan().all()
+    assert not found.idle.any()  # there is no loss of a next token by which to say so
+
+
+def test_too_few_texts_and_means_of_shorter_ones_are_refused():
+    model, tokens = open_model(zoo.build("llama").eval()), zoo.tokens(6, 8)
+    with pytest.raises(InfoFlowError, match="there are 1 texts for labels"):
+        label_heads(model, tokens[:2], progress=False)
+    (means,) = run_probes(model, tokens[:, :5], [MeanPatternsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match="at most 5 positions"):
+        label_heads(model, tokens, calibration=means, progress=False)
+    with pytest.raises(InfoFlowError, match=r"there is no head 7\.0"):
+        label_heads(model, tokens, worthiest=0, progress=False).label_of(7, 0)
