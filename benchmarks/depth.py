@@ -1,0 +1,328 @@
+"""Judge predictions that take no derivative on five trained models, and on untrained ones.
+
+Run: python -m benchmarks.depth [--write FOLDER] [--models minilm ...]
+
+Needs `make models`. It writes `results.csv`, a row for each text, layer, measure and method, and
+`models.csv`, a row for each model; `tables` makes the page's tables of them. What was predicted
+stands in docs/results/real_models/statement.md, written before the run; the texts below were
+written for it, and no setting was chosen on them.
+"""
+
+import argparse
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens import (
+    JacobianInfluence,
+    PositionsProbe,
+    PowerRollout,
+    ResampleInfluence,
+    baselines,
+    load_any,
+    open_model,
+    propagate,
+    run_probes,
+)
+from infoflow_lens.hooks.model.points import layer_count
+from tests.reference.real_models import load
+
+FOLDER = Path(__file__).parents[1] / "docs" / "results" / "real_models"
+MODELS = ("smollm2", "minilm", "rxnmapper", "antiberty", "stdlib-2l")
+TRUTHS = ("replacement", "Jacobian")
+QUESTION = {
+    "replacement": "power rollout, replacing a token",
+    "Jacobian": "power rollout, small changes",
+}
+FREE = (
+    "attention weight", "attention rollout", "graded sets", "contribution routes",
+    "contribution rollout", "information sets", "recency",
+)  # fmt: skip
+DERIVED = ("gradient x input", "Jacobian")
+_DONORS, _DIRECTIONS, _DRAWS, _UNTRAINED = 3, 4, 4000, 4
+
+_PROSE = """
+The lighthouse keeper counted the ships each evening and wrote their names in a green book.
+My sister repaired the old piano herself, although nobody had ever shown her how it worked.
+When the river froze, the children of the village walked to school across the ice.
+The judge asked the witness whether the man who left the shop had carried a bag.
+Bread was cheap that winter, but coal was not, so the bakers were warm and poor.
+Two engineers from Lisbon designed the bridge that the army later blew up.
+"""
+_CODE = """
+def mean(values): total = 0; for v in values: total += v; return total / len(values)
+for (int i = 0; i < rows; i++) { if (grid[i][0] == target) { return i; } }
+SELECT name, age FROM users WHERE age > 30 AND city = 'Oslo' ORDER BY name;
+class Stack: def __init__(self): self.items = [] def push(self, item): self.items.append(item)
+if not os.path.exists(path): raise FileNotFoundError(f"no such file: {path}")
+const squares = numbers.filter(n => n % 2 === 0).map(n => n * n);
+"""
+_QUESTIONS = """
+Question: Which planet is closest to the sun, Mercury or Venus? Answer: The closest is
+Tom has three apples and buys four more. How many apples does Tom have? He has
+What is the capital of Norway? The capital of Norway is the city of
+Who wrote the play about the prince of Denmark? It was written by
+If all birds have wings and a robin is a bird, what does a robin have? A robin has
+Is ice lighter or heavier than water? Because ice floats, it must be
+"""
+_REPEATS = """
+lamp stone river glass horse lamp stone river glass horse lamp stone river glass
+one green two green three green one green two green three green one
+cat 7 dog 3 fox 9 owl 5 cat 7 dog 3 fox 9 owl
+the key the door the lock the key the door the lock the key the
+A B D C F E A B D C F E A B D C
+north south east west up down north south east west up down north south
+"""
+_SENTENCES = """
+A small dog barked at the postman until the door was closed.
+The recipe needs two eggs, a cup of flour and some salt.
+Stock prices fell sharply after the bank raised its interest rate.
+She painted the kitchen yellow because the room had no windows.
+Scientists found traces of water in rocks that came from Mars.
+The train to Vienna leaves from the last platform at noon.
+He lost his passport in a taxi and found it a week later.
+Our neighbours grow tomatoes on the roof of their garage.
+The referee stopped the match when the fog became too thick.
+Nobody in the audience laughed at the comedian's second joke.
+Vaccines train the immune system to recognise a virus.
+The museum is closed on Mondays except during the holidays.
+An old oak fell on the fence during last night's storm.
+The contract was signed by both companies in Geneva.
+Bees find their way home by the position of the sun.
+This phone's battery lasts longer than the one I had before.
+"""
+_REACTIONS = """
+CC(=O)Cl.NCc1ccccc1>>CC(=O)NCc1ccccc1
+CCO.OC(=O)c1ccccc1>>CCOC(=O)c1ccccc1
+BrCc1ccccc1.C1CCNCC1>>C(c1ccccc1)N1CCCCC1
+OB(O)c1ccccc1.Brc1ccncc1>>c1ccc(-c2ccncc2)cc1
+COC(=O)CCC#N.[Na+].[OH-]>>OC(=O)CCC#N
+CC(C)=O.NNc1ccccc1>>CC(C)=NNc1ccccc1
+O=Cc1ccccc1.CC(C)N>>CC(C)NCc1ccccc1
+CCBr.Oc1ccc(Cl)cc1>>CCOc1ccc(Cl)cc1
+Nc1ccccc1.O=C=NCC>>CCNC(=O)Nc1ccccc1
+CS(=O)(=O)Cl.OCCc1ccccc1>>CS(=O)(=O)OCCc1ccccc1
+O=[N+]([O-])c1ccccc1C>>Cc1ccccc1N
+CC(=O)OC(C)=O.Oc1ccccc1>>CC(=O)Oc1ccccc1
+C=CCBr.OC(=O)CCC>>C=CCOC(=O)CCC
+FC(F)(F)c1ccc(Br)cc1.OB(O)C1CC1>>FC(F)(F)c1ccc(C2CC2)cc1
+CCOC(=O)CC(C)=O.NN>>Cc1cc(O)[nH]n1
+OCC1CCCO1.ClC(=O)c1ccccc1>>O=C(OCC1CCCO1)c1ccccc1
+"""
+_ANTIBODIES = """
+EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMS
+QVQLQESGPGLVKPSETLSLTCTVSGGSISSYYWS
+QVQLVQSGAEVKKPGASVKVSCKASGYTFTGYYMH
+DIQMTQSPSSLSASVGDRVTITCRASQSISSYLN
+EIVLTQSPGTLSLSPGERATLSCRASQSVSSSYLA
+WVRQAPGKGLEWVSAISGSGGSTYYADSVKGRFT
+WIRQPPGKGLEWIGYIYYSGSTNYNPSLKSRVTI
+WYQQKPGKAPKLLIYAASSLQSGVPSRFSGSGSG
+RFTISRDNSKNTLYLQMNSLRAEDTAVYYCAKDR
+RVTISVDTSKNQFSLKLSSVTAADTAVYYCARGG
+QSALTQPASVSGSPGQSITISCTGTSSDVGGYNY
+SYELTQPPSVSVSPGQTASITCSGDKLGDKYACW
+TDFTLTISSLQPEDFATYYCQQSYSTPLTFGGGT
+GTDFTLTISRLEPEDFAVYYCQQYGSSPWTFGQG
+CARDGYSSGWYFDYWGQGTLVTVSSASTKGPSVF
+CARHLGYCSGGSCYFDYWGQGTLVTVSSGSASAP
+"""
+_STDLIB = """
+def close(self):\\n    if self._file is not None:\\n        self._file.close()
+for key, value in sorted(items.items()):\\n        result.append((key, value))
+try:\\n        return int(text)\\n    except ValueError:\\n        return None
+raise TypeError("expected str, got %s" % type(value).__name__)
+with open(path, "rb") as stream:\\n        data = stream.read()
+class Node:\\n    def __init__(self, name):\\n        self.name = name
+if len(args) != 2:\\n        raise ValueError("two arguments are needed")
+import os\\nimport sys\\n\\ndef main():\\n    print(sys.argv[1])
+while queue:\\n        item = queue.pop()\\n        seen.add(item)
+return [x for x in values if x is not None and x > 0]
+def __repr__(self):\\n        return f"{type(self).__name__}({self.name!r})"
+assert isinstance(left, list) and isinstance(right, list)
+self.assertEqual(list(reversed(range(3))), [2, 1, 0])
+lines = text.splitlines()\\n    for line in lines:\\n        line = line.strip()
+def add(self, other):\\n        return Point(self.x + other.x, self.y + other.y)
+elif name.startswith("_"):\\n            continue\\n        else:\\n            yield name
+"""
+
+
+class Asked(NamedTuple):
+    """A text, and what kind it is of."""
+
+    kind: str
+    text: str
+
+
+def texts(model: str) -> list[Asked]:
+    """The texts of a model."""
+    given = {
+        "smollm2": {"prose": _PROSE, "code": _CODE, "question": _QUESTIONS, "repeat": _REPEATS},
+        "minilm": {"sentence": _SENTENCES},
+        "rxnmapper": {"reaction": _REACTIONS},
+        "antiberty": {"antibody": _ANTIBODIES},
+        "stdlib-2l": {"code": _STDLIB},
+    }[model]
+    return [
+        Asked(kind, line.replace("\\n", "\n"))
+        for kind, lines in given.items()
+        for line in lines.strip().split("\n")
+    ]
+
+
+class Opened(NamedTuple):
+    """A model, its inputs, and which tokens are candidates."""
+
+    model: nn.Module
+    ids: list[Tensor]
+    special: frozenset[int]
+    is_causal: bool
+
+
+def opened(name: str, trained: bool = True) -> Opened:
+    """Open a model, with its texts as ids; untrained, with weights as its makers start them."""
+    special: frozenset[int]
+    if name == "stdlib-2l":
+        model: Any = load_any(name).model
+        tokenizer = model.tokenizer
+    else:
+        plain, tokenizer = load(name)
+        if not trained:
+            torch.manual_seed(0)
+            plain = type(plain)(plain.config).eval()
+        model = open_model(plain, tokenizer)
+    special = frozenset(tokenizer.all_special_ids)
+    rows = []
+    for asked in texts(name):
+        text = " ".join(asked.text) if name == "antiberty" else asked.text
+        ids = tokenizer(text)["input_ids"]
+        first = [1] if name == "smollm2" else []  # its beginning of a text
+        rows.append(torch.tensor([first + list(ids)]))
+    return Opened(model, rows, special, name in ("smollm2", "stdlib-2l"))
+
+
+def places_of(ids: Tensor, is_causal: bool) -> tuple[int, ...]:
+    """The positions of the states that are judged."""
+    n = ids.shape[1]
+    return (n - 1, 2 * n // 3) if is_causal else (n // 4, n // 2, 3 * n // 4)
+
+
+def layers_of(model: nn.Module) -> tuple[int, ...]:
+    """The ends of the thirds and of the half, from 0."""
+    n = layer_count(model)
+    return tuple(sorted({max(0, round(n * part) - 1) for part in (1 / 3, 1 / 2, 2 / 3, 1)}))
+
+
+def spearman(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
+    """The rank correlation; 0 where all are equal."""
+    from scipy.stats import rankdata
+
+    ranks = [rankdata(values.double().numpy()) for values in (one, other)]
+    if any(np.ptp(rank) == 0 for rank in ranks):
+        return 0.0
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def judge(given: Opened, ids: Tensor, donors: Tensor) -> Iterator[dict[str, Any]]:
+    """Spearman of every method with both measures, for each layer, in the mean over positions."""
+    model, places, layers = given.model, places_of(ids, given.is_causal), layers_of(given.model)
+    truths = {
+        "replacement": ResampleInfluence(
+            donors, state="resid_post", positions=places, layers=layers
+        ),
+        "Jacobian": JacobianInfluence(
+            "resid_post", positions=places, layers=layers, estimate=_DIRECTIONS
+        ),
+    }
+    probes: dict[str, Any] = baselines(model, "resid_post", positions=places)
+    del probes["attention flow"]
+    probes["power rollout, replacing a token, L2"] = PowerRollout(size="L2", positions=places)
+    ranking = PositionsProbe()
+    results = run_probes(model, ids, [*truths.values(), *probes.values(), ranking], progress=False)
+    named = dict(zip([*truths, *probes], results[:-1], strict=True))
+    n = ids.shape[1]
+    at = torch.arange(n)
+    scores = {
+        name: found.values[list(layers) if len(found.layers) > len(layers) else slice(None), 0]
+        for name, found in named.items()
+    }
+    sets = propagate(results[-1]).members[list(layers), 0].float()
+    scores["information sets"] = sets[:, list(places)]
+    scores["recency"] = -(torch.tensor(places)[:, None] - at).abs().expand(len(layers), -1, -1)
+    is_special = torch.tensor([int(token) in given.special for token in ids[0]])
+    for truth in truths:
+        for method, values in scores.items():
+            if method == truth:
+                continue
+            for row, layer in enumerate(layers):
+                found = []
+                for column, place in enumerate(places):
+                    keep = (at != place) & (at != 0) & ~is_special
+                    keep &= (at <= place) if given.is_causal else True
+                    found.append(
+                        spearman(values[row, column, keep], scores[truth][row, column, keep])
+                    )
+                yield {
+                    "layer": layer + 1, "measure": truth, "method": method,
+                    "spearman": round(float(np.mean(found)), 4),
+                }  # fmt: skip
+
+
+def measure(name: str, trained: bool = True) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All rows of a model, and what is said of the model."""
+    given = opened(name, trained)
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.cat([ids[0] for ids in given.ids])
+    pool = pool[[int(token) not in given.special for token in pool]]
+    model = name if trained else f"{name}, untrained"
+    rows, peaks = [], []
+    for number, (asked, ids) in enumerate(zip(texts(name), given.ids, strict=True)):
+        if not trained and number >= _UNTRAINED:
+            break
+        n = ids.shape[1]
+        donors = pool[torch.randint(len(pool), (_DONORS, n), generator=generator)]
+        what = {"model": model, "kind": asked.kind, "text": number}
+        rows += [what | row for row in judge(given, ids, donors)]
+        (found,) = run_probes(given.model, ids, [PowerRollout()], progress=False)
+        peaks.append(found.peakedness)
+        print(model, number, n, flush=True)
+    said = {
+        "model": model, "texts": len(peaks), "layers": layer_count(given.model),
+        "peakedness": round(float(np.mean(peaks)), 4), "least": round(min(peaks), 4),
+        "most": round(max(peaks), 4),
+    }  # fmt: skip
+    return rows, said
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as a table."""
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def main() -> None:
+    """Measure all models, each into rows of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, default=FOLDER)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    asked = parser.parse_args()
+    asked.write.mkdir(parents=True, exist_ok=True)
+    for name in asked.models:
+        for trained in (True, False) if name != "stdlib-2l" else (True,):
+            rows, said = measure(name, trained)
+            label = re.sub(r"\W+", "_", said["model"])
+            write(asked.write / f"{label}.csv", rows)
+            write(asked.write / f"{label}.model.csv", [said])
+
+
+if __name__ == "__main__":
+    main()
