@@ -12,8 +12,9 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks.answer.paths import Circuit, find_circuit
+from infoflow_lens.hooks.answer.predicted import predict_tokens
 from infoflow_lens.hooks.answer.question import Question
-from infoflow_lens.hooks.answer.result import KINDS, AnswerNumbers
+from infoflow_lens.hooks.answer.result import KINDS, ORDERS, AnswerNumbers
 from infoflow_lens.hooks.answer.steps import (
     N_HEADS,
     TokenEffects,
@@ -97,6 +98,11 @@ def measure_answer(
             except InfoFlowError as error:
                 notes.append(f"no paths are drawn: {error}")
         looked, looks, writes = _measure_looks(question, units, quick)
+        predicted = torch.full((len(ORDERS), question.n_pos), torch.nan, dtype=torch.float64)
+        if tokens is not None and hasattr(readout, "position"):
+            predicted, more = predict_tokens(model, question.clean.tokens, readout.position)
+            question.forwards += 2
+            notes += more
     nothing = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
     words, other_words = readable_tokens(model, [clean, others])
@@ -116,6 +122,8 @@ def measure_answer(
         token_mean=nothing if tokens is None else tokens.mean,
         token_error=nothing if tokens is None else tokens.error,
         token_other=replaced,
+        token_predicted=predicted,
+        read_at=int(getattr(readout, "position", -1)) % question.n_pos,
         strip_layers=tuple(strips),
         strips=torch.stack([*strips.values()])
         if strips

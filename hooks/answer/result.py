@@ -13,6 +13,8 @@ from infoflow_lens.hooks.result import Result
 if TYPE_CHECKING:
     import pandas as pd
 
+# how tokens are ordered without replacing any; the last is no measure of the model
+ORDERS = ("contributions in squares", "best paths", "last tokens first")
 KINDS = ("query", "key", "value", "answer")
 _WORDS = {
     "query": "tells {} where to look",
@@ -37,6 +39,10 @@ class AnswerNumbers(Result):
         token_mean, token_error: [pos], when a token is replaced by the model's own guesses at its
             place: mean change and its standard error; NaN where it was not asked.
         token_other: [pos], when it is replaced by the other text's token.
+        token_predicted: [order, pos], how strongly the state that is read holds each token, as
+            predicted without replacing any: by contributions in squares (:class:`PowerRollout`), by
+            the best path of attention, and by how near it stands; NaN where it is not seen.
+        read_at: the position that is read.
         strip_layers: the layers at which states were exchanged; the last is what leaves the last
             layer, as the others are what enters theirs.
         strips: [strip, pos], the effect of the state at each position.
@@ -73,6 +79,8 @@ class AnswerNumbers(Result):
     token_mean: Float[Tensor, " pos"]
     token_error: Float[Tensor, " pos"]
     token_other: Float[Tensor, " pos"]
+    token_predicted: Float[Tensor, "order pos"]
+    read_at: int
     strip_layers: tuple[int, ...]
     strips: Float[Tensor, "strip pos"]
     units: Int[Tensor, "unit two"]
@@ -107,6 +115,40 @@ class AnswerNumbers(Result):
         """The share of the difference that moves with the state at each position."""
         return -self.strips / self.gap
 
+    def orders(self) -> dict[str, float]:
+        """How near each predicted order of tokens comes to the measured one: Spearman.
+
+        Candidates are the tokens that the position that is read sees, but its own; measured is how
+        far the readout moves when the model's own guesses replace them. Empty where fewer than
+        three can be compared, or nothing was measured.
+        """
+        measured = self.token_mean.abs()
+        found = {}
+        for name, scores in zip(ORDERS, self.token_predicted, strict=True):
+            both = scores.isfinite() & measured.isfinite()
+            both[self.read_at] = False
+            if int(both.sum()) >= 3:
+                found[name] = _rank_correlation(scores[both], measured[both])
+        return found
+
+    def nearest_order(self) -> str:
+        """Say in a sentence which predicted order came nearest to the measured one, and chance."""
+        found = self.orders()
+        if not found:
+            return ""
+        both = self.token_predicted.isfinite().any(dim=0) & self.token_mean.isfinite()
+        both[self.read_at] = False
+        n = int(both.sum())
+        band = min(1.0, 1.96 / (n - 1) ** 0.5)
+        names = sorted(found, key=lambda name: -found[name])
+        first, *rest = (f"{name} {found[name]:.2f}" for name in names)
+        others = f"; {', '.join(rest)}" if rest else ""
+        near = f"{names[0]} came nearest" if found[names[0]] > band else "none came near"
+        return (
+            f"Of the orders of {n} tokens predicted without replacing any, {near} to the measured "
+            f"one (Spearman: {first}{others}; 95 of 100 random orders lie within {band:.2f} of 0)."
+        )
+
     def to_frame(self, what: str = "paths") -> "pd.DataFrame":
         """A table of "tokens", "states", "heads", "paths" or "looks".
 
@@ -138,6 +180,7 @@ class AnswerNumbers(Result):
         columns = (self.token_mean, self.token_error, self.token_other)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for position, (mean, error, other) in enumerate(rows):
+            predicted = self.token_predicted[:2, position].tolist()
             yield {
                 "position": position,
                 "token": self.tokens[position],
@@ -145,6 +188,7 @@ class AnswerNumbers(Result):
                 "error": error,
                 "effect of the other token": other,
                 "other token": self.other_tokens[position],
+                **dict(zip(ORDERS[:2], predicted, strict=True)),
             }
 
     def _states(self) -> Iterator[dict[str, Any]]:
@@ -277,6 +321,13 @@ class AnswerNumbers(Result):
                 f"{max(self.random, default=0):.0%}); cut, they lose {self.lost:.0%}."
             )
         return " ".join(said)
+
+
+def _rank_correlation(one: Float[Tensor, " token"], other: Float[Tensor, " token"]) -> float:
+    """Spearman's, with mean ranks of equals; 0 where all are equal."""
+    signs = [(v[:, None] - v).sign().sum(dim=1) for v in (one, other)]
+    lengths = signs[0].norm() * signs[1].norm()
+    return float(signs[0] @ signs[1] / lengths) if lengths > 0 else 0.0
 
 
 def _name(place: Any) -> str:

@@ -121,9 +121,10 @@ def _strips(found: Any) -> list[str]:
 def _words(found: Any) -> list[str]:
     lines = []
     for row in found.to_frame("tokens").itertuples(index=False):
-        word, effect, error, other, instead = row[1:]
+        word, effect, error, other, instead = row[1:6]
         said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by a guess"]  # NaN
         said += [f"{other:+.2f} by {instead!r}"] if other else []
         if said:
             lines.append(f"{word!r}: {', '.join(said)}")
-    return lines
+    nearest = found.nearest_order()
+    return [*lines, nearest] if nearest else lines

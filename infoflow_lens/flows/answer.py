@@ -15,8 +15,8 @@ _ROWS = 12  # in a notebook
 class Answer(AnswerNumbers):
     """Why a model gives this answer and not that one, in one text; see :func:`ask`.
 
-    ``to_frame`` has the numbers ("tokens", "states", "heads", "paths", "looks"), ``summary()`` and
-    ``bundles()`` say them.
+    ``to_frame`` has the numbers ("tokens", "states", "heads", "paths", "looks"), ``summary()``,
+    ``bundles()`` and ``nearest_order()`` say them.
     """
 
     def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:

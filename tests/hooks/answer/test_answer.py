@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.paths import Node, Path, connect, cut_paths, find_circuit, share
 from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.result import ORDERS
 from infoflow_lens.hooks.answer.steps import (
     guess_tokens,
     measure_states,
@@ -24,7 +26,7 @@ from infoflow_lens.hooks.readouts import (
 )
 from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.named import open_model
-from tests.reference import zoo
+from tests.reference import contributions, zoo
 from tests.reference.path_patching import TwoTexts
 
 ANSWER, AGAINST = 9, 23
@@ -296,6 +298,39 @@ def test_where_heads_look_is_what_the_plain_model_attends_to():
     moved = (found.looks[:, 0] - found.looks[:, 1]).abs().sum(-1).max() / 2
     assert found.looks_elsewhere == near(float(moved))
     assert measured(quick=True).writes.isnan().all()
+
+
+def test_predicted_orders_stand_beside_the_measured_one():
+    """Contributions of the plain model; the rank correlation of scipy, without what is read."""
+    from scipy.stats import spearmanr
+
+    found, ids = measured(), two_texts()[0]
+    plain = zoo.build("llama")
+    plain.set_attn_implementation("eager")
+    held = contributions.power_rollout(contributions.edges(plain, ids[None]), 2)[-1, -1]
+    np.testing.assert_allclose(found.token_predicted[0], held, atol=1e-5)
+    orders = found.orders()
+    assert tuple(orders) == ORDERS
+    assert found.read_at == len(ids) - 1
+    keep = slice(0, len(ids) - 1)
+    for name, scores in zip(ORDERS, found.token_predicted, strict=True):
+        expected = spearmanr(scores[keep], found.token_mean.abs()[keep]).statistic
+        assert orders[name] == near(expected)
+    best = max(orders, key=orders.get)
+    assert f"Spearman: {best} {orders[best]:.2f}" in found.nearest_order()
+    assert ("none came near" in found.nearest_order()) == (orders[best] <= 0.98)  # of 5 tokens
+    tokens = found.to_frame("tokens")
+    np.testing.assert_allclose(tokens["contributions in squares"], held, atol=1e-5)
+    quick = measured(quick=True)
+    assert quick.token_predicted.isnan().all()
+    assert (quick.orders(), quick.nearest_order()) == ({}, "")
+
+
+def test_tokens_that_are_not_seen_are_no_candidates():
+    found = measured(LogitDifference(3, 5, 3))
+    assert found.read_at == 3
+    assert found.token_predicted[:, 4:].isnan().all()
+    assert "3 tokens" in found.nearest_order()
 
 
 def test_the_same_question_has_the_same_answer():
