@@ -23,8 +23,9 @@ from infoflow_lens.agreement import (
 from infoflow_lens.foundation.display import panel, plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
-from infoflow_lens.foundation.settings import Distinct, Index, checked
+from infoflow_lens.foundation.settings import BothEnds, Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
+from infoflow_lens.hooks.passes.view import at_places
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
@@ -42,6 +43,7 @@ METRICS = (
     "auroc_measured",
     "spearman",
 )
+OF_RANKINGS = ("auroc_measured", "spearman")  # which need no set
 CONTROLS = ("random", "recency", "measured")
 Starts = Annotated[tuple[Index, ...], MinLen(1), Distinct()]  # of ranges of positions
 Confidence = Annotated[float, Interval(gt=0, lt=1)]
@@ -62,9 +64,11 @@ class RankingAgreement(Savable):
         n_candidates: float [layer, batch, pos], the sources among which each state chooses; NaN
             for states that are not there or were not measured.
         sizes: for each set float [layer, batch, pos], how many of them it holds; NaN as above.
-            States whose set holds none or all take no part, since all methods are the same there.
+            States whose set holds none or all take no part in metrics at its size, since all
+            methods are the same there.
         values: by (set that gives the size, method), then by metric, float [layer, batch, pos];
-            NaN for states that take no part.
+            NaN for states that take no part. Metrics of whole rankings need no set, and are given
+            wherever two candidates or more are there.
         numbers: the number of each layer in the model; empty for all from 0 on.
     """
 
@@ -86,8 +90,9 @@ class RankingAgreement(Savable):
         """One row for each size, layer, range of positions and method.
 
         ``n_states`` take part; at ``n_empty`` others the set that gives the size is empty, at
-        ``n_whole`` it holds every candidate. ``mean_size`` and ``mean_candidates`` are of states
-        that take part.
+        ``n_whole`` it holds every candidate; ``n_ranked`` have metrics of whole rankings
+        (``spearman``, ``auroc_measured``), which need no set. ``mean_size`` and
+        ``mean_candidates`` are of states that take part.
 
         Means are over the states of a sequence, then over sequences; ``_low`` and ``_high`` are
         Student's t interval over sequences, NaN for a single one.
@@ -146,6 +151,7 @@ class RankingAgreement(Savable):
                             "n_states": int(takes_part.sum()),
                             "n_empty": int((there & (sizes == 0)).sum()),
                             "n_whole": int((there & (sizes == candidates)).sum()),
+                            "n_ranked": int(found["spearman"].isfinite().sum()),
                             "mean_size": _of(sizes.where(takes_part, math.nan))[0],
                             "mean_candidates": _of(candidates.where(takes_part, math.nan))[0],
                         }
@@ -250,6 +256,7 @@ def compare_rankings(
     threshold: float = 0.1,
     lengths: Int[Tensor, " batch"] | None = None,
     with_self: bool = False,
+    without: BothEnds = (),
 ) -> RankingAgreement:
     """Compare predicted sets, and scores cut at their sizes, with measured influence.
 
@@ -287,6 +294,8 @@ def compare_rankings(
             that state, over all sources, its own position included.
         lengths: the tokens of each sequence, where they differ and `measured` is a tensor.
         with_self: whether each position is a candidate of itself.
+        without: positions that are no candidates, such as (0,) for a token that attention rests on,
+            or (-1,) for the last of each sequence: not in sets, scores, influence, or chance.
 
     Raises:
         InfoFlowError: for no sets, two methods of one name, shapes that differ, scores that are
@@ -329,7 +338,8 @@ def compare_rankings(
     for one in (*(predicted.members for predicted in chosen_sets.values()), *ranked.values()):
         reachable = reachable | (one > 0).flatten(0, 1).any(dim=0)
     itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
-    candidate = (reachable & (with_self | ~itself)) & sources[:, None]
+    left_out = at_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
+    candidate = (reachable & (with_self | ~itself)) & (sources & ~left_out)[:, None]
     everything = {
         **ranked,
         "random": torch.zeros_like(influence),
@@ -340,14 +350,16 @@ def compare_rankings(
     states = _States(influence, above, candidate, exists & asked)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
+    whole = {name: states.ranked(score) for name, score in everything.items()}
     for size_of, predicted in chosen_sets.items():
         sizes[size_of], chosen = states.sizes(predicted.members)
         size = sizes[size_of].to(chosen.device)[chosen]
         for method, score in {size_of: predicted.members.float(), **everything}.items():
             found = states.measured(chosen, size, score)
-            values[size_of, method] = {
-                metric: states.spread(chosen, value) for metric, value in found.items()
-            }
+            at_size = {metric: states.spread(chosen, value) for metric, value in found.items()}
+            values[size_of, method] = at_size | (
+                whole[method] if method in whole else states.ranked(score)
+            )
     return RankingAgreement(
         sets=tuple(sets),
         scores=tuple(scores),
@@ -492,7 +504,32 @@ class _States:
                 strict=True,
             )
         ]
-        return {metric: torch.cat([part[metric] for part in parts]) for metric in METRICS}
+        at_size = [metric for metric in METRICS if metric not in OF_RANKINGS]
+        return {metric: torch.cat([part[metric] for part in parts]) for metric in at_size}
+
+    def ranked(
+        self, scores: Float[Tensor, "layer batch pos source"]
+    ) -> dict[str, Float[Tensor, "layer batch pos"]]:
+        """The metrics of whole rankings, wherever two candidates or more have some influence."""
+        candidate = self.candidate.expand_as(self.above)
+        chosen = self.exists & (candidate.sum(dim=-1) > 1)
+        chosen = chosen & ((self.influence > 0) & candidate).any(dim=-1)
+        rows = max(1, _ROOM // candidate.shape[-1] ** 2)
+        parts = [
+            (auroc(score, above, those), _spearman(score.double(), influence, those))
+            for influence, above, those, score in zip(
+                self.influence[chosen].double().split(rows),
+                self.above[chosen].split(rows),
+                candidate[chosen].split(rows),
+                scores[chosen].split(rows),
+                strict=True,
+            )
+        ]
+        found = zip(*parts, strict=True) if parts else ((scores.new_zeros(0),),) * 2
+        return {
+            metric: self.spread(chosen, torch.cat(tuple(values)))
+            for metric, values in zip(OF_RANKINGS, found, strict=True)
+        }
 
 
 def _metrics(
@@ -522,8 +559,6 @@ def _metrics(
         "influence_inside": (energy * cut.member).sum(dim=1) / energy.sum(dim=1),
         "share_inside": (influence * candidate * cut.member).sum(dim=1)
         / (influence * candidate).sum(dim=1),
-        "auroc_measured": auroc(scores, above, candidate),
-        "spearman": _spearman(scores.double(), influence, candidate),
     }
 
 

@@ -294,3 +294,45 @@ def test_bad_input_is_named(measured):
     assert found.to_frame(starts=np.array([0, 4])).equals(found.to_frame(starts=(0, 4)))
     assert set(METRICS) <= set(compare_rankings(*measured).to_frame())
     assert not math.isnan(compare_rankings(*measured).to_frame()["auroc"].iloc[0])
+
+
+def test_rankings_are_given_where_sets_exclude_nothing():
+    """Spearman and the AUROC of what was measured need no set, and are as with one that chooses."""
+    generator = torch.Generator().manual_seed(0)
+    influence, score = torch.rand(2, 2, 3, 6, 6, generator=generator).tril()
+    whole = torch.ones(2, 3, 6, 6, dtype=torch.bool).tril()
+    some = whole & (torch.rand(whole.shape, generator=generator) < 0.5)
+    found = compare_rankings({"whole": whole, "some": some}, {"score": score}, influence)
+    frame = found.to_frame().set_index(["size_of", "method", "layer"])
+    row = frame.loc["whole", "score", 0]
+    assert (row["n_states"], row["n_whole"], row["n_ranked"]) == (0, 15, 12)
+    assert math.isnan(row["auroc"])
+    expected = []
+    for sequence in range(3):
+        each = [
+            stats.spearmanr(score[0, sequence, t, :t], influence[0, sequence, t, :t]).statistic
+            for t in range(2, 6)
+        ]
+        expected.append(sum(each) / len(each))
+    assert row["spearman"] == pytest.approx(sum(expected) / 3)
+    assert row["spearman"] == pytest.approx(frame.loc["some", "score", 0]["spearman"])
+    assert frame.loc["whole", "measured", 1]["spearman"] == pytest.approx(1)
+
+
+def test_what_is_left_out_leaves_everything():
+    """Sets, scores, influence, candidates and chance are those of inputs without the position."""
+    generator = torch.Generator().manual_seed(1)
+    influence, score = torch.rand(2, 2, 3, 6, 6, generator=generator).tril() + 0.01
+    sets = torch.rand(2, 3, 6, 6, generator=generator) < 0.5
+    influence[..., 0] = 1e3  # what attention rests on
+    found = compare_rankings({"s": sets}, {"score": score}, influence, without=(0,), threshold=1e-5)
+    inside = [part[..., 1:] for part in (sets, score, influence)]
+    for at, part in enumerate(inside):
+        inside[at] = part[:, :, 1:]
+    others = compare_rankings({"s": inside[0]}, {"score": inside[1]}, inside[2], threshold=1e-5)
+    assert found.n_candidates[:, :, 1:].equal(others.n_candidates)
+    for method in ("s", "score", "random", "recency", "measured"):
+        for metric in METRICS:
+            one, other = (r.values["s", method][metric] for r in (found, others))
+            if metric != "auroc_measured":  # of which the largest influence sets the bar
+                torch.testing.assert_close(one[:, :, 1:], other, equal_nan=True)
