@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.depth [--write FOLDER] [--models minilm ...]
 
-Needs `make models`. It writes `results.csv`, a row for each text, layer, measure and method, and
+Needs `make models`. It writes `results.csv.gz`, a row for each text, layer, measure and method, and
 `models.csv`, a row for each model; `tables` makes the page's tables of them. What was predicted
 stands in docs/results/real_models/statement.md, written before the run; the texts below were
 written for it, and no setting was chosen on them.
@@ -10,7 +10,8 @@ written for it, and no setting was chosen on them.
 
 import argparse
 import csv
-import re
+import gzip
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.routes.powers import PEAKED
 from tests.reference.real_models import load
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results" / "real_models"
@@ -46,6 +48,11 @@ FREE = (
     "contribution rollout", "information sets", "recency",
 )  # fmt: skip
 DERIVED = ("gradient x input", "Jacobian")
+# what was found before, on other texts, in the order of MODELS
+_BEFORE = {
+    "replacement": (0.64, 0.79, 0.74, 0.81, 0.84),
+    "Jacobian": (0.72, 0.94, 0.66, 0.91, 0.94),
+}
 _DONORS, _DIRECTIONS, _DRAWS, _UNTRAINED = 3, 4, 4000, 4
 
 _PROSE = """
@@ -301,9 +308,159 @@ def measure(name: str, trained: bool = True) -> tuple[list[dict[str, Any]], dict
     return rows, said
 
 
+# What the page says, from the rows
+
+
+def by_text(rows: Any, model: str, truth: str, **where: Any) -> Any:
+    """Spearman of each text and method, in the mean over layers."""
+    here = rows[(rows["model"] == model) & (rows["measure"] == truth)]
+    for column, value in where.items():
+        here = here[here[column] == value]
+    return here.pivot_table("spearman", "text", "method")
+
+
+def interval(values: Any) -> tuple[float, float, float]:
+    """The mean over texts, and where 95% of the means of draws of texts lie."""
+    values = np.asarray(values)
+    draws = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))
+    return float(values.mean()), float(low), float(high)
+
+
+def shown(values: Any) -> str:
+    """A mean with its interval."""
+    mean, low, high = interval(values)
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def beside(found: Any, method: str, truth: str) -> str:
+    """Whether the setting for a question is ahead of a method, behind it, or neither."""
+    _, low, high = interval(found[QUESTION[truth]] - found[method])
+    return "ahead" if low > 0 else "behind" if high < 0 else ""
+
+
+def markdown(head: Sequence[Any], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [list(map(str, head)), ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main_table(rows: Any, truth: str) -> str:
+    """Every method in every trained model, and whether the setting is ahead of it or behind."""
+    mine = QUESTION[truth]
+    methods = [mine, *(q for q in QUESTION.values() if q != mine), *DERIVED, *FREE]
+    lines = []
+    for method in methods:
+        if method == truth:
+            continue
+        name = f"**{method}**" if method == mine else method
+        cells = [f"{name} (derivatives)" if method in DERIVED else name]
+        for model in MODELS:
+            found = by_text(rows, model, truth)
+            said = "" if method == mine else beside(found, method, truth)
+            cells.append(f"{shown(found[method])} {said}".strip())
+        lines.append(cells)
+    return markdown([truth, *MODELS], lines)
+
+
+def part_table(rows: Any, column: str) -> str:
+    """Both settings on their questions in SmolLM2, by layer or by kind of text."""
+    ours = rows[rows["model"] == "smollm2"]
+    parts = list(dict.fromkeys(ours[column]))
+    lines = [
+        [f"{method}: {truth}"]
+        + [shown(by_text(rows, "smollm2", truth, **{column: part})[method]) for part in parts]
+        for truth, method in QUESTION.items()
+    ]
+    return markdown([f"SmolLM2, by {column}", *parts], lines)
+
+
+def model_table(rows: Any, models: Any) -> str:
+    """How peaked attention is, and what both settings and rollout give, trained or not."""
+    lines = []
+    for row in models.to_dict("records"):
+        cells = [row["model"], str(row["texts"])]
+        cells.append(f"{row['peakedness']:.4f} ({row['least']:.4f} to {row['most']:.4f})")
+        cells.append("yes" if row["peakedness"] >= PEAKED else "no")
+        for truth, method in QUESTION.items():
+            found = by_text(rows, row["model"], truth).mean()
+            cells.append(f"{found[method]:.2f}; {found['attention rollout']:.2f}")
+        lines.append(cells)
+    head = ["model", "texts", "peakedness (over texts)", "may claim"]
+    return markdown([*head, "replacement: ours; rollout", "Jacobian: ours; rollout"], lines)
+
+
+def verdicts(rows: Any, models: Any) -> str:
+    """Each prediction of the statement, what came, and whether it was seen."""
+    found: list[tuple[str, str, bool]] = []
+    for truth, method in QUESTION.items():
+        name = method.split(", ")[1]
+        said = {
+            (model, other): beside(by_text(rows, model, truth), other, truth)
+            for model in MODELS
+            for other in FREE
+        }
+        behind = [f"{other} in {model}" for (model, other), s in said.items() if s == "behind"]
+        what = f"1, {name}: behind no method without derivatives in any model"
+        found.append((what, ", ".join(behind) or "behind none", not behind))
+        ahead = {other: sum(said[model, other] == "ahead" for model in MODELS) for other in FREE}
+        least = min(ahead, key=lambda other: ahead[other])
+        what = f"2, {name}: ahead of each in at least three models"
+        found.append((what, f"of {least} in {ahead[least]}", ahead[least] >= 3))
+        means = [by_text(rows, model, truth)[method].mean() for model in MODELS]
+        far = [abs(one - other) for one, other in zip(means, _BEFORE[truth], strict=True)]
+        at = int(np.argmax(far))
+        what = f"3, {name}: within .10 of what was found before"
+        came = f"furthest {MODELS[at]}: {means[at]:.2f} for {_BEFORE[truth][at]:.2f}"
+        found.append((what, came, max(far) <= 0.1))
+    ours = by_text(rows, "smollm2", "replacement")
+    lead = ours[QUESTION["replacement"]] - ours["Jacobian"]
+    what = "4: replaced tokens better than by Jacobian norms in SmolLM2"
+    found.append((what, f"by {shown(lead)}", interval(lead)[1] > 0))
+    last, repeats = (
+        by_text(rows, "smollm2", "replacement", **part)[QUESTION["replacement"]].mean()
+        for part in ({"layer": 30}, {"kind": "repeat"})
+    )
+    what = "5: below .60 in the last layer of SmolLM2, below .50 over repeats"
+    found.append((what, f"{last:.2f}; {repeats:.2f}", last < 0.6 and repeats < 0.5))
+    sets = [by_text(rows, "smollm2", truth)["information sets"].mean() for truth in TRUTHS]
+    what = "6: information sets at most .2 in SmolLM2"
+    found.append((what, "; ".join(f"{one:.2f}" for one in sets), max(sets) <= 0.2))
+    peaks = dict(zip(models["model"], models["peakedness"], strict=True))
+    trained = min(peak for model, peak in peaks.items() if "untrained" not in model)
+    started = max(peak for model, peak in peaks.items() if "untrained" in model)
+    what = "7: peakedness at least .06 where trained, below where not"
+    came = f"at least {trained:.2f}; at most {started:.4f}"
+    found.append((what, came, trained >= PEAKED > started))
+    below = {
+        model: beside(by_text(rows, model, "replacement"), "attention rollout", "replacement")
+        for model in peaks
+        if "untrained" in model
+    }
+    what = "8: behind attention rollout on replaced tokens, where untrained"
+    came = "; ".join(f"{model.split(',')[0]}: {s or 'neither'}" for model, s in below.items())
+    found.append((what, came, set(below.values()) == {"behind"}))
+    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
+    return markdown(["predicted", "what came", "seen"], lines)
+
+
+def tables(folder: Path = FOLDER) -> list[str]:
+    """All tables of the page."""
+    import pandas as pd
+
+    rows, models = (pd.read_csv(folder / name) for name in ("results.csv.gz", "models.csv"))
+    return [
+        verdicts(rows, models),
+        *(main_table(rows, truth) for truth in TRUTHS),
+        *(part_table(rows, column) for column in ("layer", "kind")),
+        model_table(rows, models),
+    ]
+
+
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as a table."""
-    with path.open("w", newline="") as file:
+    """Write rows as a table, packed, the same bytes each time."""
+    packed = gzip.GzipFile(path, "wb", mtime=0) if path.suffix == ".gz" else path.open("wb")
+    with packed as raw, io.TextIOWrapper(raw, "utf-8", newline="") as file:
         table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
@@ -316,12 +473,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     asked = parser.parse_args()
     asked.write.mkdir(parents=True, exist_ok=True)
+    every: list[dict[str, Any]] = []
+    models: list[dict[str, Any]] = []
     for name in asked.models:
         for trained in (True, False) if name != "stdlib-2l" else (True,):
             rows, said = measure(name, trained)
-            label = re.sub(r"\W+", "_", said["model"])
-            write(asked.write / f"{label}.csv", rows)
-            write(asked.write / f"{label}.model.csv", [said])
+            every += rows
+            models.append(said)
+    write(asked.write / "results.csv.gz", every)
+    write(asked.write / "models.csv", models)
 
 
 if __name__ == "__main__":

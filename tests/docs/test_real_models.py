@@ -1,0 +1,60 @@
+"""The page of real models is that of the rows of its run."""
+
+
+import pandas as pd
+import pytest
+
+from benchmarks import depth
+
+PAGE = (depth.FOLDER / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return pd.read_csv(depth.FOLDER / "results.csv.gz")
+
+
+@pytest.fixture(scope="module")
+def mean(rows):
+    return rows.groupby(["measure", "method", "model"])["spearman"].mean()
+
+
+def test_the_tables_of_the_page_are_those_of_the_rows():
+    for table in depth.tables():
+        assert table in PAGE
+
+
+def test_every_text_was_measured_in_every_layer_by_every_method(rows):
+    for model in depth.MODELS:
+        mine = rows[rows["model"] == model]
+        assert sorted(set(mine["text"])) == list(range(len(depth.texts(model))))
+        counts = mine.groupby(["measure", "layer", "text"])["method"].nunique()
+        assert set(counts) == {len(depth.FREE) + len(depth.DERIVED) + 2 + 1}
+
+
+def test_numbers_in_the_text_are_those_of_the_rows(mean):
+    """Means over texts of equally many layers are means over rows."""
+
+    def of(truth, method):
+        return [mean[truth, method, model] for model in depth.MODELS]
+
+    replaced, small = (of(truth, method) for truth, method in depth.QUESTION.items())
+    assert f"replaced tokens {min(replaced):.2f} to {max(replaced):.2f}".replace("0.", ".") in PAGE
+    assert f"{min(small):.2f} to {max(small):.2f} with Jacobian".replace("0.", ".") in PAGE
+    cheap = [
+        f"{one:.2f}".lstrip("0")
+        for one in of("replacement", "power rollout, replacing a token, L2")
+    ]
+    assert f"has {', '.join(cheap[:-1])} and {cheap[-1]}" in PAGE
+    assert f"agree by {mean['replacement', 'Jacobian', 'smollm2']:.2f}".replace("0.", ".") in PAGE
+
+
+def test_the_statement_was_not_changed_after_the_run():
+    """It says what the code draws: texts, donors, directions."""
+    said = (depth.FOLDER / "statement.md").read_text("utf-8")
+    assert f"median of {depth._DONORS} donors" in said
+    assert f"`JacobianInfluence`, {depth._DIRECTIONS} directions" in said
+    kinds = pd.Series([one.kind for one in depth.texts("smollm2")]).value_counts()
+    assert set(kinds) == {6}
+    assert len(kinds) == 4
+    assert {len(depth.texts(model)) for model in depth.MODELS[1:]} == {16}
