@@ -1,6 +1,5 @@
 """The page of real models is that of the rows of its run."""
 
-
 import pandas as pd
 import pytest
 
