@@ -216,8 +216,12 @@ def browser():
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_returned():
-    """What the tests of a file took goes back to the system; glibc would keep it."""
+    """What the tests of a file took goes back to the system; glibc would keep it.
+
+    What is left then, imported modules above all, is not looked through again.
+    """
     yield
     if sys.platform == "linux":
         gc.collect()
+        gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)

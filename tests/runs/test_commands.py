@@ -306,9 +306,9 @@ def test_the_base_of_an_adapter_is_not_fetched(no_network, tmp_path):
     assert no_network == []
 
 
-@pytest.mark.slow  # the client tries again and again
-def test_a_name_on_the_hub_does(model, no_network, tmp_path):
+def test_a_name_on_the_hub_does(model, no_network, monkeypatch, tmp_path):
     """So that the test above can fail."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again and again
     arguments = ["MODEL", "--data", "hub:owner/texts", "--probes", "positions", "--quiet"]
     result = runs("probe", arguments, tmp_path / "out", {"MODEL": str(model)})
     assert result.exit_code == 2
