@@ -38,7 +38,8 @@ SIZES = {
 # what single types need otherwise
 OWN = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
-              "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2},
+              "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2,
+              "mamba_chunk_size": 4},
     "bart": {"decoder_start_token_id": 1},
     "big_bird": {"attention_type": "original_full"},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 4},
@@ -77,7 +78,7 @@ OWN = {
     "xlm": {"emb_dim": 32, "n_words": 101},
     "xlnet": {"d_inner": 48},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_ngroups": 1, "n_mamba_heads": 4,
-               "mamba_d_state": 8, "mamba_headdim": 16, "num_mem_blocks": 1},
+               "mamba_d_state": 8, "mamba_headdim": 16, "num_mem_blocks": 1, "chunk_size": 4},
 }  # fmt: skip
 _CAUSAL = """
 gpt2 gpt_neo gptj gpt_neox opt bloom codegen falcon mpt llama mistral mixtral qwen2 qwen3 qwen3_moe
