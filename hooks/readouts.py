@@ -1,17 +1,25 @@
 """What is asked of a model: a logit difference, a log-probability, a class, any function of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import check
 
 Answer: TypeAlias = str | int | Sequence[str | int]
+Pooling = Literal["mean", "max", "first", "last"]
+_POOLED: Mapping[Pooling, Callable[[Tensor], Tensor]] = {
+    "mean": lambda states: states.mean(dim=1),
+    "max": lambda states: states.amax(dim=1),
+    "first": lambda states: states[:, 0],
+    "last": lambda states: states[:, -1],
+}
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch *pos choice"]:
@@ -126,24 +134,36 @@ class LogProbability(Readout):
 
 @dataclass(frozen=True)
 class EmbeddingCosine(Readout):
-    """The cosine of a sentence's embedding, the mean of its last states, with another vector.
+    """The cosine of a sentence's embedding with another vector.
 
     Args:
         to: the other vector [d_model], such as the embedding of another sentence.
         name: what it is called.
+        pooling: what the embedding is of the last states: their "mean", their largest values
+            ("max"), the "first" or the "last" one; default, what the model's folder says, else the
+            mean.
     """
 
     to: Float[Tensor, " d_model"]
     name: str = "cosine of the two embeddings"
+    pooling: Pooling | None = None
     is_linear = False
+
+    def __post_init__(self) -> None:
+        check(self.pooling, Pooling | None, "pooling")
+
+    def bind(self, model: nn.Module) -> "EmbeddingCosine":
+        """Take the pooling of a model."""
+        return replace(self, pooling=self.pooling or getattr(model, "pooling", None))
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the cosine off last states [batch, pos, d_model]."""
-        mean = logits_of(getattr(output, "last_hidden_state", output)).mean(dim=1)
-        return torch.cosine_similarity(mean, self.to.to(mean), dim=-1)
+        states = logits_of(getattr(output, "last_hidden_state", output))
+        embedding = _POOLED[self.pooling or "mean"](states)
+        return torch.cosine_similarity(embedding, self.to.to(embedding), dim=-1)
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name} ({self.pooling or 'mean'} of the last states)"
 
 
 @dataclass(frozen=True)

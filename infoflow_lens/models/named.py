@@ -9,6 +9,7 @@ mode; hooks of torch stand on it only while a call runs in which somebody looks.
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,14 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
 from infoflow_lens.hooks.model.log import first_tensor
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
+from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
 from infoflow_lens.models.named_parts import AttentionPart, FinalNorm, MLPPart, UnembedPart
+from infoflow_lens.models.pooling import find_pooling
 
 _MANY = 2**31 - 1  # positions, where nothing bounds them
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn")
@@ -265,6 +269,16 @@ class NamedModel(HookedRootModule):
     def training(self, mode: bool) -> None:
         """Note what torch sets when a module is made; the mode stays the model's."""
         vars(self)["training"] = mode
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """What the embedding of a text is of its last states, where the model's folder says so.
+
+        Raises:
+            InfoFlowError: for what :class:`~infoflow_lens.hooks.EmbeddingCosine` does not have.
+        """
+        place = getattr(self.original_model, "name_or_path", None)
+        return find_pooling(Path(place)) if place and is_path(place) else None
 
     # Texts
 

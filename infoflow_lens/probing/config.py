@@ -34,8 +34,9 @@ DrawingSeed = Annotated[Seed, "Seed of all random draws."]
 Device = Annotated[str, "Device of the model: cpu, cuda:0, ..."]
 Dtype = Annotated[str | None, "Number format: float32 (default), bfloat16, float16 or float64."]
 Backend = Annotated[
-    Literal["auto", "hooked", "bridge"],
-    "How to host it: HookedTransformer, TransformerBridge, or what fits.",
+    Literal["auto", "hooked", "bridge", "opened"],
+    "How to host it: HookedTransformer, TransformerBridge, the model as it is (opened), or what "
+    "fits.",
 ]
 
 

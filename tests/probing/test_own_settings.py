@@ -6,7 +6,14 @@ import json
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, RecoveryProbe, load_any, probe, run_probes
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    RecoveryProbe,
+    load_any,
+    probe,
+    run_probes,
+)
 from infoflow_lens.hooks import Probe
 from infoflow_lens.probing.own_settings import OwnSetting, with_own_settings
 from infoflow_lens.probing.part import name_of
@@ -89,8 +96,27 @@ def test_settings_hold_in_any_order_and_for_probes_of_ones_own(folder, ids, tmp_
     assert found.found[name].ranks == (1,)
 
 
+@pytest.mark.parametrize("kind", ["exact", "estimate", "resample"])
+def test_influence_is_measured_at_any_positions(kind, folder, ids, tmp_path):
+    """[CLS] of an encoder, say, or what stands before the last token."""
+    found = probe(
+        folder, ids, tmp_path, probes=("positions", "influence", "routes"), influence=kind,
+        n_detail=3, setting=("influence.positions=[0, -2]",), progress=False,
+    )  # fmt: skip
+    influence, n_pos = found.influence, ids.shape[1]
+    assert influence.positions.tolist() == [[0, n_pos - 2]] * 3
+    if kind == "exact":
+        own = JacobianInfluence("resid_post", positions=(0, n_pos - 2))
+        (expected,) = run_probes(load_any(folder).model, ids[:3], [own], progress=False)
+        torch.testing.assert_close(influence.influence, expected.influence)
+    assert set(found.found["routes"].to_frame()["positions"]) == {f"2 positions 0-{n_pos - 2}"}
+    page = (tmp_path / "report.html").read_text()
+    assert "the last state can hold" not in page  # it was not asked
+    assert torch.tensor(found.curve.last).isnan().all()
+
+
 def test_what_the_comparison_builds_on_stays(folder, ids):
-    for field, value in (("layers", "[1, 0]"), ("positions", "[3]"), ("source_layer", "1")):
+    for field, value in (("layers", "[1, 0]"), ("source_layer", "1")):
         with pytest.raises(InfoFlowError, match=f"influence.{field} is one that the comparison"):
             probe(
                 folder, ids, probes=("influence",), setting=(f"influence.{field}={value}",),

@@ -27,7 +27,7 @@ class InfluencePart(Part):
     title = "What states depend on"
     sequences = "detail"
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {
-        "influence": ("state", "source_layer", "layers", "positions"),
+        "influence": ("state", "source_layer", "layers"),
         "influence_positions": ("ranks",),
     }
 
