@@ -1,4 +1,4 @@
-"""What README.md says of its example, computed anew by transformers and PyTorch alone."""
+"""README.md, and the page of its second example, against transformers and PyTorch alone."""
 
 import re
 from pathlib import Path
@@ -14,13 +14,15 @@ from tests.reference import real_models
 from tests.reference.path_patching import TwoTexts
 
 ROOT = Path(__file__).parents[2]
+STATES = ROOT / "docs" / "how-to" / "what-a-state-holds.md"
 TEXT = " ".join((ROOT / "README.md").read_text("utf-8").split())
+OF_STATES = " ".join(STATES.read_text("utf-8").split())
 STATE, PAREN, NAME = 23, 5, 6  # the last position; the first "(", and "name" behind it
 
 
 @pytest.fixture(scope="module")
 def shown():
-    code = re.search(r'code = "(.*?)"\n', (ROOT / "README.md").read_text("utf-8"))
+    code = re.search(r'code = "(.*?)"\n', STATES.read_text("utf-8"))
     assert code is not None
     text = code[1].replace("\\n", "\n")
     folder = shipped_folder("stdlib-2l")
@@ -60,18 +62,18 @@ def test_its_example(shown, monkeypatch):
 
     half = attention.mean(1) / 2 + torch.eye(len(ids[0])) / 2
     rollout, layer_1 = (half[1] @ half[0])[STATE], attention[1, :, STATE].amax(0)
-    assert f"{share[held].sum():.0%} of the influence of other tokens lies inside" in TEXT
-    assert f"a random set of the same size would hold {n / STATE:.0%}, the tokens" in TEXT
+    assert f"{share[held].sum():.0%} of the influence of other tokens lies inside" in OF_STATES
+    assert f"a random set of the same size would hold {n / STATE:.0%}, the tokens" in OF_STATES
     found = {f"{first(scores):.0%}" for scores in (rollout, layer_1, influence)}
     assert len(found) == 1
-    assert f"ranks first {found.pop()}, as much as any set of that size" in TEXT
+    assert f"ranks first {found.pop()}, as much as any set of that size" in OF_STATES
     assert round(float(attention[1, :, STATE, PAREN].max()), 2) == 0.05
     assert round(float(attention[0, :, NAME, PAREN].max()), 2) == 0.99
-    assert "(at most .05 of a head's attention)" in TEXT
-    assert "layer 0 has put the token before (.99)" in TEXT
+    assert "(at most .05 of a head's attention)" in OF_STATES
+    assert "layer 0 has put the token before (.99)" in OF_STATES
     rank = int((share > share[PAREN]).sum()) + 1
     says = f"`(` has {share[PAREN]:.1%} of the influence of other tokens, rank {rank} of {STATE}"
-    assert says in TEXT
+    assert says in OF_STATES
 
     whole = modeling_gpt2.eager_attention_forward
 
@@ -85,7 +87,7 @@ def test_its_example(shown, monkeypatch):
 
     monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", cut)
     left = measured(model, ids)[0][PAREN] / influence[PAREN]
-    assert f"and {left:.0%} of that is left when layer 1's edge to `name` is cut" in TEXT
+    assert f"and {left:.0%} of that is left when layer 1's edge to `name` is cut" in OF_STATES
 
 
 def test_what_it_says_of_rollout():
@@ -112,9 +114,13 @@ def test_what_it_says_of_rollout():
     ahead = [
         share(a) - share(b) for a, b in zip(rollout, graded, strict=True) if share(a) > share(b)
     ]
-    assert f"ahead by up to .{round(1000 * max(ahead)):03d} in" in TEXT
+    assert f"ahead by up to .{round(1000 * max(ahead)):03d} in" in OF_STATES
     assert len(ahead) == 3
-    assert "in three of ten comparisons" in TEXT
+    assert "in three of ten comparisons" in OF_STATES
+
+
+def test_it_is_read_in_a_few_minutes():
+    assert len((ROOT / "README.md").read_text("utf-8").split()) < 900
 
 
 @pytest.mark.slow

@@ -212,11 +212,11 @@ SITE = ROOT / "build" / "site"
 
 
 @pytest.mark.skipif(not SITE.exists(), reason="the site is not built: make docs")
-def test_the_built_site_opens_on_the_live_page_and_can_be_searched_from_disk(browser):
+def test_the_built_site_has_the_live_page_and_can_be_searched_from_disk(browser):
     page = browser.new_page()
     asked = []
     page.on("request", lambda request: asked.append(request.url.partition(":")[0]))
-    page.goto((SITE / "index.html").as_uri())
+    page.goto((SITE / "how-to" / "what-a-state-holds.html").as_uri())
     page.frame_locator("iframe.flow").first.locator("circle[data-layer]").first.wait_for()
     page.fill("input.md-search__input", "max-position")
     found = page.locator(".md-search-result__item a").first
