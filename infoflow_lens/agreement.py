@@ -12,7 +12,9 @@ from torch import Tensor
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
+from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
+from infoflow_lens.hooks.passes.ranking import at_places
 from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
@@ -316,6 +318,7 @@ def compare(
     threshold: float = 0.1,
     active: Bool[Tensor, "batch source"] | None = None,
     lengths: Int[Tensor, " batch"] | None = None,
+    without: BothEnds = (),
 ) -> Agreement:
     """Compare predicted information sets with what was measured on the same inputs.
 
@@ -330,6 +333,9 @@ def compare(
         lengths: the tokens of each sequence, where they differ: no other state or source takes
             part, and the last position is each sequence's own. An `InfluenceResult` knows them, and
             so do sets that were propagated from the result of a probe, or measured.
+        without: positions of sources that are no candidates, such as (0,) for a token that
+            attention rests on, or (-1,) for the last of each sequence. They leave the measured
+            sets, too.
 
     Raises:
         InfoFlowError: if shapes or lengths differ, scores are negative or NaN, the threshold is not
@@ -337,7 +343,7 @@ def compare(
             that it cannot be real.
     """
     predicted = sets_of(predicted, measured)
-    states = _States(predicted, measured, threshold, lengths)
+    states = _States(predicted, measured, threshold, lengths, without)
     n_layers, n_batch, _, n_source = states.scores.shape
     if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
         raise InfoFlowError(
@@ -511,6 +517,7 @@ class _States:
         measured: Measured | InformationSets,
         threshold: float,
         lengths: Int[Tensor, " batch"] | None,
+        without: Sequence[int] = (),
     ) -> None:
         self.scores, lengths, self.asked = _scores(measured, lengths, predicted.lengths)
         if self.scores.shape != predicted.members.shape:
@@ -523,13 +530,17 @@ class _States:
         layers = range(len(self.scores))
         self.layers = measured.layers if isinstance(measured, InfluenceResult) else tuple(layers)
         self.last_layer = self.layers.index(max(self.layers))
-        self._predicted = predicted.members
-        self._measured = influence_sets(self.scores, threshold).members
         _, n_batch, n_pos, n_source = self.scores.shape
         self.exists, self._sources, self.is_last = real_states(
             lengths, n_batch, n_pos, n_source, self.scores.device
         )
         self.is_token = torch.nn.functional.pad(self._sources, (0, n_pos - n_source))
+        n_tokens = self._sources.sum(dim=1).cpu()
+        left_out = at_places(without, n_tokens, n_source).to(self.scores.device)
+        self._sources = self._sources & ~left_out
+        self.scores = self.scores.masked_fill(left_out[:, None], 0)
+        self._predicted = predicted.members & ~left_out[:, None].to(predicted.members.device)
+        self._measured = influence_sets(self.scores, threshold).members
         # what no sequence reaches in any layer (the future, in a causal model) is no candidate: a
         # ranking that puts it last proves nothing
         self._reachable = ((self.scores > 0) | self._predicted).flatten(0, 1).any(dim=0)

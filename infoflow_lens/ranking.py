@@ -340,6 +340,7 @@ def compare_rankings(
     itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
     left_out = at_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
     candidate = (reachable & (with_self | ~itself)) & (sources & ~left_out)[:, None]
+    influence = influence.masked_fill(left_out[:, None], 0)
     everything = {
         **ranked,
         "random": torch.zeros_like(influence),

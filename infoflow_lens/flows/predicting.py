@@ -24,6 +24,7 @@ def predict(
     longest: int,
     influence: InfluenceResult | None,
     threshold: float,
+    without: Sequence[int],
 ) -> dict[str, Any]:
     """The sets of a flow, the rules by mechanisms, and the agreement with influence.
 
@@ -35,6 +36,7 @@ def predict(
         longest: how many tokens the longest input has.
         influence: measured; None for no agreement.
         threshold: see `compare`.
+        without: positions that no head passes on, and that are no candidates.
     """
     rules: Sequence[Sequence[Rule]] | None = None
     if rule == "mechanisms" and mechanisms is not None and attended is not None:
@@ -43,5 +45,5 @@ def predict(
     sets = propagate(by_rank if rules is None else rules, longest)
     agreement = None
     if influence is not None:
-        agreement = compare(sets, influence, threshold=threshold)
+        agreement = compare(sets, influence, threshold=threshold, without=tuple(without))
     return {"sets": sets, "rules": rules, "agreement": agreement}

@@ -157,7 +157,13 @@ class Flow:
         if self.influence is None:
             return None
         sets = self.sets.part(self.layers)
-        return explained(sets, self.influence, candidates=self._visible())
+        candidates = self._visible() & ~self._left_out()[:, None]
+        return explained(sets, self.influence, candidates=candidates)
+
+    def _left_out(self) -> Bool[Tensor, "input source"]:
+        """The tokens that are no candidates, as no head passes them on."""
+        n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
+        return at_places(self.record.config["without"], n_tokens, self.sets.n_sources)
 
     def _visible(self) -> Bool[Tensor, "input pos source"]:
         """What each state of the last of the asked layers could hold, by the model's mask."""
@@ -173,14 +179,15 @@ class Flow:
     def to_frame(self) -> "pd.DataFrame":
         """One row for each input, asked state and source: whether the predicted set holds the
         source, its influence, and its share of the influence of other tokens on that state, NaN
-        for the state's own; shares of predicted tokens add up to what lies inside.
+        for the state's own and for tokens that were left out; shares of predicted tokens add up to
+        what lies inside.
 
         Without influence, rows for all states and no columns of it.
         """
         import pandas as pd
 
         measured = None if self.influence is None else self.influence.full()
-        frames = []
+        left_out, frames = self._left_out(), []
         for index, tokens in enumerate(self.tokens):
             n_source = len(tokens)
             n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
@@ -202,6 +209,7 @@ class Flow:
                         others = found.double()
                         if position < n_source:
                             others[position] = math.nan
+                        others[left_out[index, :n_source]] = math.nan
                         columns["share"] = (others / others.nansum()).numpy()
                     frames.append(pd.DataFrame(columns))
         return pd.concat(frames, ignore_index=True)
@@ -363,6 +371,7 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
+        left_out=flow._left_out()[index].nonzero().flatten().tolist(),
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
         replaced=None if flow.replaced is None else _replaced(flow.replaced[index]),

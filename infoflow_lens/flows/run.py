@@ -100,7 +100,8 @@ def flow(
             measured.
         k: of "top_k".
         without: key positions that no head passes on, such as (0,) for a BOS token that attention
-            rests on, or (-1,) for the last one of each text.
+            rests on, or (-1,) for the last one of each text. They are no candidates either: shares
+            of influence, counts and chance are of the other tokens.
         n_directions: of an estimate, for each state.
         reference: other inputs: mechanisms are measured on them, and tokens of theirs take the
             place of others with "resample"; default, the inputs themselves, and other tokens of
@@ -193,7 +194,15 @@ def flow(
         record=replace(chosen.record, config=config, seed=seed),
         title=f"Information flow in {_name(loaded)}",
         **predict(
-            rule_name, depth, chosen, found.get("attended"), mechanisms, longest, result, threshold
+            rule_name,
+            depth,
+            chosen,
+            found.get("attended"),
+            mechanisms,
+            longest,
+            result,
+            threshold,
+            without,
         ),
     )
     notes = [*unknown, *_notes(made, loaded, without), *describe_unchanged_tokens(measure, rows)]
@@ -251,7 +260,7 @@ def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str
         )
     if without:
         places = ", ".join(map(str, without))
-        notes.append(f"no head passes on position {places}, as was asked")
+        notes.append(f"no head passes on position {places}, which is no candidate, as was asked")
     if loaded.tokenizer is None and not reads_vectors(loaded.model):
         notes.append("the model has no tokenizer, so that tokens are shown as ids")
     return tuple(dict.fromkeys(notes))

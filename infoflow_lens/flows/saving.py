@@ -95,7 +95,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             )
         record = RunRecord.from_dict(plain["record"])
         threshold = convert(record.config.get("threshold"), Share, "threshold")
-        convert(record.config.get("without"), tuple[int, ...], "without")
+        without = convert(record.config.get("without"), tuple[int, ...], "without")
         asked = {name: convert(plain[name], kind, name) for name, kind in _ASKED.items()}
         n_texts, n_measured = len(asked["tokens"]), len(found["positions"].lengths)
         if n_texts != n_measured:
@@ -107,7 +107,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             )
         predicted = predict(
             asked["rule"], asked["k"], found["positions"], found["attended"], found["mechanisms"],
-            max(map(len, asked["tokens"])), found["influence"], threshold,
+            max(map(len, asked["tokens"])), found["influence"], threshold, without,
         )  # fmt: skip
         replaced = convert(plain["replaced"], _REPLACED, "replaced")
         yield {

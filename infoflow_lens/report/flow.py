@@ -255,6 +255,7 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
         if view.next_tokens is None
         else [[(token, round(chance, 4)) for token, chance in row] for row in view.next_tokens],
         "marked": [int(source) for source in view.marked],
+        "left_out": [int(source) for source in view.left_out],
         "arrays": arrays,
         "blob": base64.b64encode(compressed).decode(),
     }

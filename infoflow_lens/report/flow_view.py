@@ -131,6 +131,7 @@ class ViewedInput:
         edges: for each layer float [pos, key], the measured influence of the state below on the
             state above; None if not measured.
         marked: sources with a mark of their own, such as the active index set of a target.
+        left_out: sources that are no candidates: they stand in no count, share or chance.
         reasons: why heads prefer their first keys; None if not known.
         next_tokens: for each position the most probable next tokens, as pairs of token and
             probability; None if not known.
@@ -152,6 +153,7 @@ class ViewedInput:
     influence: Float[Tensor, "layer pos source"] | None = None
     edges: Sequence[Float[Tensor, "pos key"]] | None = None
     marked: Sequence[int] = ()
+    left_out: Sequence[int] = ()
     reasons: ViewedReasons | None = None
     next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
     replaced: ViewedReplaced | None = None
@@ -214,10 +216,11 @@ class ViewedInput:
                     f"{len(self.replaced.by)} tokens are replaced, with next tokens up to {ends}: "
                     f"expected {n_source}, each with those of all positions from its own on"
                 )
-        if not all(0 <= source < n_source for source in self.marked):
-            raise InfoFlowError(
-                f"marked sources are {list(self.marked)}: expected 0 to {n_source - 1}"
-            )
+        for what, sources in (("marked", self.marked), ("left out", self.left_out)):
+            if not all(0 <= source < n_source for source in sources):
+                raise InfoFlowError(
+                    f"{what} sources are {list(sources)}: expected 0 to {n_source - 1}"
+                )
 
     def _check(
         self, what: str, found: Sequence[Tensor] | None, expected: Sequence[tuple[int, ...]]

@@ -145,9 +145,36 @@ def test_rules(host):
     (chosen,) = run_probes(host, host.to_tokens(TEXT), [PositionsProbe((1, 2))], progress=False)
     assert top.sets.members.equal(propagate(chosen.positions).members)
     assert (next(iter(top.view.rules)), top.view.k) == ("top_k", 2)
-    assert quick(host, TEXT, without=(0,)).notes == ("no head passes on position 0, as was asked",)
+    (note,) = quick(host, TEXT, without=(0,)).notes
+    assert note == "no head passes on position 0, which is no candidate, as was asked"
     kept = quick(host, TEXT, without=(0,)).sets.members
     assert not kept[:, 0, 1:, 0].any()
+
+
+def test_what_is_left_out_is_no_candidate(host):
+    """Counts, shares and chance are of the other tokens, as if the one were not there."""
+    found, whole = quick(host, TEXT, without=(0,)), quick(host, TEXT)
+    state = found.asked[0][0]
+    influence = whole.influence.full()[-1, 0, state].double()
+    members = found.sets.members[-1, 0, state] & (torch.arange(len(influence)) != 0)
+    others = torch.arange(1, state)
+    assert found.explained.others == state - 1
+    assert found.explained.size == int(members[others].sum())
+    held = influence[others][members[others]].sum() / influence[others].sum()
+    if 0 < found.explained.size < found.explained.others:
+        assert found.explained.inside == pytest.approx(float(held))
+        assert found.explained.chance == pytest.approx(found.explained.size / (state - 1))
+    frame = found.to_frame()
+    last = frame[(frame["layer"] == found.layers[-1]) & (frame["position"] == state)]
+    assert last["share"].isna().tolist() == [s in (0, state) for s in range(state + 1)]
+    assert last["share"].sum() == pytest.approx(1)
+    assert found.view.inputs[0].left_out == [0]
+    row = found.agreement.layers[-1]
+    assert row.measured_size <= state - 1
+    everywhere = quick(host, TEXT, "all", without=(0,))
+    influence = everywhere.influence.full()[:, :, 1:, 1:]
+    plain = compare(everywhere.sets.members[:, :, 1:, 1:], influence, threshold=0.1)
+    assert everywhere.agreement.cls == plain.cls
 
 
 def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):

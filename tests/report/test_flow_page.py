@@ -191,6 +191,21 @@ def test_the_table_says_what_lights_up_and_how_it_came(show, html, inputs):
     assert f"{len(held) - 1} of 7 other tokens" in live
 
 
+def test_what_is_left_out_is_counted_nowhere(show, inputs):
+    """Of eight other tokens six are candidates; theirs are shares, counts and chance."""
+    given = replace(inputs[0], left_out=(0, 2))
+    page = show(render_flow(FlowView("left out", [given], influence_name="measured")))
+    page.locator(".layer input").fill("1")
+    said = page.locator(".status").inner_text()
+    assert "position 8" in said
+    others = [1, 3, 4, 5, 6, 7]
+    held = [s for s in others if s in expected(given, 1, 8)]
+    assert f"{len(held)} of 6 other tokens" in said
+    influence = given.influence[1, 8]
+    share = float(influence[held].sum() / influence[others].sum())
+    assert f"All {len(held)} have {share:.0%} (at random: {len(held) / 6:.0%})" in said
+
+
 def test_what_was_not_measured_is_said_and_not_shown_as_zero(show, html):
     page = show(html)
     page.locator(".layer input").fill("0")

@@ -47,8 +47,8 @@ Object.assign(infoflow.Picture.prototype, {
     const values = Float64Array.from({ length: n }, (_, s) =>
       input.influence ? this.influence(layer, state.position, s) : NaN);
     let total = 0;
-    values.forEach((v, s) => { if (s !== state.position && v > 0) total += v; });
-    return values.map((v) => total > 0 ? v / total : v);
+    values.forEach((v, s) => { if (this.counts(s) && v > 0) total += v; });
+    return values.map((v, s) => this.leftOut.has(s) ? NaN : total > 0 ? v / total : v);
   },
 
   // Hatched areas, for what was not measured.

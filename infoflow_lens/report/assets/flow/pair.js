@@ -99,7 +99,7 @@ infoflow.Pair = class {
 
   members(picture) {
     return [...picture.input.tokens.keys()]
-      .filter((s) => s !== picture.state.position && picture.inSet(s));
+      .filter((s) => picture.counts(s) && picture.inSet(s));
   }
 
   sizes() { return this.both("other tokens in the set", (each) => this.members(each).length); }
@@ -134,7 +134,7 @@ infoflow.Pair = class {
   shifts() {
     const [one, other] = this.pictures;
     if (!(one.total > 0 && other.total > 0)) return [];
-    const share = (each, s) => s === each.state.position ? 0 : (each.values[s] || 0) / each.total;
+    const share = (each, s) => each.counts(s) ? (each.values[s] || 0) / each.total : 0;
     const tokens = this.data.aligned.filter(([a, b]) => a < one.input.tokens.length
       && b < other.input.tokens.length);
     const apart = ([a, b]) => Math.abs(share(one, a) - share(other, b));

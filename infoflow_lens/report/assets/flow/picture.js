@@ -135,7 +135,7 @@ infoflow.Picture = class {
     const { lines } = this.paths;
     this.order = infoflow.strongest(this.paths, MOST_EVER);
     this.reached = this.total > 0 ? infoflow.reach(this.paths, this.order, (s) =>
-      s === state.position ? 0 : this.values[s]) : null;
+      this.counts(s) ? this.values[s] : 0) : null;
     this.strongest = 0;
     this.usedHeads = input.heads.map((n) => new Uint8Array(n));
     for (let i = 0; i < lines.length; i++) {
@@ -169,13 +169,17 @@ infoflow.Picture = class {
   // Influence on the chosen state: of each source, the largest of other tokens, and their sum.
   measure() {
     const { input, state } = this, n = input.tokens.length;
+    this.leftOut = new Set(input.left_out);
     this.values = new Float32Array(n).fill(NaN);
     if (input.influence && state.layer >= 0)
       for (let s = 0; s < n; s++) this.values[s] = this.influence(state.layer, state.position, s);
     this.largest = this.largestOther(this.values);
     this.total = 0;
-    this.values.forEach((v, s) => { if (s !== state.position && v > 0) this.total += v; });
+    this.values.forEach((v, s) => { if (this.counts(s) && v > 0) this.total += v; });
   }
+
+  // Whether a token is a candidate: neither the state's own nor left out.
+  counts(source) { return source !== this.state.position && !this.leftOut.has(source); }
 
   influence(layer, position, source) {
     const { input } = this, row = layer * input.n_queries + position;
@@ -185,7 +189,7 @@ infoflow.Picture = class {
   largestOther(values) {
     let largest = NaN;
     values.forEach((v, s) => {
-      if (s !== this.state.position && !Number.isNaN(v)) largest = Math.max(largest || 0, v);
+      if (this.counts(s) && !Number.isNaN(v)) largest = Math.max(largest || 0, v);
     });
     return largest;
   }

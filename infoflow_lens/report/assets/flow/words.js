@@ -83,13 +83,13 @@ Object.assign(infoflow.Picture.prototype, {
       return;
     }
     const members = input.tokens.map((_, s) => s).filter((s) => this.inSet(s));
-    const others = members.filter((s) => s !== state.position);
-    const possible = (input.causal ? Math.min(state.position, input.tokens.length)
-      : input.tokens.length - (state.position < input.tokens.length ? 1 : 0));
+    const others = members.filter((s) => this.counts(s));
+    const possible = input.tokens.filter((_, s) =>
+      this.counts(s) && (!input.causal || s < state.position)).length;
     const name = this.stateName(state.layer, state.position);
     let text = `${name[0].toUpperCase()}${name.slice(1)} can hold `
       + (others.length ? `${others.length} of ${possible} other tokens` : "no other token")
-      + (members.length > others.length ? " and its own." : ".");
+      + (members.includes(state.position) ? " and its own." : ".");
     const full = others.length === possible && possible > 0;
     if (input.influence) {
       if (full) text += " That is every token that it could hold, so that the set excludes nothing"
@@ -120,7 +120,7 @@ Object.assign(infoflow.Picture.prototype, {
   sayShares(others, possible, full) {
     const { percent } = infoflow, { best } = this.paths;
     const value = (s) => this.values[s] || 0, sum = (all) => all.reduce((a, s) => a + value(s), 0);
-    const largest = this.input.tokens.map((_, s) => s).filter((s) => s !== this.state.position)
+    const largest = this.input.tokens.map((_, s) => s).filter((s) => this.counts(s))
       .sort((a, b) => value(b) - value(a));
     let needed = 0;
     for (let held = 0; held < 0.9 * this.total * (1 - 1e-6); needed++) held += value(largest[needed]);
