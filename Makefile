@@ -111,7 +111,7 @@ build/oldest.txt: pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
 	mkdir -p build
 	printf '%s\n' "$(TORCH)" > build/pins.txt
-	$(BIN)/uv pip compile --quiet --no-deps --resolution lowest-direct --extra certificates --extra cluster \
+	$(BIN)/uv pip compile --quiet --no-deps --resolution lowest-direct --extra certificates --extra cluster --extra gguf \
 		--constraint build/pins.txt --output-file $@ pyproject.toml > /dev/null
 
 # What the package itself needs is there sooner than what its development needs.

@@ -16,6 +16,7 @@ from infoflow_lens.foundation.files import user_path
 
 NameKind = Literal["file", "task", "hub"]
 _PATH = re.compile(r"[./~]|[A-Za-z]:[/\\]|.*\\|.*/$", re.DOTALL)  # also of Windows
+GGUF = ".gguf"  # the end of a file with a whole model, as llama.cpp writes it
 OWN_TASK = ".py"  # the end of a file whose variable FILE.py:NAME is a task of the user's own
 
 
@@ -85,7 +86,7 @@ def find_model(text: str) -> Named:
     Raises:
         InfoFlowError: for what is said to be a task.
     """
-    named = find_named(text)
+    named = find_named(text, endings=(GGUF,))
     if named.kind == "task":
         raise InfoFlowError(
             f"the model is {text!r}, a task: expected a folder, an official name, or owner/name"

@@ -22,7 +22,9 @@ from torch import nn
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.files import read_json, temporary_folder
+from infoflow_lens.foundation.extras import import_optional
+from infoflow_lens.foundation.files import check_regular, read_json, temporary_folder
+from infoflow_lens.foundation.naming import GGUF
 from infoflow_lens.hooks.model.points import check_gives_numbers
 from infoflow_lens.models.weights import stored_shapes
 
@@ -120,6 +122,25 @@ def class_of_transformers(model: nn.Module) -> str:
     return next((name for name in names if hasattr(transformers, name)), names[0])
 
 
+def config_of_gguf(path: Path) -> Any:
+    """Read the config of transformers that the head of a GGUF file stands for.
+
+    Raises:
+        InfoFlowError: without the package that reads it, and for a file that is none.
+    """
+    import_optional("gguf", "gguf", f"the model {path.name!r}")
+    from transformers import AutoConfig
+
+    check_regular(path)
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    except Exception as error:  # of many kinds, as the file is read without checks
+        raise InfoFlowError(
+            f"{str(path)!r} cannot be read ({first_line(error)}): expected a GGUF file of a model "
+            "that transformers has; download it again"
+        ) from error
+
+
 def find_class(config: Any) -> Any:
     """Return the class of transformers that a config names, if it is a model; else of decoders.
 
@@ -133,8 +154,8 @@ def find_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def transformers_model(name: str, config: Any, place: Place) -> Any:
-    """The model of transformers, with eager attention.
+def transformers_model(name: str, config: Any, place: Place, **options: Any) -> Any:
+    """The model of transformers, with eager attention; `options` are those of transformers.
 
     Raises:
         InfoFlowError: if the files lack weights, which transformers would draw at random.
@@ -146,6 +167,7 @@ def transformers_model(name: str, config: Any, place: Place) -> Any:
         attn_implementation="eager",
         output_loading_info=True,
         trust_remote_code=False,
+        **options,
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -190,6 +212,16 @@ class Stored:
         longest = max((size for shape in shapes.values() for size in shape), default=0)
         n_numbers = sum(math.prod(shape) for shape in shapes.values())
         return cls(len(shapes), min(n_numbers, n_bytes), min(longest, n_bytes))
+
+    @classmethod
+    def in_gguf(cls, path: Path) -> "Stored":
+        """Read what a GGUF file holds, of which a byte may be several numbers."""
+        from gguf import GGUFReader
+
+        shapes = [tuple(map(int, tensor.shape)) for tensor in GGUFReader(path).tensors]
+        most = 8 * path.stat().st_size
+        longest = max((size for shape in shapes for size in shape), default=0)
+        return cls(len(shapes), min(sum(map(math.prod, shapes)), most), min(longest, most))
 
 
 def check_config(folder: Path, stored: Stored) -> None:
@@ -262,8 +294,9 @@ def _whole_numbers(values: Any, known: Collection[str]) -> Iterator[tuple[str, i
 
 
 def _too_large(folder: Path, what: str) -> InfoFlowError:
+    where = "the head of" if folder.suffix == GGUF else "config.json in"
     return InfoFlowError(
-        f"config.json in {str(folder)!r} says {what}, which the weights beside it do not hold: "
+        f"{where} {str(folder)!r} says {what}, which the weights beside it do not hold: "
         "expected what save_pretrained writes; save or download it again"
     )
 
@@ -408,8 +441,10 @@ def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[
         yield type(words).from_pretrained(folder, trust_remote_code=False), given is not None
 
 
-def own_tokenizer(name: str | None) -> Any | None:
+def own_tokenizer(name: str | None, **options: Any) -> Any | None:
     """Load the tokenizer of a name or folder, where it has one with words.
+
+    `options` are those of transformers.
 
     For some architectures transformers makes one of special tokens alone where there is no file.
     """
@@ -418,7 +453,7 @@ def own_tokenizer(name: str | None) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of many kinds: no file, no network, a missing package
         check_needs_no_code(name, error)
         return None

@@ -4,7 +4,8 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import find_model
+from infoflow_lens.foundation.naming import GGUF, find_model
+from infoflow_lens.models.bridges import config_of_gguf
 from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
@@ -13,15 +14,17 @@ def shape_of_named(name: str) -> ModelShape:
     """The shape of a model by name: nothing but its config is read.
 
     Args:
-        name: a folder, a ``config.json``, a checkpoint of ours, a model that comes with the
-            package, a name in the local cache of the Hugging Face hub, ``owner/name`` that can be
-            reached there, or a kind of model that transformers knows, such as gpt2, for its
+        name: a folder, a ``config.json``, a GGUF file, a checkpoint of ours, a model that comes
+            with the package, a name in the local cache of the Hugging Face hub, ``owner/name`` that
+            can be reached there, or a kind of model that transformers knows, such as gpt2, for its
             default configuration.
 
     Raises:
         InfoFlowError: for what is none of these.
     """
     named = find_model(name)
+    if named.path.suffix == GGUF and named.path.is_file():
+        return shape_of(config_of_gguf(named.path))
     if named.kind == "file" and (named.path.exists() or named.is_said):
         return shape_of(named.path)
     name, path = named.name, named.path

@@ -23,7 +23,7 @@ from infoflow_lens.foundation.errors import (
     panics_as_errors,
 )
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import find_model
+from infoflow_lens.foundation.naming import GGUF, find_model
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.bridges import (
     Place,
@@ -33,6 +33,7 @@ from infoflow_lens.models.bridges import (
     check_one_stack,
     check_sizes,
     class_of_transformers,
+    config_of_gguf,
     hosted,
     own_tokenizer,
     tokenizer_of,
@@ -62,7 +63,7 @@ _WEIGHTS = (
 _NOT_HOOKED = ("google-bert/", "google-t5/", "facebook/hubert", "facebook/wav2vec2")
 # Official names whose files are not in the format of Hugging Face
 _IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
-Source = Literal["checkpoint", "folder", "name", "memory"]
+Source = Literal["checkpoint", "folder", "file", "name", "memory"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,7 +73,8 @@ class LoadedModel:
     Attributes:
         model: a TransformerLens model.
         tokenizer: its tokenizer, or None where there is none.
-        source: "checkpoint" (a folder of ours), "folder" (of Hugging Face), "name" or "memory".
+        source: "checkpoint" (a folder of ours), "folder" (of Hugging Face), "file" (of llama.cpp),
+            "name" or "memory".
         description: one line that says what it is.
     """
 
@@ -111,6 +113,8 @@ def load_any(
     alias of one, is loaded as a HookedTransformer where it can host it, which allows every
     measurement; any other model of the Hugging Face hub, owner/name, and with TransformerLens 4
     all, by TransformerBridge.
+
+    A GGUF file of llama.cpp is opened, its weights as numbers of `dtype`.
 
     What is hosted by a bridge is run on a few tokens, with padding and without, beside the model of
     Hugging Face alone: where the bridge computes something else, the model is opened as it is, see
@@ -187,6 +191,9 @@ def _load(
     name = named.name
     if named.kind == "file":
         folder = named.path
+        if folder.suffix == GGUF and folder.is_file():
+            _check_backend(host, "opened", f"{name!r} is a GGUF file, which no bridge reads")
+            return _from_gguf(folder, place)
         if _kind_of_folder(folder) == "checkpoint":
             if host != "opened":
                 _check_backend(host, "hooked", f"{name!r} was written by save_model")
@@ -256,17 +263,18 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
         )
     if (folder / "architecture.json").is_file():
         return "checkpoint"
+    if (folder / "adapter_config.json").exists():
+        raise InfoFlowError(
+            f"the folder {str(folder)!r} holds an adapter (adapter_config.json), whose base may be "
+            "fetched from the hub, or any file: expected a whole model; load both yourself and "
+            f"give the model, PeftModel.from_pretrained(base, {str(folder)!r}), or merge the "
+            "adapter into its base (merge_and_unload) and save that"
+        )
     if not (folder / "config.json").is_file():
         raise InfoFlowError(
             f"the folder {str(folder)!r} is no model (config.json missing, architecture.json "
             "missing): expected a folder written by save_pretrained of Hugging Face or by "
-            "save_model"
-        )
-    if (folder / "adapter_config.json").exists():
-        raise InfoFlowError(
-            f"the folder {str(folder)!r} holds an adapter (adapter_config.json), whose base would "
-            "be fetched from the hub: expected a whole model; merge the adapter into its base "
-            "(merge_and_unload) and save that"
+            "save_model, or a GGUF file"
         )
     odd = [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]
     if odd:  # whoever reads a pipe waits for its other end
@@ -289,6 +297,27 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
         model.to(dtype)
     model.eval()
     return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
+
+
+def _from_gguf(path: Path, place: Place) -> LoadedModel:
+    """A model of llama.cpp, with the tokenizer that its file holds, opened.
+
+    Raises:
+        InfoFlowError: without the package that reads it, for an adapter beside it, which
+            transformers would add, and for sizes far above what the file holds.
+    """
+    if (path.parent / "adapter_config.json").exists():
+        raise InfoFlowError(
+            f"an adapter (adapter_config.json) lies beside {str(path)!r}: expected the file in a "
+            "folder without one; move it"
+        )
+    with without_trace(), _named(str(path)):
+        config, folder = config_of_gguf(path), str(path.parent)
+        check_one_stack(str(path), config)
+        check_sizes(path, config, Stored.in_gguf(path))
+        alone = transformers_model(folder, config, place, gguf_file=path.name)
+        opened = open_model(alone, own_tokenizer(folder, gguf_file=path.name))
+    return LoadedModel(opened, opened.tokenizer, "file", _description(opened, str(path)))
 
 
 def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
