@@ -236,8 +236,8 @@ def label_heads(
         model: any Transformer in which edited patterns reach the output.
         inputs: the texts that labels are of.
         calibration: others, over which means are, none shorter than the longest text; or their
-            :class:`~infoflow_lens.hooks.MeanPatterns`. Default: the labelling texts, of which each
-            is judged by the means of the others.
+            :class:`~infoflow_lens.hooks.MeanPatterns`. Default: all texts here, of which each is
+            judged by the means of the others.
         judge: texts on which all heads are replaced; default, every second of `inputs`, which then
             takes no part in labels.
         metric: "kl", "nmse" or "loss"; default "nmse" for vector outputs and "kl" for logits.
@@ -257,7 +257,7 @@ def label_heads(
     work = _Labelling(model, metric, read, seed, batch_size, {"column": column})
     some, judged = work.read(inputs, judge, max_length)
     with eval_mode(model), progress_bar("labels", _N_STEPS, progress) as step:
-        means, leaves_out = work.means(some, calibration, max_length)
+        means, leaves_out = work.means(some, judged, calibration, max_length)
         check_means(means, max(some.longest or 0, judged.longest or 0), layer_count(model))
         step(1, "mean patterns")
         damage = metric_of(model, metric, read, min(some.shortest, judged.shortest))
@@ -270,7 +270,7 @@ def label_heads(
         found = work.label(texts, estimates, means, leaves_out, worthiest, step)
         n_repaired = work.repair(texts, found, means, leaves_out, worthiest)
         step(1, "repaired")
-        joint, idle = work.replace_all(work.begin(judged), found, means)
+        joint, idle = work.replace_all(work.begin(judged), found, means, leaves_out)
         step(1, "replaced all heads")
     heads = list(found.labels)
     each = list(found.labels.values())
@@ -381,19 +381,22 @@ class _Labelling:
         return some, judged
 
     def means(
-        self, some: Batches, calibration: Inputs | MeanPatterns | None, max_length: int | None
+        self,
+        some: Batches,
+        judged: Batches,
+        calibration: Inputs | MeanPatterns | None,
+        max_length: int | None,
     ) -> tuple[MeanPatterns, bool]:
-        """The means, and whether the labelling texts are among them."""
+        """The means, and whether the texts are among them, so that each is left out."""
         if isinstance(calibration, MeanPatterns):
             return calibration, False
-        if calibration is None:
-            given: Any = some
-        else:
-            given = read_inputs(self.model, calibration, max_length=max_length, **self.reading)
-        (means,) = run_probes(
-            self.model, given, [MeanPatternsProbe()], batch_size=self.batch_size, progress=False
-        )
-        return means, calibration is None
+        given: list[Any] = [some, judged]
+        if calibration is not None:
+            given = [read_inputs(self.model, calibration, max_length=max_length, **self.reading)]
+        probe = MeanPatternsProbe()
+        for part in given:
+            run_probes(self.model, part, [probe], batch_size=self.batch_size, progress=False)
+        return probe.result(), calibration is None
 
     def begin(self, batches: Batches) -> list[Begun]:
         """Make the plain passes of some texts, once for all that is measured on them."""
@@ -484,7 +487,7 @@ class _Labelling:
         return n_changed
 
     def replace_all(
-        self, judged: Sequence[Begun], found: _Found, means: MeanPatterns
+        self, judged: Sequence[Begun], found: _Found, means: MeanPatterns, leaves_out: bool
     ) -> tuple[InterventionResult, set[Head]]:
         """All heads at once in several ways; and which heads are idle together."""
         heads = list(found.labels)
@@ -501,18 +504,23 @@ class _Labelling:
         dealt = {head: found.replacements[heads[i]] for head, i in zip(heads, order, strict=True)}
         assignments["the same, dealt at random"] = dealt
         assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
-        joint = self.measure(judged, AllHeads(means, assignments, **self.asked))
-        return joint, self._idle(judged, found.by_worth, means)
+        settings = {"leaves_out": leaves_out, **self.asked}
+        joint = self.measure(judged, AllHeads(means, assignments, **settings))
+        return joint, self._idle(judged, found.by_worth, means, settings)
 
     def _idle(
-        self, judged: Sequence[Begun], order: Sequence[Head], means: MeanPatterns
+        self,
+        judged: Sequence[Begun],
+        order: Sequence[Head],
+        means: MeanPatterns,
+        settings: Mapping[str, Any],
     ) -> set[Head]:
         """The most heads that do not matter together, found by halving."""
         low, high = 0, len(order)
         while high - low > len(order) // _SURE_TO:
             middle = (low + high + 1) // 2
             ablated: dict[Head, HeadIdeal] = dict.fromkeys(order[:middle], "ablated")
-            result = self.measure(judged, AllHeads(means, {"idle": ablated}, **self.asked))
+            result = self.measure(judged, AllHeads(means, {"idle": ablated}, **settings))
             rise = result.rise[:, 0]
             if rise.isnan().any():
                 return set()

@@ -9,9 +9,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import Distinct, Remedy
-from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import reads_vectors
+from infoflow_lens.hooks.model.call import output_of, without_user_hooks
+from infoflow_lens.hooks.model.inputs import Batch, example_input
+from infoflow_lens.hooks.model.points import found_once, reads_vectors
 
 Metric = Literal["nmse", "kl", "loss"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -37,13 +39,19 @@ class Damage:
         self.name = name
         self.read = None if read is None else list(read)
         self.n_rows = 0
+        self._is_one_row = False  # of a sequence, such as a class or an embedding
         self._sum: Tensor | float = 0.0
         self._squares = 0.0
 
     def state(self) -> dict[str, Any]:
         """What was seen so far, copied."""
         copied = self._sum.clone() if isinstance(self._sum, Tensor) else self._sum
-        return {"n_rows": self.n_rows, "_sum": copied, "_squares": self._squares}
+        return {
+            "n_rows": self.n_rows,
+            "_is_one_row": self._is_one_row,
+            "_sum": copied,
+            "_squares": self._squares,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what another had seen."""
@@ -64,13 +72,15 @@ class Damage:
 
     def counted(self, batch: Batch) -> Bool[Tensor, "batch row"]:
         """Which rows count: those of real positions, for "loss" with a real next one."""
-        if batch.tokens.ndim == 3 or self.read is not None:
-            n_rows = 1 if self.read is None or batch.tokens.ndim == 3 else len(self.read)
+        is_one = self._is_one_row or batch.tokens.ndim == 3
+        if is_one or self.read is not None:
+            n_rows = 1 if self.read is None or is_one else len(self.read)
             return torch.ones(len(batch), n_rows, dtype=torch.bool)
         return batch.mask()[:, int(self.name == "loss") :]
 
     def see(self, output: Tensor, batch: Batch) -> None:
         """Take in the unchanged output of a batch."""
+        self._is_one_row = output.ndim == 2
         counted = self.counted(batch)
         self.n_rows += int(counted.sum())
         if self.name == "nmse":
@@ -149,6 +159,19 @@ class Reference(NamedTuple):
     counted: Bool[Tensor, "batch row"]
 
 
+@found_once
+def gives_logits(model: nn.Module) -> bool:
+    """Whether outputs are logits, of tokens or classes; sentence encoders give states."""
+    if reads_vectors(model):
+        return False
+    cfg = getattr(model, "cfg", None)
+    width, n_vocab = getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None)
+    some = example_input(model, n_sequences=1)[:, :4]
+    with eval_mode(model), without_user_hooks(model):
+        output = output_of(model, some.to(next(model.parameters()).device))
+    return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
+
+
 def _divergence(
     after: Float[Tensor, "batch row feature"], before: Reference
 ) -> tuple[Float[Tensor, "batch row"], Bool[Tensor, "batch row"]]:
@@ -199,8 +222,9 @@ def metric_of(
     Raises:
         InfoFlowError: for a metric or positions that these outputs do not have.
     """
-    chosen = metric or ("nmse" if reads_vectors(model) else "kl")
-    if chosen != "nmse" and reads_vectors(model):
+    has_logits = gives_logits(model)
+    chosen = metric or ("kl" if has_logits else "nmse")
+    if chosen != "nmse" and not has_logits:
         raise InfoFlowError(
             f"metric is {chosen!r}, which compares distributions over tokens: the model's output "
             "is a vector; expected 'nmse'"

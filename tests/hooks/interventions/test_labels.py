@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from infoflow_lens import InfoFlowError, label_heads, load_any, open_model, run_probes
 from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.hooks import AllHeads, HeadLabels, MeanPatternsProbe
+from infoflow_lens.hooks import AllHeads, HeadIdeals, HeadLabels, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.estimate import estimate_ideals
 from infoflow_lens.hooks.interventions.labels import label_head
 from infoflow_lens.hooks.mechanisms.damage import Damage
@@ -156,8 +157,8 @@ def test_heads_replaced_by_their_labels_lose_less_than_by_one_ideal_for_all(labe
     single = [damage[f"every head {ideal}"] for ideal in ("position", "offset", "gated", "largest")]
     assert damage["their labels' ideals"] < min(single)
     # what stands there is what a pass of one's own gives, on the texts that were judged
-    (means,) = run_probes(model, texts[::2], [MeanPatternsProbe()], progress=False, max_length=32)
-    probe = AllHeads(means, {"again": found.assignment()})
+    (means,) = run_probes(model, texts, [MeanPatternsProbe()], progress=False, max_length=32)
+    probe = AllHeads(means, {"again": found.assignment()}, leaves_out=True)
     (again,) = run_probes(model, texts[1::2], [probe], progress=False, max_length=32)
     assert float(again.damage()[0]) == pytest.approx(damage["their labels' ideals"], rel=1e-4)
     assert float(again.risen()[0]) == pytest.approx(float(found.rise[0]), rel=1e-3)
@@ -173,12 +174,33 @@ def test_labels_are_a_table_a_picture_and_files(labelled, tmp_path):
     assert HeadLabels.load(tmp_path / "labels").to_frame().equals(frame)
 
 
-def test_encoders_are_labelled_by_the_change_of_their_output():
-    model = open_model(zoo.build("bert").eval())
-    found = label_heads(model, zoo.tokens(6, 8), worthiest=2, progress=False)
-    assert found.metric == "kl"
+@pytest.mark.parametrize(
+    ("head", "metric"),
+    [("BertForMaskedLM", "kl"), ("BertModel", "nmse"), ("BertForSequenceClassification", "kl")],
+)
+def test_encoders_are_labelled_by_the_change_of_their_output(head, metric):
+    """States are no logits, whose softmax would mean something; a class is one row of a text."""
+    torch.manual_seed(0)
+    config = zoo.build("bert").config
+    config.initializer_range = 0.5
+    model = open_model(getattr(transformers, head)(config).eval())
+    rows = [row[: 8 - i % 3] for i, row in enumerate(zoo.tokens(6, 8))]
+    found = label_heads(model, rows, worthiest=2, progress=False)
+    assert found.metric == metric
     assert found.rise.isnan().all()
     assert not found.idle.any()  # there is no loss of a next token by which to say so
+    if metric == "nmse":
+        with pytest.raises(InfoFlowError, match="the model's output is a vector; expected 'nmse'"):
+            label_heads(model, rows, metric="kl", progress=False)
+    if head == "BertForSequenceClassification":
+        (result,) = run_probes(model, rows, [HeadIdeals(ideals=("own",))], progress=False)
+        assert result.n_rows.tolist() == [1] * 6
+
+
+def test_judged_texts_may_be_longer_than_those_of_labels():
+    model = open_model(zoo.build("llama").eval())
+    rows = [row[: 5 + 3 * (i % 2)] for i, row in enumerate(zoo.tokens(6, 8))]
+    assert label_heads(model, rows, worthiest=0, progress=False).n_judged == 3
 
 
 def test_too_few_texts_and_means_of_shorter_ones_are_refused():
