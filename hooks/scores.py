@@ -202,3 +202,17 @@ def existing(
     """Which states and sources a sequence has."""
     is_source = torch.arange(n_source) < lengths[:, None]
     return (place >= 0)[:, :, None] & is_source[:, None]
+
+
+def spearman(
+    one: Float[Tensor, "state source"],
+    other: Float[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> Float[Tensor, " state"]:
+    """Correlate the ranks of candidates (Spearman); 0 where one of the two has all equal."""
+    ranks = []
+    for values in (one, other):
+        above = (values[:, :, None] - values[:, None]).sign() * candidate[:, None]
+        place = above.sum(dim=2) * candidate  # twice the mean rank of equals, around 0
+        ranks.append(place / place.norm(dim=1, keepdim=True).clamp(min=1))
+    return (ranks[0] * ranks[1]).sum(dim=1)

@@ -26,7 +26,7 @@ from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds, Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
 from infoflow_lens.hooks.passes.view import at_places
-from infoflow_lens.hooks.scores import StateScores
+from infoflow_lens.hooks.scores import StateScores, spearman
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
 if TYPE_CHECKING:
@@ -517,7 +517,7 @@ class _States:
         chosen = chosen & ((self.influence > 0) & candidate).any(dim=-1)
         rows = max(1, _ROOM // candidate.shape[-1] ** 2)
         parts = [
-            (auroc(score, above, those), _spearman(score.double(), influence, those))
+            (auroc(score, above, those), spearman(score.double(), influence, those))
             for influence, above, those, score in zip(
                 self.influence[chosen].double().split(rows),
                 self.above[chosen].split(rows),
@@ -561,17 +561,3 @@ def _metrics(
         "share_inside": (influence * candidate * cut.member).sum(dim=1)
         / (influence * candidate).sum(dim=1),
     }
-
-
-def _spearman(
-    one: Float[Tensor, "state source"],
-    other: Float[Tensor, "state source"],
-    candidate: Bool[Tensor, "state source"],
-) -> Float[Tensor, " state"]:
-    """The correlation of the ranks of candidates; 0 where one of the two has all equal."""
-    ranks = []
-    for values in (one, other):
-        above = (values[:, :, None] - values[:, None]).sign() * candidate[:, None]
-        place = above.sum(dim=2) * candidate  # twice the mean rank of equals, around 0
-        ranks.append(place / place.norm(dim=1, keepdim=True).clamp(min=1))
-    return (ranks[0] * ranks[1]).sum(dim=1)

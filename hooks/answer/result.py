@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.scores import spearman
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +129,8 @@ class AnswerNumbers(Result):
             both = scores.isfinite() & measured.isfinite()
             both[self.read_at] = False
             if int(both.sum()) >= 3:
-                found[name] = _rank_correlation(scores[both], measured[both])
+                one, other = (values.nan_to_num(0)[None] for values in (scores, measured))
+                found[name] = float(spearman(one, other, both[None]))
         return found
 
     def nearest_order(self) -> str:
@@ -321,13 +323,6 @@ class AnswerNumbers(Result):
                 f"{max(self.random, default=0):.0%}); cut, they lose {self.lost:.0%}."
             )
         return " ".join(said)
-
-
-def _rank_correlation(one: Float[Tensor, " token"], other: Float[Tensor, " token"]) -> float:
-    """Spearman's, with mean ranks of equals; 0 where all are equal."""
-    signs = [(v[:, None] - v).sign().sum(dim=1) for v in (one, other)]
-    lengths = signs[0].norm() * signs[1].norm()
-    return float(signs[0] @ signs[1] / lengths) if lengths > 0 else 0.0
 
 
 def _name(place: Any) -> str:

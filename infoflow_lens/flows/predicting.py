@@ -3,16 +3,44 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from infoflow_lens.agreement import compare
 from infoflow_lens.flows.settings import RuleName
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
+    JacobianInfluence,
     MechanismsResult,
     PositionsResult,
+    PowerRollout,
+    PowerRolloutResult,
+    run_probes,
 )
+from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.routes.powers import Question
+from infoflow_lens.hooks.scores import Asked
 from infoflow_lens.theory.information_sets import propagate
 from infoflow_lens.theory.rules import Rule
+
+
+def measure_contributions(
+    model: nn.Module, inputs: Batches, measure: StateInfluence | None, positions: Asked | None
+) -> PowerRolloutResult | None:
+    """Contributions to a power, set for the kind of influence that is measured.
+
+    None for models whose states cannot be decomposed, or not while hooks of the user's edit them.
+    """
+    is_small = isinstance(measure, JacobianInfluence)
+    question: Question = "small changes" if is_small else "replacing a token"
+    probe = PowerRollout(question, positions=positions)
+    try:
+        (found,) = run_probes(model, inputs, [probe], batch_size=1, progress=False)
+    except InfoFlowError:
+        return None
+    return found
 
 
 def predict(

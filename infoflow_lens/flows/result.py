@@ -24,9 +24,11 @@ from infoflow_lens.hooks import (
     MechanismsResult,
     PatternsResult,
     PositionsResult,
+    PowerRolloutResult,
 )
 from infoflow_lens.hooks.passes.ranking import at_places
 from infoflow_lens.hooks.routes.paths import within_one
+from infoflow_lens.hooks.scores import spearman
 from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import (
     RULES,
@@ -75,6 +77,10 @@ class Flow:
         record: config, seed, versions, fingerprint of the model.
         title: of the picture.
         rules: the rules by mechanisms, for `propagate`; else None.
+        contributions: the share of each asked state that comes from each token, if contributions
+            are passed on in a power (:class:`PowerRollout`), set for small changes where Jacobians
+            are measured, else for replaced tokens; None for models whose states cannot be
+            decomposed.
     """
 
     tokens: tuple[tuple[str, ...], ...]
@@ -95,6 +101,7 @@ class Flow:
     record: RunRecord
     title: str
     rules: Sequence[Sequence[Rule]] | None = None
+    contributions: PowerRolloutResult | None = None
 
     @cached_property
     def graded(self) -> GradedSets:
@@ -139,6 +146,7 @@ class Flow:
             return (
                 f"the predicted sets of {states} in layer {found.layer} hold every other token "
                 f"that they can see ({found.others:.3g}), so that they exclude nothing"
+                + (f"; {self.describe_order()}" if self.describe_order() else "")
             )
         if found.reason():
             return f"the predicted sets say nothing of {states}: {found.reason()}"
@@ -164,6 +172,50 @@ class Flow:
         """The tokens that are no candidates, as no head passes them on."""
         n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
         return at_places(self.record.config["without"], n_tokens, self.sets.n_sources)
+
+    @cached_property
+    def orders(self) -> dict[str, float]:
+        """How near predicted orders of tokens come to the measured one: Spearman, in the mean over
+        the asked states of the last of their layers.
+
+        Candidates are the tokens that a state can see, but its own and those that were left out.
+        Empty if nothing was measured, or no state sees three of them.
+        """
+        if self.influence is None:
+            return {}
+        layer, n_source = self.layers[-1], self.sets.n_sources
+        influence = self.influence.full()[-1]
+        n_pos = influence.shape[1]
+        own = torch.eye(n_pos, n_source, dtype=torch.bool)
+        candidate = self._visible() & ~own & ~self._left_out()[:, None]
+        asked = self.influence.asked & (candidate.sum(dim=-1) > 2)
+        if not asked.any():
+            return {}
+        scores = {"best paths": self.graded.strengths[layer]}
+        if self.contributions is not None:
+            name = f"contributions ({self.contributions.question})"
+            scores = {name: self.contributions.full()[layer], **scores}
+        near = -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs()
+        scores["last tokens first"] = near.float().expand_as(influence)
+        measured, those = influence[asked].double(), candidate[asked]
+        return {
+            name: float(spearman(score[asked].double(), measured, those).mean())
+            for name, score in scores.items()
+        }
+
+    def describe_order(self) -> str:
+        """Say which predicted order of tokens came nearest to the measured one, and chance."""
+        if not self.orders:
+            return ""
+        names = sorted(self.orders, key=lambda name: -self.orders[name])
+        said = ", ".join(f"{name} {self.orders[name]:.2f}" for name in names)
+        text = (
+            f"of the predicted orders of tokens {names[0]} came nearest (Spearman: {said}; 0 by "
+            "chance)"
+        )
+        if self.contributions is not None and not self.contributions.claim:
+            text += ", and attention is nearly even, where contributions claim nothing"
+        return text
 
     def _visible(self) -> Bool[Tensor, "input pos source"]:
         """What each state of the last of the asked layers could hold, by the model's mask."""
@@ -328,7 +380,7 @@ def view_of(flow: Flow) -> FlowView:
         inputs=[_viewed(flow, i, with_patterns) for i in range(len(flow.tokens))],
         rules={rule: RULES[rule] for rule in order},
         record=flow.record.to_dict(),
-        notes=flow.notes,
+        notes=(*flow.notes, *filter(None, [flow.describe_order()])),
         influence_name=_how(flow.influence),
         unmeasured=_UNMEASURED if flow.influence is not None else "",
         k=flow.k if flow.rule == "top_k" else 2,

@@ -16,7 +16,7 @@ from infoflow_lens.flows.measuring import (
 )
 from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
 from infoflow_lens.flows.opening import load_and_read
-from infoflow_lens.flows.predicting import predict
+from infoflow_lens.flows.predicting import measure_contributions, predict
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.flows.settings import (
     FEWEST,
@@ -190,6 +190,7 @@ def flow(
         attention=found["attention"],
         attended=found.get("attended"),
         mechanisms=mechanisms,
+        contributions=measure_contributions(host, inputs, measure, positions),
         notes=(),
         record=replace(chosen.record, config=config, seed=seed),
         title=f"Information flow in {_name(loaded)}",

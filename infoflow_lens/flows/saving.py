@@ -20,6 +20,7 @@ from infoflow_lens.hooks import (
     MechanismsResult,
     PatternsResult,
     PositionsResult,
+    PowerRolloutResult,
     Result,
     WhyAll,
 )
@@ -33,6 +34,7 @@ _MEASURED: Mapping[str, type[Result]] = {
     "attention": PatternsResult,
     "attended": AttendedResult,
     "mechanisms": MechanismsResult,
+    "contributions": PowerRolloutResult,
 }
 _NEEDED = ("positions", "attention")  # the others may be None
 _ASKED: Mapping[str, Any] = {

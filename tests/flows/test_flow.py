@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from infoflow_lens import (
+    Flow,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
+    PowerRollout,
     compare,
     flow,
     load_any,
@@ -149,6 +151,47 @@ def test_rules(host):
     assert note == "no head passes on position 0, which is no candidate, as was asked"
     kept = quick(host, TEXT, without=(0,)).sets.members
     assert not kept[:, 0, 1:, 0].any()
+
+
+def test_predicted_orders_stand_beside_what_was_measured(host, tmp_path):
+    """Contributions set for the measure, best paths and distance; scipy has the correlation."""
+    from scipy.stats import spearmanr
+
+    found = quick(host, TEXT, without=(0,))
+    (jacobian,) = run_probes(host, host.to_tokens(TEXT), [JacobianInfluence("resid_post")],
+                             progress=False)  # fmt: skip
+    (shares,) = run_probes(host, host.to_tokens(TEXT), [PowerRollout("small changes")],
+                           progress=False)  # fmt: skip
+    state = found.asked[0][0]
+    others = torch.arange(1, state)
+    measured = jacobian.influence[-1, 0, state, others]
+    scores = {
+        "contributions (small changes)": shares.scores[-1, 0, state, others],
+        "best paths": found.graded.strengths[-1, 0, state, others],
+        "last tokens first": others,
+    }
+    assert list(found.orders) == list(scores)
+    for name, score in scores.items():
+        assert found.orders[name] == pytest.approx(spearmanr(score, measured).statistic)
+    best = max(found.orders, key=found.orders.get)
+    assert f"{best} came nearest" in found.describe_order()
+    assert found.describe_order() in found.view.notes
+    resampled = quick(
+        host, TEXT, influence="resample", reference=["w9 w8 w7 w6 w5 w4", "w4 w9 w5 w6 w8 w9"]
+    )
+    assert resampled.contributions.question == "replacing a token"
+    everything = quick(host, TEXT, rule="top_k", k=7)
+    assert f"exclude nothing; {everything.describe_order()}" in everything.summary()
+    found.save(tmp_path / "flow")
+    assert Flow.load(tmp_path / "flow").orders == found.orders
+    assert quick(host, TEXT, influence=None).describe_order() == ""
+
+
+def test_a_model_without_parts_has_no_contributions(tmp_path):
+    model = load_any(zoo.save("gemma2", tmp_path)).model
+    found = quick(model, zoo.tokens(1, 6), "all")
+    assert found.contributions is None
+    assert list(found.orders) == ["best paths", "last tokens first"]
 
 
 def test_what_is_left_out_is_no_candidate(host):
