@@ -82,6 +82,7 @@ HARMLESS = {
         "errno",
         "filelock",
         "fractions",
+        "gguf",
         "gzip",
     ),
     *(
