@@ -30,6 +30,7 @@ from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.flow import flow
 from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.serve import serve
 from infoflow_lens.commands.why import why
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
@@ -298,6 +299,7 @@ def tasks(
 
 app.command(short_help="Draw what can reach a state of a text, and what does.")(flow)
 app.command(short_help="Why this answer and not that one: words, states, heads, paths.")(ask)
+app.command(short_help="Answer as ask does, in a browser, and ask again there.")(serve)
 app.command(short_help="Split the reason why a head prefers one key to another.")(why)
 app.command(short_help="Estimate what a task costs an architecture, before training.")(estimate)
 app.command(short_help="Find the smallest architectures that the theory allows.")(design)

@@ -84,6 +84,13 @@ def commands(page):
 # What stands last is what counts: less work by the same command.
 SMALLER = {
     "ask": ["--instead", "When Mary and John went to the store, Kohn gave a drink to", "--quick"],
+    "serve": [
+        "--instead",
+        "When Mary and John went to the store, Kohn gave a drink to",
+        "--quick",
+        "--idle",
+        "0",
+    ],
     "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
     "survey": ["--n", "8", "--device", "cpu"],
     "study": ["--preset", "smoke", "--jobs", "1"],

@@ -175,8 +175,8 @@ def test_packages_that_only_some_work_needs_are_extras(description):
         for line in description.get_all("Requires-Dist")
         if "extra ==" not in line
     }
-    assert not core & {"joblib", "python-flint", "dask", "distributed", "pytest"}
-    assert {"all", "certificates", "cluster", "studies"} <= set(
+    assert not core & {"joblib", "python-flint", "dask", "distributed", "tornado", "pytest"}
+    assert {"all", "certificates", "cluster", "serve", "studies"} <= set(
         description.get_all("Provides-Extra")
     )
 
@@ -187,10 +187,12 @@ def test_only_what_needs_an_extra_imports_it(clone):
     script = clone / "script.py"
     script.write_text(
         "import sys\n"
-        "for name in ('joblib', 'flint', 'dask', 'distributed'): sys.modules[name] = None\n"
+        "for name in ('joblib', 'flint', 'dask', 'distributed', 'tornado'):\n"
+        "    sys.modules[name] = None\n"
         "import infoflow_lens, infoflow_lens.studies.papers, infoflow_lens.studies.demo\n"
         "[getattr(infoflow_lens, name) for name in infoflow_lens.__all__]\n"
-        "import infoflow_lens.probing.run, infoflow_lens.studies.commands.certify\n"
+        "import infoflow_lens.flows.serve, infoflow_lens.probing.run\n"
+        "import infoflow_lens.studies.commands.certify\n"
         "print('loaded')"
     )
     assert printed_by(script, folder=clone).strip() == "loaded"

@@ -20,28 +20,38 @@ from infoflow_lens.commands.common import (
 _STRIP = 7  # characters of a column
 
 
+Model = Annotated[
+    str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
+]
+Text = Annotated[str, typer.Argument(help="The text that the model reads.")]
+AnswerWord = Annotated[
+    str | None, typer.Option(help="The answer, such as ' Mary'; default, what the model says.")
+]
+Against = Annotated[
+    str | None, typer.Option(help="Another answer; default, the second most probable.")
+]
+Instead = Annotated[
+    str | None,
+    typer.Option(help="The other text, of as many tokens; default, by the model's own guess."),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="No tokens, no strips, ten heads: some 40 passes.")
+]
+Exact = Annotated[bool, typer.Option("--exact", help="Measure all heads.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+
+
 def ask(
-    model: Annotated[
-        str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
-    ],
-    text: Annotated[str, typer.Argument(help="The text that the model reads.")],
-    answer: Annotated[
-        str | None, typer.Option(help="The answer, such as ' Mary'; default, what the model says.")
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Another answer; default, the second most probable.")
-    ] = None,
-    instead: Annotated[
-        str | None,
-        typer.Option(help="The other text, of as many tokens; default, by the model's own guess."),
-    ] = None,
+    model: Model,
+    text: Text,
+    answer: AnswerWord = None,
+    against: Against = None,
+    instead: Instead = None,
     out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     overwrite: Overwrite = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="No tokens, no strips, ten heads: some 40 passes.")
-    ] = False,
-    exact: Annotated[bool, typer.Option("--exact", help="Measure all heads.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
+    quick: Quick = False,
+    exact: Exact = False,
+    seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
     as_json: AsJson = False,

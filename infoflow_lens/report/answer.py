@@ -1,6 +1,7 @@
 """The page of an answer."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from infoflow_lens.hooks.answer.result import AnswerNumbers
@@ -12,8 +13,31 @@ from infoflow_lens.report.templating import templates
 _HEADS = 40  # rows of heads and MLPs
 
 
-def render_answer(answer: AnswerNumbers) -> str:
-    """Render an answer as one HTML page that asks a network for nothing."""
+@dataclass(frozen=True)
+class Form:
+    """What stands in the form by which one asks again; nothing is the default of ``ask``.
+
+    Attributes:
+        text, answer, against, instead: as for ``ask``.
+        note: a sentence above the form.
+        waits: whether this is being measured: the page is loaded again, and nothing is typed.
+    """
+
+    text: str
+    answer: str = ""
+    against: str = ""
+    instead: str = ""
+    note: str = ""
+    waits: bool = False
+
+
+def render_answer(answer: AnswerNumbers, form: Form | None = None) -> str:
+    """Render an answer as one HTML page that asks a network for nothing.
+
+    Args:
+        answer: to a question.
+        form: by which one asks again, where somebody serves the page.
+    """
     lines = answer.bundles()
     bundles = Table(
         {
@@ -36,6 +60,7 @@ def render_answer(answer: AnswerNumbers) -> str:
         .get_template("answer.html.j2")
         .render(
             answer=answer,
+            form=form,
             chart=render_chart,
             bundles=bundles if lines else None,
             paths=Table.of_frame(answer.to_frame("paths")) if lines else None,
@@ -46,7 +71,7 @@ def render_answer(answer: AnswerNumbers) -> str:
             record=json.dumps(answer.record.to_dict(), indent=2),
         )
     )
-    return with_policy(page)
+    return with_policy(page, "'none'" if form is None else "'self'")
 
 
 def _looks(answer: AnswerNumbers) -> Table | None:

@@ -42,10 +42,14 @@ def script(*names: str) -> str:
     )
 
 
-def with_policy(page: str) -> str:
+def with_policy(page: str, form_action: str = "'none'") -> str:
     """Add a content security policy to a page, after its first ``<meta charset>``.
 
     The policy allows the scripts and styles that the page contains, and no request to a network.
+
+    Args:
+        page: HTML.
+        form_action: where its forms may send what is typed.
     """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
@@ -55,7 +59,7 @@ def with_policy(page: str) -> str:
     policy = (
         f"default-src 'none'; script-src {scripts}; "
         f"style-src {styles}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"base-uri 'none'; form-action {form_action}"
     )
     charset = '<meta charset="utf-8">'
     meta = f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.flows.serve import AnswerServer
 from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.studies.certificates.separability import dependence, one_layer_certificate
 from infoflow_lens.studies.sweep import run_study
@@ -42,3 +43,9 @@ def test_studies_name_their_extra_and_leave_nothing_behind(
     with pytest.raises(InfoFlowError, match=rf'pip install "infoflow-lens\[{extra}\]"'):
         run_study(Squares(), tmp_path / "study", preset="smoke", **settings)
     assert not (tmp_path / "study").exists()
+
+
+def test_a_server_names_its_extra(without):
+    without("tornado.web")
+    with pytest.raises(InfoFlowError, match=r'pip install "infoflow-lens\[serve\]"'):
+        AnswerServer(lambda form: None)

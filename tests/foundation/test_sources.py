@@ -72,7 +72,16 @@ EVALUATES = {
 }
 # Modules that evaluate nothing that they read, but for what UNSAFE names.
 HARMLESS = {
-    *("__future__", "abc", "annotated_types", "base64", "collections", "concurrent", "contextlib"),
+    *(
+        "__future__",
+        "abc",
+        "annotated_types",
+        "asyncio",
+        "base64",
+        "collections",
+        "concurrent",
+        "contextlib",
+    ),
     *(
         "contextvars",
         "copy",
@@ -89,6 +98,7 @@ HARMLESS = {
         "functools",
         "glob",
         "hashlib",
+        "hmac",
         "html",
         "huggingface_hub",
         "inspect",
@@ -98,12 +108,25 @@ HARMLESS = {
         "gzip",
     ),
     *("jaxtyping", "json", "markupsafe", "math", "matplotlib", "numbers", "numpy", "os", "pandas"),
-    *("pathlib", "platform", "pyarrow", "pydantic", "re", "reprlib", "rich", "safetensors"),
-    *("scipy", "shlex", "shutil", "signal", "socket", "stat", "sys", "sysconfig", "tempfile"),
+    *("pathlib", "platform", "pyarrow", "pydantic", "queue", "re", "reprlib", "rich"),
+    *(
+        "safetensors",
+        "scipy",
+        "secrets",
+        "shlex",
+        "shutil",
+        "signal",
+        "socket",
+        "stat",
+        "sys",
+        "sysconfig",
+        "tempfile",
+    ),
     *("threading", "time", "tokenizers", "torch", "tqdm", "triton", "typer", "types", "typing"),
     *(
         "typing_extensions",
         "random",
+        "traceback",
         "uuid",
         "warnings",
         "weakref",

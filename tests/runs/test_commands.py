@@ -188,6 +188,7 @@ WITHOUT_OUT = {
     "inspect": ["MODEL"],
     "why": ["MODEL", "a b a b", "--layer", "0", "--head", "1"],
     "design": ["kth_largest", "--tokens", "8", "--max-heads", "2", "--quiet"],
+    "serve": ["MODEL", "a b a b", "--quick", "--quiet", "--idle", "0"],
     "tasks": [],
     "constructions": [],
 }

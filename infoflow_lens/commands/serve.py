@@ -1,0 +1,64 @@
+"""``infoflow-lens serve``: answers in a browser, where one asks again."""
+
+from contextlib import closing, nullcontext
+from typing import Annotated
+
+import typer
+
+from infoflow_lens.commands.ask import (
+    Against,
+    AnswerWord,
+    Exact,
+    Instead,
+    Model,
+    Quick,
+    Seed,
+    Text,
+)
+from infoflow_lens.commands.common import Device, Dtype, Quiet, report_errors, say
+
+
+def serve(
+    model: Model,
+    text: Text,
+    answer: AnswerWord = None,
+    against: Against = None,
+    instead: Instead = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of this machine; default, a free one.")
+    ] = 0,
+    idle: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e6, help="End after so many minutes without a question."),
+    ] = None,
+    quick: Quick = False,
+    exact: Exact = False,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer as ask does, on a page with a form for other texts and answers, until Ctrl-C.
+
+    Nobody but a browser on this machine that has the printed address can open the page.
+    """
+    with report_errors():
+        from infoflow_lens.flows.answer import Answer
+        from infoflow_lens.flows.ask import ask
+        from infoflow_lens.flows.serve import AnswerServer
+        from infoflow_lens.foundation.progress import hide_library_bars
+        from infoflow_lens.models.loading import load_any
+        from infoflow_lens.report.answer import Form
+
+        def measure(form: Form) -> Answer:
+            return ask(
+                loaded, form.text, form.answer or None, form.against or None, form.instead or None,
+                quick=quick, exact=exact, seed=seed, progress=not quiet,
+            )  # fmt: skip
+
+        with closing(AnswerServer(measure, port)) as server:
+            with hide_library_bars() if quiet else nullcontext():
+                loaded = load_any(model, device=device, dtype=dtype, backend="opened")
+            first = Form(text, answer or "", against or "", instead or "")
+            seconds = None if idle is None else 60 * idle
+            server.run(first, lambda: say(f"open {server.address} (Ctrl-C ends it)"), seconds)
