@@ -1,13 +1,15 @@
 """Interventions against edits made by hand in plain transformers, sequence by sequence."""
 
 import dataclasses
+import inspect
+import json
 
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from infoflow_lens import InfoFlowError, load_any, open_model, run_probes
+from infoflow_lens import InfoFlowError, load_any, open_model, probe, run_probes
 from infoflow_lens.hooks import (
     HEAD_IDEALS,
     AllHeads,
@@ -329,9 +331,9 @@ def test_means_that_do_not_fit_are_refused():
         (HeadIdeals(ideals=("own",), heads=((0, 9),)), "there is no head 9 in layer 0"),
         (AllHeads(None, {"x": {(3, 0): "own"}}), "there is no head 0 in layer 3"),
     ]
-    for probe, words in cases:
+    for asked, words in cases:
         with pytest.raises(InfoFlowError, match=words):
-            run_probes(model, tokens, [probe], progress=False)
+            run_probes(model, tokens, [asked], progress=False)
 
 
 def test_outputs_of_bridges_have_their_heads_side_by_side(tmp_path):
@@ -350,3 +352,21 @@ def test_outputs_of_bridges_have_their_heads_side_by_side(tmp_path):
     ]
     torch.testing.assert_close(found[0].lost, found[1].lost, atol=1e-5, rtol=1e-4)
     assert dataclasses.is_dataclass(found[0])
+
+
+def test_it_runs_in_shards_and_workers_as_every_probe_does(tmp_path):
+    source = inspect.getsource(json)
+    texts = [source[i * 300 : i * 300 + 120] for i in range(5)]
+    (alone,) = run_probes(
+        load_any("stdlib-2l").model, texts, [HeadIdeals(ideals=("gated",))], max_length=24,
+        progress=False,
+    )  # fmt: skip
+    run = probe(
+        "stdlib-2l", texts, probes=[HeadIdeals(ideals=("gated",))], shard=2, jobs=2, max_length=24,
+        out=tmp_path / "run", progress=False,
+    )  # fmt: skip
+    (found,) = run.found.values()
+    assert found.edits == alone.edits
+    assert found.sequences.tolist() == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(found.lost, alone.lost, atol=1e-6, rtol=1e-5)
+    assert found.forwards == pytest.approx(alone.forwards)
