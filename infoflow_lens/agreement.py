@@ -403,6 +403,7 @@ def explained(
     squared: bool = False,
     lengths: Int[Tensor, " batch"] | None = None,
     candidates: Bool[Tensor, "batch pos source"] | None = None,
+    without: BothEnds = (),
 ) -> Explained:
     """How much of the influence lies inside the predicted sets, of one layer.
 
@@ -415,27 +416,28 @@ def explained(
         squared: count squares of influence.
         candidates: what each state could hold, such as the mask of the model allows; default, what
             is predicted or has influence at this position, in any sequence and layer.
+        without: as for :func:`compare`.
 
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    states = _States(sets_of(predicted, measured), measured, 1.0, lengths)
+    states = _States(sets_of(predicted, measured), measured, 1.0, lengths, without)
     chosen = states.asked & (states.is_last if last else states.exists)
     return states.explained(layer, chosen, with_self, squared, candidates)
 
 
 def explained_by_position(
-    predicted: Predicted, measured: Measured | InformationSets
+    predicted: Predicted, measured: Measured | InformationSets, without: BothEnds = ()
 ) -> list[list[Explained]]:
     """The same by layer and position; of what was not measured it says so.
 
     Args:
-        predicted, measured: as for :func:`explained`.
+        predicted, measured, without: as for :func:`explained`.
 
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    states = _States(sets_of(predicted, measured), measured, 1.0, None)
+    states = _States(sets_of(predicted, measured), measured, 1.0, None, without)
     n_layers, _, n_pos, _ = states.scores.shape
     places = torch.arange(n_pos, device=states.scores.device)
     return [
@@ -738,6 +740,7 @@ def coverage_curve(
     positions: Sequence[Int[Tensor, "batch _head pos rank"]] | PositionsResult,
     influence: Measured,
     lengths: Int[Tensor, " batch"] | None = None,
+    without: BothEnds = (),
 ) -> CoverageCurve:
     """The share of influence inside the sets when every head passes its k largest positions.
 
@@ -745,7 +748,7 @@ def coverage_curve(
         positions: for every layer the positions of ranks 1, 2, .., in this order, as
             ``PositionsProbe(range(1, K + 1))`` gives them; or its result.
         influence: measured on the same inputs: an `InfluenceResult`, or its scores.
-        lengths: as for :func:`compare`.
+        lengths, without: as for :func:`compare`.
 
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
@@ -770,7 +773,7 @@ def coverage_curve(
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
         sets = replace(sets, lengths=counted)
-        states = _States(of_measured_layers(sets, measured), measured, 1.0, lengths)
+        states = _States(of_measured_layers(sets, measured), measured, 1.0, lengths, without)
         states.asked &= asked
         chosen = states.exists & states.asked
         layers = tuple(states.explained(i, chosen).inside for i in range(n_layers))

@@ -165,8 +165,8 @@ class Flow:
         if self.influence is None:
             return None
         sets = self.sets.part(self.layers)
-        candidates = self._visible() & ~self._left_out()[:, None]
-        return explained(sets, self.influence, candidates=candidates)
+        without = self.record.config["without"]
+        return explained(sets, self.influence, candidates=self._visible(), without=tuple(without))
 
     def _left_out(self) -> Bool[Tensor, "input source"]:
         """The tokens that are no candidates, as no head passes them on."""

@@ -10,11 +10,13 @@ from infoflow_lens.theory import InformationSets, propagate
 
 def compare_with_influence(
     found: Mapping[str, Any],
+    without: Sequence[int] = (),
 ) -> tuple[dict[str, Agreement], dict[str, InformationSets], CoverageCurve | None]:
     """Predict sets, and compare them with measured influence on the same sequences.
 
     Args:
         found: the results of a run by name.
+        without: positions that are no keys of first choices, and no candidates.
 
     Returns:
         The agreement by rule, the predicted sets by rule, and the coverage curve; empty and None
@@ -31,8 +33,9 @@ def compare_with_influence(
         predicted["mechanisms"] = predict_by_mechanisms(
             found["mechanisms"], attended, chosen, n_source
         )
-    agreement = {name: compare(sets, influence) for name, sets in predicted.items()}
-    return agreement, predicted, coverage_curve(chosen.positions, influence)
+    left_out = tuple(without)
+    agreement = {n: compare(sets, influence, without=left_out) for n, sets in predicted.items()}
+    return agreement, predicted, coverage_curve(chosen.positions, influence, without=left_out)
 
 
 def predict_by_mechanisms(

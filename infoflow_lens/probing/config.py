@@ -72,7 +72,8 @@ class ProbingConfig:
     ] = None
     ranks: Annotated[Ranks, "Ranks of attended keys."] = (1, 2, 3, 4)
     without: Annotated[
-        BothEnds, "Positions to leave out as keys, such as 0 for BOS, or -1 for the last one."
+        BothEnds,
+        "Positions that are no keys and no candidates, such as 0 for BOS, or -1 for the last.",
     ] = ()
     influence: Annotated[
         InfluenceKind,

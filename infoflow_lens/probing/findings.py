@@ -58,7 +58,9 @@ class Findings:
         """How much of the influence lies inside the sets, by (states, rule): the one object that
         tables, page and sentences show. Empty without influence.
         """
-        return explained_rows(self.predicted, self.influence) if self.influence else {}
+        if self.influence is None:
+            return {}
+        return explained_rows(self.predicted, self.influence, self.config.without)
 
     @property
     def last(self) -> dict[str, Explained]:

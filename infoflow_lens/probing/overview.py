@@ -10,7 +10,11 @@ from infoflow_lens.theory import InformationSets
 Rows = Mapping[tuple[str, str], Explained]  # by (states, rule)
 
 
-def explained_rows(predicted: Mapping[str, InformationSets], influence: InfluenceResult) -> Rows:
+def explained_rows(
+    predicted: Mapping[str, InformationSets],
+    influence: InfluenceResult,
+    without: tuple[int, ...] = (),
+) -> Rows:
     """How much of the influence lies inside the sets, by (states, rule).
 
     The last state comes first, then every layer; within each the max-position rule comes first.
@@ -18,11 +22,11 @@ def explained_rows(predicted: Mapping[str, InformationSets], influence: Influenc
     rules = sorted(predicted, key=lambda name: name != "max_position")
     rows = {}
     for rule in rules:
-        row = explained(predicted[rule], influence, last=True)
+        row = explained(predicted[rule], influence, last=True, without=without)
         rows[row.states, rule] = row
     for index in range(len(influence.layers)):
         for rule in rules:
-            row = explained(predicted[rule], influence, index)
+            row = explained(predicted[rule], influence, index, without=without)
             rows[row.states, rule] = row  # the first one again where the last alone was measured
     return rows
 

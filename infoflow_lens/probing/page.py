@@ -142,7 +142,7 @@ def _by_place(result: Findings) -> Iterator[HeatMap]:
         or len(influence.positions[0]) < 2
     ):
         return
-    rows = explained_by_position(result.predicted["max_position"], influence)
+    rows = explained_by_position(result.predicted["max_position"], influence, result.config.without)
     for values, title in (
         (
             [[each.inside for each in row] for row in rows],

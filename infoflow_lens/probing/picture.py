@@ -38,6 +38,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
                 weights=_weights(positions, index, n_pos, softmax),
                 mechanisms=mechanisms[index] if mechanisms else None,
                 influence=measured[:, index, :n_pos, :n_source],
+                left_out=[s % n_source for s in result.config.without if -n_source <= s < n_source],
                 causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
             )
         )

@@ -171,7 +171,7 @@ def _run(
         raise KeyboardInterrupt(
             f"finished batches are kept in {str(out)!r}; go on with {executor.again}"
         ) from None
-    agreement, predicted, curve = compare_with_influence(found)
+    agreement, predicted, curve = compare_with_influence(found, config.without)
     result = ProbingResult(
         out=out,
         config=config,

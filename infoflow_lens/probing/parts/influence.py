@@ -28,7 +28,7 @@ class InfluencePart(Part):
     sequences = "detail"
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {
         "influence": ("state", "source_layer", "layers"),
-        "influence_positions": ("ranks",),
+        "influence_positions": ("ranks", "without"),
     }
 
     def lacking(self, layer: LayerCapabilities) -> str:
@@ -41,7 +41,9 @@ class InfluencePart(Part):
         """The probe of influence, and the probes of attention from which it is predicted."""
         return {
             "influence_attended": AttendedProbe(),
-            "influence_positions": PositionsProbe(context.config.ranks, spread=True),
+            "influence_positions": PositionsProbe(
+                context.config.ranks, without=context.config.without, spread=True
+            ),
             "influence": _probe(context),
         }
 

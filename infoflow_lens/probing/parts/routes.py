@@ -119,7 +119,7 @@ class RoutesPart(Part):
             sets["mechanisms"] = predict_by_mechanisms(
                 context.found["mechanisms"], attended, chosen, n_source
             )
-        found = compare_rankings(sets, results, influence)
+        found = compare_rankings(sets, results, influence, without=context.config.without)
         # the comparison names the range that was asked for; few positions of it may be measured
         place = explained(next(iter(sets.values())), influence).place
         rows: list[Any] = found.to_frame().assign(positions=place).to_dict("records")

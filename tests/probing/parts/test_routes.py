@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -10,10 +11,12 @@ from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
     baselines,
+    compare,
     compare_rankings,
     load_any,
     run_probes,
 )
+from infoflow_lens.agreement import explained
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.compared import predict_by_top_k
 from infoflow_lens.probing.config import ProbingConfig
@@ -92,6 +95,30 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
         assert "No baseline of the same size is nearer" in headline
     else:
         assert f"{own.idxmax()} is nearest to influence (AUROC {own.max():.3f};" in headline
+
+
+def test_what_is_left_out_leaves_prediction_and_measurement_together(tmp_path, config):
+    found = run_probing(tmp_path, replace(config, without=(0,)), progress=False)
+    influence = found.influence
+    model = load_any(config.model).model
+    ids = [model.to_tokens(text)[0] for text in TEXTS]
+    (chosen,) = run_probes(model, ids, [PositionsProbe((1, 2), without=(0,))], progress=False)
+    n_source = influence.influence.shape[-1]
+    sets = predict_by_top_k(chosen, n_source)
+    by_hand = compare_rankings(sets, {}, influence, without=(0,)).to_frame()
+    table = pd.read_csv(tmp_path / "routes.csv")
+    columns = ["auroc", "n_states", "mean_candidates"]
+    for name in sets:
+        own = f"method == {name!r} and size_of == {name!r}"
+        one, other = (rows.query(own)[columns].to_numpy() for rows in (table, by_hand))
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+    plain = compare(sets["k=1"], influence, without=(0,))
+    assert found.agreement["max_position"] == plain
+    last = explained(sets["k=1"], influence, last=True, without=(0,))
+    assert found.last["max_position"] == last
+    # of n tokens the last state may hold n - 2: neither its own nor the first
+    assert last.others == pytest.approx(np.mean([len(row) - 2 for row in ids]))
+    assert not found.predicted["max_position"].members[:, :, 1:, 0].any()
 
 
 def test_where_no_probes_are_named_the_slow_ones_are_left_out(tmp_path, config):
