@@ -22,6 +22,7 @@ from infoflow_lens.hooks.interventions.edits import split_heads
 from infoflow_lens.hooks.interventions.ideals import HeadIdeal, LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.means import MeanPatterns
 from infoflow_lens.hooks.mechanisms.damage import Damage
+from infoflow_lens.hooks.mechanisms.driver import real_queries
 from infoflow_lens.hooks.mechanisms.estimate import (
     directions,
     gradients,
@@ -161,7 +162,7 @@ def _of_layer(
     """Squared products of gradients and changes for the heads of a layer, the mean over draws."""
     heads = list(range(pattern.shape[1]))
     by_head = split_heads(z, len(heads))
-    real = batch.mask().to(pattern.device)[:, None, : pattern.shape[2]]
+    real = real_queries(batch, pattern).bool()[:, None]
     padded = pattern.masked_fill(~real[..., None], 0)  # whose rows are in no mean
     found = torch.full((len(pattern), len(heads), len(ideals)), torch.nan, dtype=torch.float64)
     for column, ideal in enumerate(ideals):

@@ -16,7 +16,7 @@ from infoflow_lens.probing.registry import part_names
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
-SETTINGS = {"ranks": (1, 2), "n_detail": 3, "batch_size": 4, "progress": False}
+SETTINGS = {"ranks": (1, 2), "n_detail": 10, "batch_size": 4, "progress": False}
 pytestmark = pytest.mark.filterwarnings(  # few rows are told of
     "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
 )

@@ -473,9 +473,7 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config
     zoo.save("opt", tmp_path / "opt")
     asked = ProbingConfig(**{**vars(config), "model": str(tmp_path / "opt")})
     everything = ProbingConfig(**{**vars(asked), "probes": part_names()})
-    with pytest.raises(
-        InfoFlowError, match=r"mechanisms cannot be measured in layers 0, 1"
-    ) as said:
+    with pytest.raises(InfoFlowError, match=r"labels cannot be measured in layers 0, 1") as said:
         run(tmp_path / "out", everything)
     assert ("TransformerLens 3" in str(said.value)) == (not HAS_HOOKED_TRANSFORMER)
     assert not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ from infoflow_lens.hooks import HeadLabels, LayerCapabilities, label_heads
 from infoflow_lens.hooks.interventions.heads import COLOURS, OWN
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Part, RunContext
+from infoflow_lens.probing.parts.mechanisms import lost_edits
 from infoflow_lens.report.charts import Table
 from infoflow_lens.report.heads import by_head, by_head_in_colours
 
@@ -34,7 +35,7 @@ class LabelsPart(Part):
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why patterns and outputs of heads cannot be replaced in a layer; empty if they can."""
         if "attn.hook_pattern" not in layer.edits_reach or "attn.hook_z" not in layer.edits_reach:
-            return "edits of hook_pattern or hook_z do not reach its output"
+            return lost_edits("hook_pattern or hook_z")
         return super().lacking(layer)
 
     def lacking_of_data(self, context: RunContext) -> str:

@@ -29,6 +29,15 @@ _LABELS = {"own_position": "heads that do not matter (own position)"}
 _MOST_NAMED = 32  # heads in a sentence
 
 
+def lost_edits(points: str) -> str:
+    """Say that a model loses edits of hook points, with what to do."""
+    where = "" if HAS_HOOKED_TRANSFORMER else "with TransformerLens 3 "
+    return (
+        f"edits of {points} do not reach its output; {where}an official name can be loaded as a "
+        "HookedTransformer (backend 'hooked'), and any model opened (backend 'opened')"
+    )
+
+
 class MechanismsPart(Part):
     """The damage to the output when a head's pattern is replaced by ideal patterns."""
 
@@ -45,11 +54,7 @@ class MechanismsPart(Part):
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why patterns cannot be replaced in a layer; empty if they can."""
         if "attn.hook_pattern" not in layer.edits_reach:
-            where = "" if HAS_HOOKED_TRANSFORMER else "with TransformerLens 3 "
-            return (
-                f"edits of hook_pattern do not reach its output; {where}an official name can be "
-                "loaded as a HookedTransformer (backend 'hooked')"
-            )
+            return lost_edits("hook_pattern")
         return super().lacking(layer)
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> MechanismsResult:
