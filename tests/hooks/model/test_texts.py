@@ -4,6 +4,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from infoflow_lens import load_any
+from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.texts import by_size, ids_of_texts
 from tests.reference import zoo
 
@@ -13,7 +14,7 @@ TEMPLATES = {"nothing": "$A", "BOS": "<bos> $A", "EOS": "$A <eos>", "both": "<bo
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def model(request, tmp_path_factory):
+def folder(request, tmp_path_factory):
     folder = zoo.save("gpt2", tmp_path_factory.mktemp("gpt2"))
     tokenizer = zoo.tokenizer()
     special = [(word, tokenizer.convert_tokens_to_ids(word)) for word in ("<bos>", "<eos>")]
@@ -21,7 +22,25 @@ def model(request, tmp_path_factory):
         single=TEMPLATES[request.param], special_tokens=special
     )
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
     return load_any(folder).model
+
+
+def test_opened_models_read_what_the_tokenizer_gives_and_bos_once(folder, model):
+    """Where the tokenizer puts no BOS, who wants one writes it, and reads what a bridge does."""
+    opened = load_any(folder, backend="opened").model
+    plain, with_bos = read_inputs(opened, ["w5 w6", "<bos> w5 w6"]).sequences()
+    made = opened.tokenizer("w5 w6")["input_ids"]
+    bos = opened.tokenizer.bos_token_id
+    assert plain.tolist() == made
+    assert with_bos.tolist() == (made if made[0] == bos else [bos, *made])
+    (bridged,) = read_inputs(model, ["w5 w6"]).sequences()
+    end = opened.tokenizer.eos_token_id
+    assert bridged.tolist() == [i for i in with_bos.tolist() if i != end]  # bridges take EOS off
 
 
 @pytest.mark.parametrize("bare", [False, True])
