@@ -1,5 +1,6 @@
 """measure_answer(): the steps of an answer, one after the other."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks.answer.paths import Circuit, find_circuit
 from infoflow_lens.hooks.answer.predicted import predict_tokens
-from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.question import Question, Span
 from infoflow_lens.hooks.answer.result import KINDS, ORDERS, AnswerNumbers
 from infoflow_lens.hooks.answer.steps import (
     N_HEADS,
@@ -24,7 +25,7 @@ from infoflow_lens.hooks.answer.steps import (
     measure_units,
 )
 from infoflow_lens.hooks.model.points import check_one_device
-from infoflow_lens.hooks.model.texts import readable_tokens
+from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
 from infoflow_lens.hooks.readouts import LogitDifference, Readout
 from infoflow_lens.hooks.shares.measure import measure_shares
 
@@ -45,6 +46,7 @@ def measure_answer(
     seed: int = 0,
     batch_size: int = 16,
     progress: bool = True,
+    spans: Sequence[Span] | None = None,
 ) -> AnswerNumbers:
     """Answer a question of one text; :func:`infoflow_lens.ask` with everything at hand.
 
@@ -59,6 +61,7 @@ def measure_answer(
         seed: of the draws of tokens and random paths.
         batch_size: rows in a pass.
         progress: whether to show a bar.
+        spans: of all tokens, in their order, that are replaced at once; default, each by itself.
 
     Raises:
         InfoFlowError: for texts that differ in length or nowhere, and models that do not show what
@@ -70,18 +73,16 @@ def measure_answer(
         question = Question(model, text, instead, readout, batch_size)
         tokens = None
         if instead is None or not quick:
-            tokens = measure_tokens(question, seed, advance)
+            tokens = measure_tokens(question, seed, advance, spans)
         if instead is None:
             assert tokens is not None
-            at, chosen = _most_telling(tokens)
-            other = text.clone()
-            other[at] = chosen
+            other = _most_telling(tokens, text, spans or question.single_tokens())
             question.compare_with(other)
             notes.append(
                 "the other text is the model's own guess at the place where that moves the "
                 "readout most"
             )
-        replaced = question.replace_tokens(advance)
+        replaced = question.replace_tokens(spans, advance)
         strips = {} if quick else measure_states(question, advance=advance)
         most = 10**9 if exact else _QUICK if quick else N_HEADS
         units = measure_units(question, most, advance=advance)
@@ -99,16 +100,17 @@ def measure_answer(
                 notes.append(f"no paths are drawn: {error}")
         looked, looks, writes = _measure_looks(question, units, quick)
         predicted = torch.full((len(ORDERS), question.n_pos), torch.nan, dtype=torch.float64)
-        if tokens is not None and hasattr(readout, "position"):
+        if tokens is not None and spans is None and hasattr(readout, "position"):
             predicted, more = predict_tokens(model, question.clean.tokens, readout.position)
             question.forwards += 2
             notes += more
-    nothing = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
+    nothing = torch.full_like(replaced, torch.nan)
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
     words, other_words = readable_tokens(model, [clean, others])
     guess, chance = _guess(question)
     config = {
         "probe": "ask", "readout": str(readout), "quick": quick, "exact": exact, "seed": seed,
+        **({} if spans is None else {"spans": [*map(list, spans)]}),
         "text": clean.tolist(), "instead": others.tolist(),
     }  # fmt: skip
     found = AnswerNumbers(
@@ -119,6 +121,9 @@ def measure_answer(
         other_tokens=other_words,
         guess=guess,
         chance=chance,
+        spans=torch.tensor(spans or question.single_tokens()),
+        span_words=readable_spans(model, clean, spans) if spans else words,
+        other_span_words=readable_spans(model, others, spans) if spans else other_words,
         token_mean=nothing if tokens is None else tokens.mean,
         token_error=nothing if tokens is None else tokens.error,
         token_other=replaced,
@@ -178,11 +183,15 @@ def _measure_looks(
     return torch.tensor(heads, dtype=torch.int64).reshape(-1, 2), looks, writes
 
 
-def _most_telling(tokens: TokenEffects) -> tuple[int, int]:
-    """Find the place and the guess that move the readout most."""
+def _most_telling(
+    tokens: TokenEffects, text: Int[Tensor, " pos"], spans: Sequence[Span]
+) -> Int[Tensor, " pos"]:
+    """Put the guess that moves the readout most into the text."""
     sizes = tokens.changes.abs().nan_to_num(-1)
-    place, draw = divmod(int(sizes.argmax()), sizes.shape[1])
-    return place, int(tokens.donors[place, draw])
+    number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
+    place, other = slice(*spans[number]), text.clone()
+    other[place] = tokens.donors[place, draw].to(other)
+    return other
 
 
 def _no_paths(question: Question) -> str:

@@ -24,6 +24,7 @@ from infoflow_lens.hooks.readouts import Readout
 # a hook point, the place within a sequence, and what stands there instead
 Change: TypeAlias = tuple[str, Any, Tensor]
 Advance: TypeAlias = Callable[..., None]
+Span: TypeAlias = tuple[int, int]  # from a position to one, which is no more in it
 
 _SAME = 1e-5  # of the readout: as near as passes of other batches come
 
@@ -183,14 +184,26 @@ class Question:
                 advance(len(some))
         return found - self.clean.value
 
-    def replace_tokens(self, advance: Advance | None = None) -> Float[Tensor, " pos"]:
-        """Replace each token by the other text's: the change of the readout, 0 where it is one."""
-        found = torch.zeros(self.n_pos, dtype=torch.float64)
-        rows = self.clean.tokens.repeat(len(self.changed), 1)
-        for row, position in enumerate(self.changed):
-            rows[row, position] = self.other.tokens[0, position]
-        found[self.changed] = self.measure([()] * len(rows), rows, advance)
+    def replace_tokens(
+        self, spans: Sequence[Span] | None = None, advance: Advance | None = None
+    ) -> Float[Tensor, " span"]:
+        """Replace each token, or the tokens of each span at once, by the other text's.
+
+        Returns:
+            The change of the readout, 0 where the texts are one.
+        """
+        spans = self.single_tokens() if spans is None else spans
+        found = torch.zeros(len(spans), dtype=torch.float64)
+        differ = [i for i, span in enumerate(spans) if not {*range(*span)}.isdisjoint(self.changed)]
+        rows = self.clean.tokens.repeat(len(differ), 1)
+        for row, number in enumerate(differ):
+            rows[row, slice(*spans[number])] = self.other.tokens[0, slice(*spans[number])]
+        found[differ] = self.measure([()] * len(rows), rows, advance)
         return found
+
+    def single_tokens(self) -> list[Span]:
+        """Make a span of each token."""
+        return [(position, position + 1) for position in range(self.n_pos)]
 
     @torch.enable_grad()
     def gradients(self, at: float) -> dict[str, Tensor]:

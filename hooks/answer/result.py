@@ -37,12 +37,16 @@ class AnswerNumbers(Result):
         tokens, other_tokens: of the two texts, as one reads them.
         guess, chance: what the model says, and how probable that is; "" and NaN where it gives no
             logits at one position.
-        token_mean, token_error: [pos], when a token is replaced by the model's own guesses at its
-            place: mean change and its standard error; NaN where it was not asked.
-        token_other: [pos], when it is replaced by the other text's token.
+        spans: int [span, 2], where each unit of tokens begins, and the place behind it; by default
+            each token is one.
+        span_words, other_span_words: of the two texts, as one reads them.
+        token_mean, token_error: [span], when all tokens of a unit are replaced by the model's own
+            guesses at their places: mean change and its standard error; NaN where it was not asked.
+        token_other: [span], when they are replaced by the other text's tokens.
         token_predicted: [order, pos], how strongly the state that is read holds each token, as
             predicted without replacing any: by contributions in squares (:class:`PowerRollout`), by
-            the best path of attention, and by how near it stands; NaN where it is not seen.
+            the best path of attention, and by how near it stands; NaN where it is not seen, and
+            for units of several tokens.
         read_at: the position that is read.
         strip_layers: the layers at which states were exchanged; the last is what leaves the last
             layer, as the others are what enters theirs.
@@ -77,9 +81,12 @@ class AnswerNumbers(Result):
     other_tokens: tuple[str, ...]
     guess: str
     chance: float
-    token_mean: Float[Tensor, " pos"]
-    token_error: Float[Tensor, " pos"]
-    token_other: Float[Tensor, " pos"]
+    spans: Int[Tensor, "span two"]
+    span_words: tuple[str, ...]
+    other_span_words: tuple[str, ...]
+    token_mean: Float[Tensor, " span"]
+    token_error: Float[Tensor, " span"]
+    token_other: Float[Tensor, " span"]
     token_predicted: Float[Tensor, "order pos"]
     read_at: int
     strip_layers: tuple[int, ...]
@@ -116,6 +123,11 @@ class AnswerNumbers(Result):
         """The share of the difference that moves with the state at each position."""
         return -self.strips / self.gap
 
+    @property
+    def has_units(self) -> bool:
+        """Whether some tokens were replaced together."""
+        return len(self.spans) < len(self.tokens)
+
     def orders(self) -> dict[str, float]:
         """How near each predicted order of tokens comes to the measured one: Spearman.
 
@@ -124,7 +136,9 @@ class AnswerNumbers(Result):
         three can be compared, or nothing was measured.
         """
         measured = self.token_mean.abs()
-        found = {}
+        found: dict[str, float] = {}
+        if self.has_units:
+            return found
         for name, scores in zip(ORDERS, self.token_predicted, strict=True):
             both = scores.isfinite() & measured.isfinite()
             both[self.read_at] = False
@@ -180,17 +194,19 @@ class AnswerNumbers(Result):
 
     def _tokens(self) -> Iterator[dict[str, Any]]:
         columns = (self.token_mean, self.token_error, self.token_other)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for position, (mean, error, other) in enumerate(rows):
+        words = self.span_words, self.other_span_words
+        rows = zip(self.spans.tolist(), *words, *(c.tolist() for c in columns), strict=True)
+        for (position, stop), word, other_word, mean, error, other in rows:
             predicted = self.token_predicted[:2, position].tolist()
             yield {
                 "position": position,
-                "token": self.tokens[position],
+                "token": word,
                 "effect": mean,
                 "error": error,
                 "effect of the other token": other,
-                "other token": self.other_tokens[position],
+                "other token": other_word,
                 **dict(zip(ORDERS[:2], predicted, strict=True)),
+                **({"tokens": stop - position} if self.has_units else {}),
             }
 
     def _states(self) -> Iterator[dict[str, Any]]:

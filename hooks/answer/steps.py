@@ -5,6 +5,7 @@ ten others: rankings by the gradient at the clean text and half way to the other
 as averaging them cancels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.hooks.answer.question import Advance, Question
+from infoflow_lens.hooks.answer.question import Advance, Question, Span
 
 POINTS = (0.0, 0.5)  # between the two texts, at which gradients rank
 N_HEADS, N_MLPS = 30, 8  # candidates that are measured
@@ -23,45 +24,49 @@ TOLERANCE = 0.1  # of the gap, by which two strips may differ without one betwee
 
 @dataclass(frozen=True)
 class TokenEffects:
-    """What the readout loses when a token is replaced.
+    """What the readout loses when a token, or a span of them at once, is replaced.
 
     Attributes:
         mean, error: by what the model itself would have put there: mean change and standard error.
         donors: int [pos, draw], what was put there; -1 for none.
-        changes: [pos, draw], what each did; NaN for none.
+        changes: [span, draw], what each did; NaN for none.
     """
 
-    mean: Float[Tensor, " pos"]
-    error: Float[Tensor, " pos"]
+    mean: Float[Tensor, " span"]
+    error: Float[Tensor, " span"]
     donors: Int[Tensor, "pos draw"]
-    changes: Float[Tensor, "pos draw"]
+    changes: Float[Tensor, "span draw"]
 
 
 def measure_tokens(
-    question: Question, seed: int = 0, advance: Advance | None = None
+    question: Question,
+    seed: int = 0,
+    advance: Advance | None = None,
+    spans: Sequence[Span] | None = None,
 ) -> TokenEffects:
-    """Replace each token by the model's own guesses at its place.
+    """Replace each token, or all tokens of each span, by the model's own guesses at their places.
 
-    Four draws of each; four more for the tokens that may be the one that matters most.
+    Effects of single tokens do not add up, so those of a span are exchanged at once. Four draws of
+    each; four more for those that may be the one that matters most.
     """
-    n_pos, clean = question.n_pos, question.clean.tokens[0]
+    clean, spans = question.clean.tokens[0], spans or question.single_tokens()
     draw = torch.Generator().manual_seed(seed)
     guesses = guess_tokens(question)
-    donors = torch.full((n_pos, 2 * N_DRAWS), -1)
-    changes = torch.full((n_pos, 2 * N_DRAWS), torch.nan, dtype=torch.float64)
+    donors = torch.full((question.n_pos, 2 * N_DRAWS), -1)
+    changes = torch.full((len(spans), 2 * N_DRAWS), torch.nan, dtype=torch.float64)
 
-    def put(positions: list[int], first: int) -> None:
-        for position in positions:
-            drawn = torch.multinomial(guesses[position], N_DRAWS, True, generator=draw)
-            donors[position, first : first + N_DRAWS] = drawn
-        rows = clean.repeat(len(positions) * N_DRAWS, 1)
-        for row, position in enumerate(positions):
-            part = slice(row * N_DRAWS, (row + 1) * N_DRAWS)
-            rows[part, position] = donors[position, first : first + N_DRAWS].to(rows)
+    def put(numbers: list[int], first: int) -> None:
+        these = slice(first, first + N_DRAWS)
+        rows = clean.repeat(len(numbers) * N_DRAWS, 1)
+        for row, number in enumerate(numbers):
+            for position in range(*spans[number]):
+                drawn = torch.multinomial(guesses[position], N_DRAWS, True, generator=draw)
+                donors[position, these] = drawn
+                rows[row * N_DRAWS : (row + 1) * N_DRAWS, position] = drawn.to(rows)
         found = question.measure([()] * len(rows), rows, advance).view(-1, N_DRAWS)
-        changes[positions, first : first + N_DRAWS] = found
+        changes[numbers, these] = found
 
-    put(list(range(n_pos)), 0)
+    put(list(range(len(spans))), 0)
     mean, error = _mean_and_error(changes)
     largest = int(mean.abs().argmax())
     open_ = mean.abs() + error >= mean.abs()[largest] - error[largest]
@@ -72,8 +77,8 @@ def measure_tokens(
 
 
 def _mean_and_error(
-    changes: Float[Tensor, "pos draw"],
-) -> tuple[Float[Tensor, " pos"], Float[Tensor, " pos"]]:
+    changes: Float[Tensor, "span draw"],
+) -> tuple[Float[Tensor, " span"], Float[Tensor, " span"]]:
     n = changes.isfinite().sum(dim=1)
     mean = changes.nanmean(dim=1)
     spread = (changes - mean[:, None]).square().nansum(dim=1) / (n - 1)

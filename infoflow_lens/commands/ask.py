@@ -51,6 +51,9 @@ def ask(
     overwrite: Overwrite = False,
     quick: Quick = False,
     exact: Exact = False,
+    units: Annotated[
+        str | None, typer.Option(help="words: tokens of a word are replaced at once.")
+    ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
@@ -69,7 +72,8 @@ def ask(
 
         found = measure(
             model, text, answer, against, instead,
-            quick=quick, exact=exact, seed=seed, device=device, dtype=dtype, progress=not quiet,
+            quick=quick, exact=exact, units=units, seed=seed, device=device, dtype=dtype,
+            progress=not quiet,
         )  # fmt: skip
         if out is not None:
             found.to_html(out, overwrite=overwrite)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.flows.answer import Answer
 from infoflow_lens.flows.settings import check_text
+from infoflow_lens.flows.units import Units, find_units
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Seed, checked
@@ -31,6 +32,7 @@ def ask(
     readout: Readout | None = None,
     quick: bool = False,
     exact: bool = False,
+    units: Units | None = None,
     seed: Seed = 0,
     batch_size: Count = 16,
     tokenizer: Any | None = None,
@@ -62,14 +64,18 @@ def ask(
         readout: what is asked in the place of a logit difference.
         quick: no tokens, no strips, ten heads, no pruning of paths.
         exact: all heads are measured, one by one.
+        units: tokens that are replaced at once, as their effects do not add up: "words", which
+            blanks separate; spans (start, stop) of positions, or a function that makes them of the
+            tokens as one reads them. Tokens outside of spans stand alone; default, each does.
         seed: of the draws.
         batch_size: texts in a pass.
         tokenizer, device, dtype: as for `load_any`.
         progress: whether to show a bar.
 
     Raises:
-        InfoFlowError: for texts of different length, answers that are no tokens, a readout beside
-            an answer, and models that do not show their states and heads.
+        InfoFlowError: for texts of different length, spans that are none of the text, answers that
+            are no tokens, a readout beside an answer, and models that do not show their states and
+            heads.
 
     Example:
         >>> import infoflow_lens as il
@@ -90,10 +96,11 @@ def ask(
         one, other, prefix = _answers(opened, ids, answer, against)
         readout = LogitDifference(one, other, _place(opened, ids))
     end = torch.tensor(prefix, dtype=ids.dtype)
+    whole = torch.cat([ids, end])
     second = None if instead is None else torch.cat([_ids(opened, instead, "instead"), end])
     numbers = measure_answer(
         opened,
-        torch.cat([ids, end]),
+        whole,
         second,
         _bind(readout, opened),
         quick=quick,
@@ -101,6 +108,7 @@ def ask(
         seed=seed,
         batch_size=batch_size,
         progress=progress,
+        spans=find_units(opened, whole, units),
     )
     return Answer(**{item.name: getattr(numbers, item.name) for item in fields(numbers)})
 

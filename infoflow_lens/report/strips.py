@@ -68,11 +68,17 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f"{name}</text>"
             )
             parts += [
-                f'<text class="tick" x="{middle[position]:.1f}" y="{foot + at}" '
-                f'text-anchor="middle">{value:+.1f}</text>'
-                for position, value in enumerate(column.tolist())
+                f'<text class="tick" x="{(middle[start] + middle[stop - 1]) / 2:.1f}" '
+                f'y="{foot + at}" text-anchor="middle">{value:+.1f}</text>'
+                for (start, stop), value in zip(answer.spans.tolist(), column.tolist(), strict=True)
                 if not math.isnan(value) and (value or name == "needed")
             ]
+    for (start, stop), words in zip(answer.spans.tolist(), answer.span_words, strict=True):
+        if stop - start > 1:  # a line beneath what was replaced at once
+            parts.append(
+                f'<path class="rule unit" d="M{left[start] + 3:.1f} {foot + 3}'
+                f'H{left[stop] - 3:.1f}"><title>{escape(words)}</title></path>'
+            )
     right = left[-1] + 20 + _bend(len(lines))
     size = f'width="{right:.0f}" height="{foot + _FOOT}"'
     box = f'viewBox="0 0 {right:.0f} {foot + _FOOT}"'

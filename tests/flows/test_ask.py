@@ -1,6 +1,7 @@
 """ask(): the front door, the command and the page of an answer."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Answer, InfoFlowError, ask, load_any
 from infoflow_lens.cli import app
+from infoflow_lens.flows.units import find_units
 from infoflow_lens.hooks.readouts import LogProbability
 from tests.conftest import make_token_model
 from tests.reference import zoo
@@ -171,3 +173,56 @@ def test_a_page_without_lines_speaks_of_none(folder, found, tmp_path):
     least = min((found, plain), key=lambda answer: len(answer.places))
     assert not least.bundles()
     assert "Lines:" not in least.to_html(tmp_path / "plain.html").read_text()
+
+
+def test_words_are_what_the_tokenizer_writes_without_a_blank(tmp_path):
+    """As byte-level BPE, SentencePiece and WordPiece write them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = {
+        "bytes": (["<s>", "un", "happ", "y", "Ġcat", "s", "Ġ", "Ċ", "?"], decoders.ByteLevel()),
+        "blanks": (["<s>", "▁un", "happ", "y", "▁cat", "s", "?"], decoders.Metaspace()),
+        "pieces": (["<s>", "un", "##happ", "##y", "cat", "##s", "?"], decoders.WordPiece()),
+    }
+    expected = {
+        "bytes": ([0, 1, 2, 3, 4, 5, 8, 7, 1], [(0, 1), (1, 4), (4, 7), (7, 8), (8, 9)]),
+        "blanks": ([0, 1, 2, 3, 4, 5, 6], [(0, 1), (1, 4), (4, 7)]),
+        "pieces": ([0, 1, 2, 3, 4, 5], [(0, 1), (1, 4), (4, 6)]),
+    }
+    for name, (words, decoder) in pieces.items():
+        made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+        made.decoder, made.pre_tokenizer = decoder, pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+        ids, spans = expected[name]
+        assert find_units(SimpleNamespace(tokenizer=tokenizer), torch.tensor(ids), "words") == spans
+
+
+def test_units_are_said_on_the_page_and_by_the_command(folder, found, tmp_path):
+    spans = ask(folder, TEXT, "w9", "w23", OTHER, units=[(1, 3)], progress=False)
+    assert spans.spans.tolist() == [[0, 1], [1, 3], [3, 4], [4, 5], [5, 6]]
+    assert spans.to_frame("tokens")["token"].tolist() == ["w7", "w34 w29", "w47", "w30", "w5"]
+    page = spans.to_html(tmp_path / "units.html").read_text()
+    assert page.count('class="rule unit"') == 1
+    assert "were replaced at once" in page
+    assert 'class="rule unit"' not in found.to_html(tmp_path / "single.html").read_text()
+    by_function = ask(
+        folder, TEXT, "w9", "w23", OTHER, progress=False,
+        units=lambda words: [(words.index("w34"), words.index("w47"))],
+    )  # fmt: skip
+    assert by_function.token_mean.equal(spans.token_mean)
+    alone = ask(folder, TEXT, "w9", "w23", OTHER, units="words", progress=False)
+    assert alone.token_mean.equal(found.token_mean)  # whose words are tokens
+    line = ["ask", str(folder), TEXT, "--quick", "--quiet", "--units"]
+    assert CliRunner().invoke(app, [*line, "words"]).exit_code == 0
+    refused = CliRunner().invoke(app, [*line, "lines"])
+    assert refused.exit_code == 2
+    assert "units are 'lines': expected spans" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "units", [[(0, 7)], [(2, 2)], [(-1, 2)], [(0, 2), (1, 3)], [(0, 1, 2)], 3, [0], "sentences"]
+)
+def test_units_that_are_none_are_refused(folder, units):
+    with pytest.raises(InfoFlowError, match="expected spans"):
+        ask(folder, TEXT, quick=True, units=units, progress=False)

@@ -443,3 +443,51 @@ def test_one_block_in_several_layers_has_paths():
 def test_texts_that_cannot_be_compared_are_refused(change, match):
     with pytest.raises(InfoFlowError, match=match):
         measured(texts=change(*two_texts()))
+
+
+# Units of tokens
+
+
+def test_tokens_of_a_unit_are_replaced_at_once():
+    """Logits of the plain model on the texts that were drawn, and on half of the other text."""
+    spans = [(0, 1), (1, 4), (4, 5), (5, 6)]
+    clean, other = two_texts(changed=(2, 3, 4))
+    question = Question(open_model(zoo.build("llama")), clean, other, READOUT, batch_size=3)
+    plain = zoo.build("llama")
+
+    def effect(span, tokens):
+        ids = clean.clone()
+        ids[slice(*span)] = tokens
+        with torch.no_grad():
+            new, old = (difference(plain(row[None]).logits[0]) for row in (ids, clean))
+        return float(new - old)
+
+    found = measure_tokens(question, seed=3, spans=spans)
+    for number, span in enumerate(spans):
+        drawn = found.donors[slice(*span)]
+        expected = [effect(span, tokens) for tokens in drawn.T if (tokens >= 0).all()]
+        assert found.changes[number].tolist()[: len(expected)] == near(expected)
+        assert float(found.mean[number]) == near(sum(expected) / len(expected))
+        assert not (drawn == clean[slice(*span), None]).any()
+    replaced = question.replace_tokens(spans).tolist()
+    assert replaced == near([effect(span, other[slice(*span)]) for span in spans])
+    single = question.replace_tokens()
+    assert replaced[1] != pytest.approx(float(single[2] + single[3]), abs=0.01)  # which differs
+
+
+def test_an_answer_by_units_takes_fewer_passes_and_says_them():
+    texts = two_texts(changed=(2, 3))
+    spans = [(0, 1), (1, 4), (4, 6)]
+    found, alone = (measured(texts=texts, spans=given) for given in (spans, None))
+    assert found.forwards < alone.forwards - 8  # three tokens less, of four draws each
+    assert (found.has_units, alone.has_units) == (True, False)
+    assert found.span_words[1] == " ".join(map(str, texts[0][1:4].tolist()))
+    assert alone.span_words == alone.tokens
+    rows = found.to_frame("tokens")
+    assert rows["position"].tolist() == [0, 1, 4]
+    assert rows["tokens"].tolist() == [1, 3, 2]
+    assert rows["effect of the other token"].tolist() == near([0, -found.gap, 0])
+    assert found.strips.shape == alone.strips.shape
+    assert (found.orders(), found.nearest_order()) == ({}, "")
+    guess = measured(texts=(texts[0], None), spans=spans)
+    assert guess.changed in ((0,), (1, 2, 3), (4, 5))
