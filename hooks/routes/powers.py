@@ -138,7 +138,8 @@ class PowerRollout(RoutesProbe):
         parts = Parts.of(seen, layer, self._factors[layer])
         path, reader = self._readers[layer], None
         if path is not None:
-            reader = Norm(path, parts.before.shape[-1]).numbers(seen.model)
+            with without_user_hooks(seen.model):  # a norm may have hook points
+                reader = Norm(path, parts.before.shape[-1]).numbers(seen.model)
         return sizes(parts, reader, self.size).where(parts.add_up(seen, layer), torch.nan)
 
     def refusal(self, layer: int) -> str:

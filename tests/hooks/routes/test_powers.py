@@ -163,3 +163,13 @@ def test_what_cannot_be_measured_is_named(token_model, token_inputs):
         pytest.raises(InfoFlowError, match=r"in layer 1 .* a hook of yours changes it"),
     ):
         token_model.run_with_hooks(token_inputs, fwd_hooks=[edit])
+
+
+def test_reading_the_norms_shows_nothing_to_hooks_of_the_user(tmp_path):
+    """Norms of bridges have hook points, and a cache that is filled beside the probe saw them."""
+    model, ids = load_any(zoo.save("gpt2", tmp_path)).model, zoo.tokens(2, 6)
+    with torch.no_grad():
+        _, alone = model.run_with_cache(ids)
+        with attach(model, PowerRollout()):
+            _, beside = model.run_with_cache(ids)
+    assert all(value.equal(beside[name]) for name, value in alone.items())
