@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
@@ -270,6 +270,7 @@ def test_joiners_inside_of_words_stay(word):
     assert word.replace("\t", r"\t") in found.summary()
 
 
+@example(text=" \u200c ")
 @given(text=st.text(st.sampled_from("ab\\u20cd'\"\n \u200c\u200d\u200e"), max_size=8))
 def test_what_is_quoted_can_be_read_back(text):
     quoted = display.quote(text)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count
+from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.influence.rerun import start_point
 from infoflow_lens.hooks.interventions.edits import Edit, stacked_hooks
 from infoflow_lens.hooks.mechanisms.damage import (
@@ -31,7 +33,11 @@ from infoflow_lens.hooks.mechanisms.driver import (
     run_from,
     sequences_at_once,
 )
-from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.call import (
+    call,
+    restore_module_tensors,
+    without_user_hooks,
+)
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded, read_inputs
 from infoflow_lens.hooks.model.points import hook_name, reads_vectors
 from infoflow_lens.hooks.passes.run import run
@@ -184,7 +190,7 @@ class Intervention(Probe[InterventionResult]):
     It is a probe, so it runs by :func:`~infoflow_lens.hooks.run_probes`, in shards, in several
     processes, and goes on after it was stopped. Its passes are its own: the plain one, and one for
     each edit, of which several share a pass and each begins at the first layer that it edits, where
-    the model can. Hooks of yours take part in them; then passes run whole. Small batches are as
+    the model can. They run without your hooks. Small batches are as
     fast as large ones, since edits fill the pass, and keep more where a run is stopped.
 
     What is kept is a table of sequences and edits, filled as they are measured.
@@ -194,6 +200,7 @@ class Intervention(Probe[InterventionResult]):
         read: the positions of the logits that count, such as (-1,); None for all.
         readout: a number in the place of the metric, whose change counts, with its sign.
         rows: sequences in a pass, copies of edits among them; default, by the size of the model.
+        through_hooks: let hooks of yours take part; then passes run whole.
 
     Attributes:
         reads: what `edits` reads of the plain pass, as for every probe.
@@ -213,6 +220,7 @@ class Intervention(Probe[InterventionResult]):
     read: Read | None = None
     readout: Readout | None = None
     rows: Count | None = field(default=None, compare=False)
+    through_hooks: bool = False
 
     table = combined(fill_table, of=Table)
     scale, work = summed(), summed()
@@ -251,7 +259,9 @@ class Intervention(Probe[InterventionResult]):
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """The losses of each sequence of a pass, by each edit."""
-        return self.measure(self.begin(seen))
+        hidden = nullcontext() if self.through_hooks else without_user_hooks(seen.model)
+        with restore_module_tensors(seen.model), hidden:
+            return self.measure(self.begin(seen))
 
     def begin(self, seen: Pass) -> "Begun":
         """Make the plain pass, on which edits are measured.
@@ -272,8 +282,9 @@ class Intervention(Probe[InterventionResult]):
         starts = self._layers_to_start(seen)
         entering = {layer: f"blocks.{layer}.hook_resid_pre" for layer in sorted(starts)}
         plain = source.run(self._plain_needs(model) | Needs(tuple(entering.values())))
+        _check_again(seen, plain)
         plain = plain.counted(seen.indices, seen.held_out, seen.turns)
-        return Begun(source, plain, _Judge.of(self, plain, source.batch), entering)
+        return Begun(source, plain, _Judge.of(self, plain, source), entering)
 
     def measure(self, begun: "Begun") -> Mapping[str, Any]:
         """Measure the edits on a pass that has begun: what `update` returns.
@@ -396,6 +407,25 @@ class Begun:
     is_counted: bool = False
 
 
+def _check_again(seen: Pass, plain: Pass) -> None:
+    """Refuse hooks of the user's that change what a pass gives: ours run without them.
+
+    Raises:
+        InfoFlowError: naming the remedy.
+    """
+    first, again = seen.output, plain.output
+    if not isinstance(first, Tensor) or first.shape != again.shape:
+        return
+    real = seen.is_real(first.shape[1]).to(first.device) if first.ndim == 3 else slice(None)
+    gap = (first[real] - again[real]).abs().max()
+    if not gap <= tolerance(first) * first[real].abs().max():
+        raise InfoFlowError(
+            "repeating the forward pass changes the output: expected the same. A hook of yours "
+            "that changes activations can take part with through_hooks=True; dropout cannot: run "
+            "in eval mode"
+        )
+
+
 def _start_of(edit: Edit, starts: Mapping[int, str]) -> int | None:
     """The layer where the pass of an edit starts; None for a whole pass."""
     return edit.first_layer if edit.first_layer in starts else None
@@ -458,13 +488,13 @@ class _Judge:
         self._loss: Tensor | None = None
 
     @classmethod
-    def of(cls, asked: Intervention, plain: Pass, batch: Batch) -> "_Judge":
+    def of(cls, asked: Intervention, plain: Pass, source: _Source) -> "_Judge":
         """Look at the plain output.
 
         Raises:
             InfoFlowError: for a metric, or positions, that the outputs do not have.
         """
-        model, output = plain.model, plain.output
+        model, output, batch = plain.model, plain.output, source.batch
         if asked.readout is not None:
             readout = asked.readout.bind(model)
             judge = cls(str(asked.readout), batch)
@@ -473,7 +503,7 @@ class _Judge:
             return judge
         shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
         damage = metric_of(model, asked.metric, asked.read, shortest)
-        if damage.name == "loss" and plain.tokens is None:
+        if damage.name == "loss" and not source.is_known:
             raise InfoFlowError(
                 "metric 'loss' needs the tokens, which hooks alone do not see: expected run_probes "
                 "or attach"
@@ -483,7 +513,7 @@ class _Judge:
         judge.n_rows = damage.counted(batch).sum(dim=1)
         judge.scale = damage.state()
         judge._damage, judge._reference = damage, damage.reference(output, batch)
-        if plain.tokens is not None and damage.read is None and _predicts(plain):
+        if source.is_known and damage.read is None and _predicts(plain):
             following = batch.mask()[:, 1:]
             judge.n_tokens = following.sum(dim=1)
             judge._loss = next_token_losses(output, batch, following)

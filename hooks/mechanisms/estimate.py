@@ -194,7 +194,7 @@ def directions(
     batch: Batch,
     draws: int,
     seeds: Sequence[int],
-    temperature: float = _TEMPERATURE,
+    temperature: float | None = None,
 ) -> Iterator[Float[Tensor, "batch row feature"]]:
     """Random directions of the output whose covariance is that of the metric's second-order form.
 
@@ -204,10 +204,10 @@ def directions(
         batch: the sequences.
         draws: how many directions.
         seeds: one for each sequence.
-        temperature: by which the distribution is flattened.
+        temperature: by which the distribution is flattened; default, 1.5.
     """
     counted = metric.counted(batch)
-    p = None if metric.name == "nmse" else (rows / temperature).softmax(dim=-1)
+    p = None if metric.name == "nmse" else (rows / (temperature or _TEMPERATURE)).softmax(dim=-1)
     root = None if p is None else p.sqrt()
     signs = [_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)]
     by_feature, by_row = (torch.stack(part, dim=1).to(rows) for part in zip(*signs, strict=True))

@@ -140,7 +140,8 @@ def _called(
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
         with block_starts(model).starting(layer, [entering] * layer) if layer else nullcontext():
-            if layer and len(whole) == 1 < len(entering):  # blocks see as many rows as they give
+            # the blocks of an opened model see as many rows as they give
+            if hasattr(model, "anatomy") and len(whole) == 1 < len(entering):
                 whole = whole.take(torch.zeros(len(entering), dtype=torch.long))
             return whole.run(model, entering.device)
     finally:

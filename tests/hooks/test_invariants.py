@@ -38,7 +38,14 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.hooks import AllHeads, HeadIdeals, MeanPatternsProbe, Probe, Result
+from infoflow_lens.hooks import (
+    AllHeads,
+    HeadIdeals,
+    Intervention,
+    MeanPatternsProbe,
+    Probe,
+    Result,
+)
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -322,7 +329,7 @@ def padding_on_either_side_does_not_matter(model, x, make):
         with pytest.raises((InfoFlowError, TypeError), match=r"attention_mask|mask"):
             model(x, attention_mask=torch.ones(x.shape[:2]))
         return
-    if hasattr(model, "check_input") and isinstance(make(x), StateInfluence):
+    if hasattr(model, "check_input") and isinstance(make(x), (StateInfluence, Intervention)):
         mask = torch.ones_like(x)
         mask[0, 0] = 0  # passes of the probe's own would begin without it
         with pytest.raises(InfoFlowError, match="without padding"), attach(model, make(x)):
@@ -494,7 +501,7 @@ def test_what_holds_for_every_probe_on_every_model(holds, name, case_of):
 
 def is_refused(probe, name):
     """Whether a bridge discards what this probe edits."""
-    return name in ("bridge, gpt_neo", "bridge, bert") and probe.split()[0] in (
+    return name in ("bridge, gpt_neo", "bridge, bert", "bridge, opt") and probe.split()[0] in (
         "HeadIdeals",
         "AllHeads",
     )

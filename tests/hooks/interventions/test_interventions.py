@@ -370,3 +370,37 @@ def test_it_runs_in_shards_and_workers_as_every_probe_does(tmp_path):
     assert found.sequences.tolist() == [0, 1, 2, 3, 4]
     torch.testing.assert_close(found.lost, alone.lost, atol=1e-6, rtol=1e-5)
     assert found.forwards == pytest.approx(alone.forwards)
+
+
+def test_hooks_of_the_users_see_nothing_and_what_they_change_is_refused_or_takes_part():
+    model, tokens = open_model(zoo.build("llama").eval()), zoo.tokens(2, 6)
+    calls = []
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: calls.append(1))]):
+        run_probes(model, tokens, [HeadIdeals(ideals=("own",))], progress=False)
+    assert len(calls) == 1  # the pass that was made, none of the edited ones
+
+    def halve(z, hook):
+        return z / 2
+
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", halve)]):
+        with pytest.raises(InfoFlowError, match="through_hooks=True"):
+            run_probes(model, tokens, [HeadIdeals(ideals=("own",))], progress=False)
+        probe = HeadIdeals(ideals=("own",), through_hooks=True)
+        (found,) = run_probes(model, tokens, [probe], progress=False)
+    plain = zoo.build("llama").eval()
+    head = 1
+    for row in range(2):
+        outputs = []
+        for edit in (lambda p: p, lambda p: own_only(p, head)):
+            edits = {(0, "z"): lambda z: z / 2, (0, "pattern"): edit}
+            outputs.append(run_by_hand(plain, tokens[row], edits=edits)[0])
+        expected = divergence(outputs[1], outputs[0])
+        assert float(found.lost[row, found.edits.index("0.1 own")]) == pytest.approx(
+            expected, abs=2e-5
+        )
+
+
+def own_only(pattern, head):
+    pattern = pattern.clone()
+    pattern[:, head] = torch.eye(pattern.shape[-1])
+    return pattern
