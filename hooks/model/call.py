@@ -166,6 +166,8 @@ def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
 def block_starts(model: nn.Module) -> BlockStarts:
     """Find how the blocks of an opened model give their states, by one short pass."""
     starts = BlockStarts.of(model)
+    if (getattr(model.cfg, "d_vocab", None) or 0) < 1:  # no token ids to try it with
+        starts.blocks = []
     if starts.blocks:
         some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
         device = next(model.parameters()).device
@@ -177,7 +179,8 @@ def block_starts(model: nn.Module) -> BlockStarts:
 def can_start(model: nn.Module) -> bool:
     """Whether a pass of the model can start at a layer, from its residual stream alone.
 
-    Bridges cannot, and shortformer adds positions aside of the residual stream in every layer.
+    Bridges cannot, and shortformer adds positions aside of the residual stream in every layer. Of
+    opened models :func:`block_starts` says so.
     """
     kind = getattr(getattr(model, "cfg", None), "positional_embedding_type", None)
     return starts_at_layers(model) and kind != "shortformer"

@@ -12,7 +12,7 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import weight_processing
-from infoflow_lens.hooks.model.call import Caught, call, ignore_edit_warnings
+from infoflow_lens.hooks.model.call import Caught, block_starts, call, ignore_edit_warnings
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
 from infoflow_lens.hooks.model.points import (
@@ -230,13 +230,21 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
         kind=type(model).__name__,
         layers=layers,
         reads_vectors=reads_vectors(model),
-        starts_at_layers=starts_at_layers(model),
+        starts_at_layers=starts_at_layers(model) or _leaves_out_blocks(model),
         dtype=str(first.dtype).removeprefix("torch."),
         device=", ".join(devices),
         training=training,
         dropout=any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()),
         normalization=weight_processing(model),
     )
+
+
+def _leaves_out_blocks(model: nn.Module) -> bool:
+    """Whether a pass of an opened model can leave out all blocks but the last."""
+    if not hasattr(model, "anatomy"):
+        return False
+    starts = block_starts(model)
+    return bool(starts.blocks) and starts.can_start(len(starts.blocks) - 1)
 
 
 def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:

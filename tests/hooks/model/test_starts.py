@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from infoflow_lens import open_model
+from infoflow_lens import inspect_model, open_model
 from infoflow_lens.hooks.influence.rerun import Rerun
-from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.call import block_starts, call
 from infoflow_lens.hooks.model.inputs import Batch
 from tests.reference import zoo
 
@@ -62,3 +62,11 @@ def test_states_again_from_a_layer_are_those_of_the_pass(opened):
     seen = call(opened, batch, [point, *after]).activations
     again = Rerun(opened, LAYER, (LAYER,), "resid_post", batch)(seen[point])
     torch.testing.assert_close(again[0], seen[after[0]])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", True), ("bloom", False)])
+def test_inspect_says_whether_passes_start_at_a_layer(name, expected):
+    """BLOOM's first block works out what the position adds to all scores, so all of it runs."""
+    model = open_model(zoo.build(name))
+    assert block_starts(model).can_start(1) == expected
+    assert inspect_model(model).starts_at_layers == expected
