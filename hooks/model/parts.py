@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.modules import part_in_eval_mode
 
 _Norms = Literal["pre", "post", "both", "none"]
 
@@ -52,7 +52,7 @@ class Projection:
         module = model.get_submodule(self.path)
         if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # no packed numbers
             return module.weight.detach().T
-        with eval_mode(module):
+        with part_in_eval_mode(module):
             zero = self._zero(module)
             units = torch.eye(self.d_in).to(zero)
             return run_forward(module, units) - run_forward(module, zero)
@@ -60,7 +60,7 @@ class Projection:
     def bias(self, model: nn.Module) -> Float[Tensor, " d_out"]:
         """Read what it adds."""
         module = model.get_submodule(self.path)
-        with eval_mode(module):
+        with part_in_eval_mode(module):
             return run_forward(module, self._zero(module))[0]
 
     def _zero(self, module: nn.Module) -> Float[Tensor, "1 d_in"]:
@@ -128,7 +128,7 @@ def _numbers_of(module: nn.Module, like: Float[Tensor, " d_model"]) -> NormNumbe
     probe = (1 + place / len(like)) * (-1) ** place * 1e2  # its eps is nothing beside that
     probe = (probe - probe.mean()).to(like.dtype)
     x = probe.roll(1) * probe.abs()
-    with eval_mode(module):
+    with part_in_eval_mode(module):
         rows = torch.stack([probe, -probe, probe + 50, x])
         plus, minus, shifted, y = run_forward(module, rows)
     size = probe.square().mean().sqrt()

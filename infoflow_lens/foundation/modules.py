@@ -75,6 +75,21 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def part_in_eval_mode(part: nn.Module) -> Iterator[None]:
+    """Evaluation of a part of a model without gradients, which other threads may run meanwhile.
+
+    Raises:
+        InfoFlowError: if it is in train mode, and another thread evaluates it now.
+    """
+    if any(module.training for module in modules_of(part)):
+        with eval_mode(part):
+            yield
+    else:
+        with torch.no_grad():
+            yield
+
+
 def _modules_with_bridged(model: nn.Module) -> Iterator[nn.Module]:
     """All modules, and those that a bridge of TransformerLens holds beside its own."""
     yield from modules_of(model)

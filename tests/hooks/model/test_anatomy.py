@@ -1,13 +1,16 @@
 """Anatomies against what is written here by hand of each model, matrices against its weights."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.foundation.modules import part_in_eval_mode
 from infoflow_lens.hooks.model.anatomy import find_anatomy
+from infoflow_lens.hooks.model.parts import Norm
 from tests.conftest import some_of
 from tests.reference import families
 
@@ -237,3 +240,29 @@ def test_what_shows_no_attention_is_refused_with_the_reason():
     refused(families.build("longformer"), "takes softmaxes .* that no product reads so")
     refused(families.build("fnet"), "no attention was seen in FNetForMaskedLM")
     refused(families.build("gpt2"), "does not run on an example with src", {"src": torch.ones(2)})
+
+
+def test_threads_may_read_parts_of_one_model_at_once():
+    """One that reads a norm for long once made another's pass fail."""
+    norm = torch.nn.LayerNorm(8).eval()
+    entered, leave, failed = threading.Event(), threading.Event(), []
+
+    def read_slowly():
+        with part_in_eval_mode(norm):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=read_slowly)
+    thread.start()
+    entered.wait(10)
+    try:
+        numbers = Norm("", 8).numbers(norm)
+    except InfoFlowError as error:
+        failed.append(error)
+    leave.set()
+    thread.join()
+    assert not failed
+    torch.testing.assert_close(numbers.weight, norm.weight.detach())
+    norm.train()
+    Norm("", 8).numbers(norm)
+    assert norm.training  # it has its own mode again
