@@ -45,7 +45,7 @@ from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.readouts import Readout
 from infoflow_lens.hooks.result import Result
-from infoflow_lens.hooks.states import combined, summed
+from infoflow_lens.hooks.states import combined, either, summed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -224,9 +224,9 @@ class Intervention(Probe[InterventionResult]):
 
     table = combined(fill_table, of=Table)
     scale, work = summed(), summed()
+    judged_by = combined(either)  # the metric, or the readout in words
 
     _starts: frozenset[int] | None = field(default=None, init=False, compare=False)
-    _metric_name: str = field(default="", init=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -295,7 +295,6 @@ class Intervention(Probe[InterventionResult]):
         source, plain, judge, entering = begun.source, begun.plain, begun.judge, begun.entering
         n, model = len(plain), source.model
         edits = self._checked(list(self.edits(plain)), model)
-        self._metric_name = judge.name
         work = 0.0 if begun.is_counted else float(n)
         begun.is_counted = True
         lost: list[Tensor] = []
@@ -325,17 +324,18 @@ class Intervention(Probe[InterventionResult]):
             judge.n_rows,
             judge.n_tokens,
         )
-        return {"table": table, "scale": judge.scale, "work": work}
+        return {"table": table, "scale": judge.scale, "work": work, "judged_by": judge.name}
 
     def compute(self) -> InterventionResult:
         """The table of all sequences and edits."""
         table: Table = self.table
-        damage = Damage(_METRIC.get(self._metric_name, "kl"), None)
-        if self._metric_name == "nmse":
+        per_row = 1.0
+        if self.readout is None:
+            damage = Damage(self.judged_by, self.read)
             damage.load_state(self.scale)
-        per_row = damage.per_row() if self._metric_name == "nmse" else 1.0
+            per_row = damage.per_row()
         return InterventionResult(
-            metric=self._metric_name,
+            metric=self.judged_by,
             edits=tuple(table.edits),
             sequences=table.sequences,
             lost=table.lost,
@@ -383,9 +383,6 @@ class Intervention(Probe[InterventionResult]):
         if seen.lengths is not None and layer_with_later_keys(seen.model) is not None:
             return frozenset()
         return self._starts
-
-
-_METRIC: dict[str, Metric] = {"nmse": "nmse", "kl": "kl", "loss": "loss"}
 
 
 @dataclass

@@ -267,7 +267,9 @@ def test_workers_may_share_sequences_and_edits(case, measured):
     kept = Probe.state_dict(other)
     again = HeadIdeals(means, HEAD_IDEALS, heads=everything, leaves_out=True)
     again.load_state_dict(kept)
-    merged = again.merge(one).result()
+    merged = again.merge(one).result()  # of two that have measured, by one that has not
+    assert (merged.metric, merged.per_row) == (whole.metric, whole.per_row)
+    torch.testing.assert_close(merged.damage(), whole.damage(), atol=1e-6, rtol=1e-5)
     assert merged.sequences.tolist() == [0, 1, 2, 3, 4]
     assert merged.edits == whole.edits
     torch.testing.assert_close(merged.lost, whole.lost, atol=1e-6, rtol=1e-5)
@@ -357,18 +359,20 @@ def test_outputs_of_bridges_have_their_heads_side_by_side(tmp_path):
 def test_it_runs_in_shards_and_workers_as_every_probe_does(tmp_path):
     source = inspect.getsource(json)
     texts = [source[i * 300 : i * 300 + 120] for i in range(5)]
-    (alone,) = run_probes(
-        load_any("stdlib-2l").model, texts, [HeadIdeals(ideals=("gated",))], max_length=24,
-        progress=False,
-    )  # fmt: skip
+    asked = HeadIdeals(ideals=("gated",), metric="nmse")  # what a row is worth is known at the end
     run = probe(
-        "stdlib-2l", texts, probes=[HeadIdeals(ideals=("gated",))], shard=2, jobs=2, max_length=24,
+        "stdlib-2l", texts, probes=[asked], shard=2, jobs=2, max_length=24,
         out=tmp_path / "run", progress=False,
     )  # fmt: skip
+    (alone,) = run_probes(
+        load_any("stdlib-2l").model, texts, [asked], max_length=24, progress=False
+    )
     (found,) = run.found.values()
     assert found.edits == alone.edits
     assert found.sequences.tolist() == [0, 1, 2, 3, 4]
     torch.testing.assert_close(found.lost, alone.lost, atol=1e-6, rtol=1e-5)
+    assert found.metric == alone.metric == "nmse"
+    assert found.per_row == pytest.approx(alone.per_row)
     assert found.forwards == pytest.approx(alone.forwards)
 
 
