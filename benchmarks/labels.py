@@ -150,7 +150,7 @@ def table(document: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(each)} |")
     known = [f"| {head} | " + " | ".join(row["known"][head] for row in halves) + " |"
              for head in halves[0]["known"]]  # fmt: skip
-    return "\n".join([*lines, *known])
+    return "\n".join([*lines, "", f"| what is known of | {names} |", "|---|---|---|", *known])
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import baselines, run_probes
 from infoflow_lens.hooks.routes.paths import with_residual
-from infoflow_lens.theory.propagation import BEST, Path, propagate_back, propagate_edges, with_own
+from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back, propagate_edges
 
 
 def rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, str, float]]:
@@ -53,10 +53,10 @@ def best_path_rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, float]]:
         propagate_edges(with_half, "sum-product", queries=states)
 
     for path in get_args(Path):
-        best = partial(propagate_edges, with_own(edges), BEST[path], queries=states)
+        best = partial(propagate_edges, add_own(edges), BEST[path], queries=states)
         yield f"best paths, {path}", paired(best, rollout, 1)
     eight = states[:, -8:]
-    onwards = partial(propagate_back, with_own(edges), "max-product", queries=eight)
+    onwards = partial(propagate_back, add_own(edges), "max-product", queries=eight)
     yield "best paths onwards to eight states", paired(onwards, rollout, 1)
 
 

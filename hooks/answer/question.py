@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
-from infoflow_lens.hooks.model.starts import BlockStarts
+from infoflow_lens.hooks.model.points import hook_points, layer_count
+from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
 from infoflow_lens.hooks.readouts import Readout
 
 # a hook point, the place within a sequence, and what stands there instead
@@ -81,7 +81,7 @@ class Question:
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
         self.n_layers = layer_count(model)
         self._points = self._needed()
-        self._starts = BlockStarts.of(model)
+        self._starts = BlockStarts.find(model)
         with self._starts.watching():
             self.clean = self.other = self._run(text[None])
         self._check_starts()
@@ -166,7 +166,7 @@ class Question:
         """
         found = torch.zeros(len(rows), dtype=torch.float64)
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
-        starts = [min((layer_of(c[0]) or 0 for c in changes), default=0) for changes in rows]
+        starts = [first_layer(change[0] for change in changes) or 0 for changes in rows]
         order = sorted(range(len(rows)), key=lambda row: starts[row])
         for first in range(0, len(rows), self.batch_size):
             these = order[first : first + self.batch_size]

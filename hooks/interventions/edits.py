@@ -10,7 +10,8 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import NamedHook
-from infoflow_lens.hooks.model.points import hook_name, layer_of, pattern_hook
+from infoflow_lens.hooks.model.points import hook_name, pattern_hook
+from infoflow_lens.hooks.model.starts import first_layer
 from infoflow_lens.hooks.passes.view import Pass
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -33,7 +34,7 @@ class Edit:
     at: Mapping[str, Change]
 
     @classmethod
-    def of_all(cls, name: str, edits: Sequence["Edit"]) -> "Edit":
+    def join(cls, name: str, edits: Sequence["Edit"]) -> "Edit":
         """Make one edit of several, which act one after the other where they meet."""
         changes: dict[str, list[Change]] = {}
         for edit in edits:
@@ -44,7 +45,7 @@ class Edit:
     @property
     def first_layer(self) -> int:
         """The lowest layer that is edited; 0 for what stands before the blocks."""
-        return min((layer_of(point) or 0 for point in self.at), default=0)
+        return first_layer(self.at) or 0
 
 
 def heads_of(plain: Pass) -> Iterator[tuple[int, int]]:
@@ -70,7 +71,7 @@ def edit_head(plain: Pass, layer: int, head: int, change: OfHead, name: str = ""
         pattern[:, head] = change(pattern[:, head]).to(pattern)
         return pattern
 
-    return Edit(name or _named(layer, head, change), {point: change_pattern})
+    return Edit(name or _name(layer, head, change), {point: change_pattern})
 
 
 def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: str = "") -> Edit:
@@ -90,7 +91,7 @@ def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: s
         by_head[:, :, head] = change(by_head[:, :, head]).to(by_head)
         return by_head.view(z.shape)
 
-    return Edit(name or _named(layer, head, change), {point: change_output})
+    return Edit(name or _name(layer, head, change), {point: change_output})
 
 
 def split_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch pos head d_head"]:
@@ -98,7 +99,7 @@ def split_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch pos head d_head
     return z if z.ndim == 4 else z.unflatten(-1, (n_heads, -1))
 
 
-def stacked_hooks(edits: Sequence[Edit], n_sequences: int) -> list[NamedHook]:
+def stack_edits(edits: Sequence[Edit], n_sequences: int) -> list[NamedHook]:
     """Make hooks of a pass over as many copies of a batch as there are edits, each of its own.
 
     Raises:
@@ -136,5 +137,5 @@ def _chain(changes: Sequence[Change]) -> Change:
     return change_all
 
 
-def _named(layer: int, head: int, change: OfHead) -> str:
+def _name(layer: int, head: int, change: OfHead) -> str:
     return f"{layer}.{head} {getattr(change, '__name__', 'edited')}"

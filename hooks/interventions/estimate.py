@@ -80,14 +80,14 @@ def estimate_ideals(
         batch_size: sequences in a pass.
         advance: called with the number of sequences that are done.
     """
-    layers = [LayerMeans.of(means, i, leaves_out) for i in range(len(means.patterns))]
+    layers = [LayerMeans.select(means, i, leaves_out) for i in range(len(means.patterns))]
     lost: list[list[Tensor]] = [[] for _ in layers]
     rows: list[Tensor] = []
     done = 0
     for batch in batches.batches(batch_size):
         seeds = [derived_seed("labels", seed, done + i) for i in range(len(batch))]
         for found, part in zip(
-            lost, _of_batch(model, batch, damage, layers, ideals, draws, seeds), strict=True
+            lost, _estimate_batch(model, batch, damage, layers, ideals, draws, seeds), strict=True
         ):
             found.append(part)
         rows.append(damage.counted(batch).sum(dim=1))
@@ -99,7 +99,7 @@ def estimate_ideals(
     )
 
 
-def _of_batch(
+def _estimate_batch(
     model: nn.Module,
     batch: Batch,
     damage: Damage,
@@ -108,7 +108,7 @@ def _of_batch(
     draws: int,
     seeds: Sequence[int],
 ) -> list[Float[Tensor, "sequence head ideal"]]:
-    """The losses of the sequences of a batch, layer by layer."""
+    """Estimate the losses of the sequences of a batch, layer by layer."""
     shown: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: dict[int, Tensor] = {}
     leaves: dict[str, Tensor] = {}
@@ -141,7 +141,7 @@ def _of_batch(
     is_one_row = read.shape[1] == 1
     with torch.no_grad():
         return [
-            half * _of_layer(
+            half * _estimate_layer(
                 *shown[i], outputs[i], [(g[i], g[len(layers) + i]) for g in by_draw],
                 layers[i], ideals, is_one_row, batch,
             )
@@ -149,7 +149,7 @@ def _of_batch(
         ]  # fmt: skip
 
 
-def _of_layer(
+def _estimate_layer(
     pattern: Float[Tensor, "batch head query key"],
     visible: Tensor,
     z: Tensor,
@@ -159,7 +159,7 @@ def _of_layer(
     is_one_row: bool,
     batch: Batch,
 ) -> Float[Tensor, "sequence head ideal"]:
-    """Squared products of gradients and changes for the heads of a layer, the mean over draws."""
+    """Square the products of gradients and changes for the heads of a layer; mean over draws."""
     heads = list(range(pattern.shape[1]))
     by_head = split_heads(z, len(heads))
     real = real_queries(batch, pattern).bool()[:, None]
@@ -167,7 +167,7 @@ def _of_layer(
     found = torch.full((len(pattern), len(heads), len(ideals)), torch.nan, dtype=torch.float64)
     for column, ideal in enumerate(ideals):
         if ideal == "ablated":
-            change = means.by_output(by_head, heads) - by_head
+            change = means.output_mean(by_head, heads) - by_head
         else:
             made = make_ideal(ideal, pattern, visible, means, heads, padded)
             change = (made - pattern).masked_fill(~real[..., None], 0)

@@ -23,9 +23,14 @@ from infoflow_lens.hooks.interventions.ideals import (
     HeadIdeals,
     check_means,
 )
-from infoflow_lens.hooks.interventions.labels import SINK, HeadLabel, label_head
+from infoflow_lens.hooks.interventions.labels import SINK, HeadLabel, compute_shares, label_head
 from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
-from infoflow_lens.hooks.interventions.probe import Begun, Intervention, InterventionResult
+from infoflow_lens.hooks.interventions.probe import (
+    Intervention,
+    InterventionResult,
+    PlainRun,
+    jackknife,
+)
 from infoflow_lens.hooks.mechanisms.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
@@ -115,7 +120,7 @@ class HeadLabels(Result):
     forwards: float
 
     def label_of(self, layer: int, head: int) -> str:
-        """The label of a head, with its name: "fixed: previous".
+        """Look up the label of a head, with its name: "fixed: previous".
 
         Raises:
             InfoFlowError: for a head that is not there.
@@ -130,16 +135,16 @@ class HeadLabels(Result):
         )
 
     def assignment(self) -> dict[Head, HeadIdeal]:
-        """What takes the place of each head, for :class:`~infoflow_lens.hooks.AllHeads`."""
+        """List what takes the place of each head, for :class:`~infoflow_lens.hooks.AllHeads`."""
         places = [(int(layer), int(head)) for layer, head in self.heads.tolist()]
         return dict(zip(places, self.replacements, strict=True))  # type: ignore[arg-type]
 
     def counts(self) -> dict[str, int]:
-        """How many heads have each label."""
+        """Count the heads of each label."""
         return {name: self.labels.count(name) for name in COLOURS if name in self.labels}
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each head: label, shares of both families with errors, worth, sink."""
+        """Make a row for each head: label, shares of both families with errors, worth, sink."""
         import pandas as pd
 
         layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
@@ -163,7 +168,7 @@ class HeadLabels(Result):
         )
 
     def joint_frame(self) -> "pd.DataFrame":
-        """One row for each assignment that replaced all heads at once, the least damage first."""
+        """Make a row for each assignment that replaced all heads, the least damage first."""
         import pandas as pd
 
         frame = pd.DataFrame(
@@ -177,7 +182,7 @@ class HeadLabels(Result):
         return frame.sort_values("damage", ignore_index=True)
 
     def plot(self) -> "Figure":
-        """The label of every head, layer by layer."""
+        """Draw the label of every head, layer by layer."""
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
@@ -334,8 +339,8 @@ class _Found:
     replacements: dict[Head, HeadIdeal]
 
     @property
-    def by_worth(self) -> list[Head]:
-        """The heads, of least worth first."""
+    def worth_order(self) -> list[Head]:
+        """Order the heads, of least worth first."""
         return sorted(self.worth, key=lambda head: self.worth[head])
 
 
@@ -360,7 +365,7 @@ class _Labelling:
     def read(
         self, inputs: Inputs, judge: Inputs | None, max_length: int | None
     ) -> tuple[Batches, Batches]:
-        """The texts that are labelled on, and those that are judged on.
+        """Read the texts that are labelled on, and those that are judged on.
 
         Raises:
             InfoFlowError: for fewer than two of either.
@@ -387,7 +392,7 @@ class _Labelling:
         calibration: Inputs | MeanPatterns | None,
         max_length: int | None,
     ) -> tuple[MeanPatterns, bool]:
-        """The means, and whether the texts are among them, so that each is left out."""
+        """Find the means, and whether the texts are among them, so that each is left out."""
         if isinstance(calibration, MeanPatterns):
             return calibration, False
         given: list[Any] = [some, judged]
@@ -398,30 +403,30 @@ class _Labelling:
             run_probes(self.model, part, [probe], batch_size=self.batch_size, progress=False)
         return probe.result(), calibration is None
 
-    def begin(self, batches: Batches) -> list[Begun]:
+    def begin(self, batches: Batches) -> list[PlainRun]:
         """Make the plain passes of some texts, once for all that is measured on them."""
-        probe, begun, done = AllHeads(None, {"none": {}}, **self.asked), [], 0
+        probe, runs, done = AllHeads(None, {"none": {}}, **self.asked), [], 0
         needs = probe.prepare(self.model)
         for batch in batches.batches(self.batch_size):
             seen = run(self.model, batch, needs)
             indices = torch.arange(done, done + len(batch))
-            begun.append(probe.begin(seen.counted(indices, seen.held_out, indices)))
+            runs.append(probe.begin(seen.counted(indices, seen.held_out, indices)))
             done += len(batch)
-        return begun
+        return runs
 
-    def measure(self, texts: Sequence[Begun], probe: Intervention) -> InterventionResult:
+    def measure(self, texts: Sequence[PlainRun], probe: Intervention) -> InterventionResult:
         """Measure an intervention on texts whose plain passes are there."""
         probe.prepare(self.model, self.fingerprint)
         with torch.no_grad():
-            for begun in texts:
-                probe.add(probe.measure(begun), len(begun.plain))
+            for plain_run in texts:
+                probe.add(probe.measure(plain_run), len(plain_run.plain))
         result = probe.result()
         self.forwards += result.forwards
         return result
 
     def label(
         self,
-        some: Sequence[Begun],
+        some: Sequence[PlainRun],
         estimates: Estimates,
         means: MeanPatterns,
         leaves_out: bool,
@@ -457,15 +462,14 @@ class _Labelling:
             labels[head] = label_one(lost[head])
             worth[head] = float(lost[head][:, ablated].sum()) / rows
         shares = {
-            head: of[:, :ablated].sum(dim=0) / of[:, ablated].sum().clamp(min=1e-300)
-            for head, of in lost.items()
+            head: compute_shares(of[:, :ablated], of[:, ablated]) for head, of in lost.items()
         }
         chosen = {head: label.replacement for head, label in labels.items()}
         return _Found(labels, shares, worth, set(top), chosen)
 
     def repair(
         self,
-        some: Sequence[Begun],
+        some: Sequence[PlainRun],
         found: _Found,
         means: MeanPatterns,
         leaves_out: bool,
@@ -478,7 +482,7 @@ class _Labelling:
             return float(self.measure(some, probe).damage()[0])
 
         reached, n_changed = joint(found.replacements), 0
-        for head in found.by_worth[::-1][:worthiest]:
+        for head in found.worth_order[::-1][:worthiest]:
             trial = {**found.replacements, head: found.labels[head].other}
             damage = joint(trial)
             if damage < reached:
@@ -487,9 +491,9 @@ class _Labelling:
         return n_changed
 
     def replace_all(
-        self, judged: Sequence[Begun], found: _Found, means: MeanPatterns, leaves_out: bool
+        self, judged: Sequence[PlainRun], found: _Found, means: MeanPatterns, leaves_out: bool
     ) -> tuple[InterventionResult, set[Head]]:
-        """All heads at once in several ways; and which heads are idle together."""
+        """Replace all heads at once in several ways, and find which are idle together."""
         heads = list(found.labels)
         several = {
             head: label.several if label.label == "several" else found.replacements[head]
@@ -506,28 +510,23 @@ class _Labelling:
         assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
         settings = {"leaves_out": leaves_out, **self.asked}
         joint = self.measure(judged, AllHeads(means, assignments, **settings))
-        return joint, self._idle(judged, found.by_worth, means, settings)
+        return joint, self._idle(judged, found.worth_order, means, settings)
 
     def _idle(
         self,
-        judged: Sequence[Begun],
+        judged: Sequence[PlainRun],
         order: Sequence[Head],
         means: MeanPatterns,
         settings: Mapping[str, Any],
     ) -> set[Head]:
-        """The most heads that do not matter together, found by halving."""
+        """Find the most heads that do not matter together, by halving."""
         low, high = 0, len(order)
         while high - low > len(order) // _SURE_TO:
             middle = (low + high + 1) // 2
             ablated: dict[Head, HeadIdeal] = dict.fromkeys(order[:middle], "ablated")
             result = self.measure(judged, AllHeads(means, {"idle": ablated}, **settings))
-            rise = result.rise[:, 0]
+            rise, error = result.risen(), jackknife(result.rise, result.n_tokens[:, None])
             if rise.isnan().any():
                 return set()
-            mean = float(rise.sum() / result.n_tokens.sum())
-            apart = rise / result.n_tokens - mean
-            weight = result.n_tokens / result.n_tokens.sum()
-            n = len(rise)
-            error = float(((apart * weight).square().sum() * n / (n - 1)).sqrt())
-            low, high = (middle, high) if mean < error else (low, middle - 1)
+            low, high = (middle, high) if bool(rise < error) else (low, middle - 1)
         return set(order[:low])

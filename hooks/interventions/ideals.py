@@ -64,24 +64,24 @@ class LayerMeans:
     leaves_out: bool
 
     @classmethod
-    def of(cls, means: MeanPatterns, layer: int, leaves_out: bool) -> "LayerMeans":
+    def select(cls, means: MeanPatterns, layer: int, leaves_out: bool) -> "LayerMeans":
         """Take those of a layer."""
         return cls(means.patterns[layer], means.outputs[layer], means.n, leaves_out)
 
     @cached_property
     def _offsets(self) -> tuple[Tensor, Tensor]:
-        """The sums of weights and the numbers of keys by offset, position 0 apart; double."""
+        """Sum weights and count keys by offset, position 0 apart; float64."""
         sums = self.pattern * self.n[:, None]
         sums = sums * (torch.arange(sums.shape[-1]) > 0)
         return sum_by_offset(sums), self._counts(self.n)
 
     def _counts(self, n: Float[Tensor, "*batch query"]) -> Float[Tensor, "*batch offset"]:
-        """The keys at each offset, of queries that so many sequences have."""
+        """Count the keys at each offset, of queries that so many sequences have."""
         behind_first = torch.arange(self.pattern.shape[-1], device=n.device) > 0
         return sum_by_offset(n[..., None] * behind_first)
 
-    def by_position(self, pattern: Pattern, heads: Sequence[int]) -> Pattern:
-        """The mean pattern by position."""
+    def position_mean(self, pattern: Pattern, heads: Sequence[int]) -> Pattern:
+        """Take the mean pattern by position."""
         n_query, n_key = pattern.shape[-2:]
         mean = self.pattern[heads, :n_query, :n_key].to(pattern.device)
         if not self.leaves_out:
@@ -89,13 +89,13 @@ class LayerMeans:
         n = self.n[:n_query, None].to(pattern.device)
         return ((mean * n - pattern) / (n - 1).clamp(min=1)).clamp(min=0)
 
-    def by_offset(
+    def offset_mean(
         self,
         pattern: Pattern,
         heads: Sequence[int],
         visible: Visible,
     ) -> Pattern:
-        """The mean pattern by the distance of query and key; position 0 has its own mean."""
+        """Take the mean by the distance of query and key; position 0 has its own mean."""
         n_query, n_key = pattern.shape[-2:]
         sums, counts = (part.to(pattern.device) for part in self._offsets)
         sums = sums[heads]
@@ -111,16 +111,16 @@ class LayerMeans:
         place = torch.arange(n_query)[:, None] - torch.arange(n_key) + self.pattern.shape[-1] - 1
         made = mean[..., place.to(pattern.device)] * visible
         made[..., 0] = 0
-        sink = self.by_position(pattern, heads)[..., :1]
+        sink = self.position_mean(pattern, heads)[..., :1]
         total = pattern.double().sum(dim=-1, keepdim=True)
         rest = rescaled(made, (total - sink).clamp(min=0))
         rest[..., :1] = total - rest[..., 1:].sum(dim=-1, keepdim=True)
         return rest
 
-    def by_output(
+    def output_mean(
         self, z: Float[Tensor, "batch pos head d_head"], heads: Sequence[int]
     ) -> Float[Tensor, "batch pos head d_head"]:
-        """The mean z by position."""
+        """Take the mean z by position."""
         mean = self.output[: z.shape[1], heads].to(z.device)
         if not self.leaves_out:
             return mean.expand(z.shape)
@@ -173,9 +173,9 @@ def make_ideal(
         assert means is not None
         own = pattern if own is None else own
         if ideal == "position":
-            made = means.by_position(own, heads) * visible
+            made = means.position_mean(own, heads) * visible
         else:
-            made = means.by_offset(own, heads, visible)
+            made = means.offset_mean(own, heads, visible)
     else:
         made = _simple(ideal, pattern) * visible
     none = made.sum(dim=-1, keepdim=True) <= 0  # such as of a query that no other sequence has
@@ -184,7 +184,7 @@ def make_ideal(
 
 
 def _simple(ideal: HeadIdeal, pattern: Pattern) -> Float[Tensor, "query key"]:
-    """A pattern that is the same for all sequences, before closed keys are taken off."""
+    """Make a pattern that is the same for all sequences, before closed keys are taken off."""
     n_query, n_key = pattern.shape[-2:]
     keys = torch.arange(n_key, device=pattern.device)
     query = torch.arange(n_query, device=pattern.device)[:, None]
@@ -223,7 +223,7 @@ class HeadIdeals(Intervention):
         _check_means(self.means)
 
     def edits(self, plain: Pass) -> Iterable[Edit]:
-        """One for each head and ideal."""
+        """Make one for each head and ideal."""
         layers = _layers(plain, self.means, self.leaves_out, self.ideals)
         for layer, head in heads_of(plain) if self.heads is None else self.heads:
             for ideal in self.ideals:
@@ -245,7 +245,7 @@ def _check_means(means: object) -> None:
 def _layers(
     plain: Pass, means: MeanPatterns | None, leaves_out: bool, ideals: Sequence[HeadIdeal]
 ) -> list[LayerMeans | None]:
-    """The means of each layer.
+    """Select the means of each layer.
 
     Raises:
         InfoFlowError: for ideals that are means without any, or means of shorter sequences.
@@ -259,7 +259,7 @@ def _layers(
             )
         return [None] * plain.n_layers
     check_means(means, plain.pattern(0).shape[-1] if needed else 0, plain.n_layers)
-    return [LayerMeans.of(means, i, leaves_out) for i in range(plain.n_layers)]
+    return [LayerMeans.select(means, i, leaves_out) for i in range(plain.n_layers)]
 
 
 def check_means(means: MeanPatterns, n_pos: int, n_layers: int) -> None:
@@ -300,7 +300,7 @@ def head_edit(
         def ablate(z: Tensor) -> Tensor:
             assert means is not None
             own = split_heads(plain.state(layer, "head"), n_heads[layer])[:, :, [head]]
-            return means.by_output(own, [head])[:, :, 0]
+            return means.output_mean(own, [head])[:, :, 0]
 
         return edit_head_output(plain, layer, head, ablate, name)
     visible = plain.visible(layer)[:, None]
@@ -334,7 +334,7 @@ class AllHeads(Intervention):
         self.assignments = {str(name): dict(heads) for name, heads in known.items()}
 
     def edits(self, plain: Pass) -> Iterable[Edit]:
-        """One for each assignment."""
+        """Make one for each assignment."""
         used = [ideal for heads in self.assignments.values() for ideal in heads.values()]
         layers = _layers(plain, self.means, self.leaves_out, used)
         for name, heads in self.assignments.items():
@@ -342,4 +342,4 @@ class AllHeads(Intervention):
                 head_edit(plain, layer, head, ideal, layers)
                 for (layer, head), ideal in heads.items()
             ]
-            yield Edit.of_all(name, each)
+            yield Edit.join(name, each)

@@ -54,10 +54,10 @@ class HeadLabel:
     gap_error: float
 
 
-def share_of(
+def compute_shares(
     lost: Float[Tensor, "sequence ideal"], worth: Float[Tensor, " sequence"]
 ) -> Float[Tensor, " ideal"]:
-    """The share of each ideal: what is lost over all texts, over the worth over all."""
+    """Compute the share of each ideal: what all texts lose, over the worth over all."""
     return lost.sum(dim=0) / worth.sum().clamp(min=1e-300)
 
 
@@ -76,7 +76,7 @@ def label_head(
         has_sink: whether heads of this model keep their weight on position 0; then the max family
             is "gated" alone, else the lesser of "gated" and "largest".
     """
-    shares = dict(zip(ideals, share_of(lost, worth).tolist(), strict=True))
+    shares = dict(zip(ideals, compute_shares(lost, worth).tolist(), strict=True))
     columns = {ideal: lost[:, i] for i, ideal in enumerate(ideals)}
 
     def error_of(of: Tensor) -> float:
@@ -112,7 +112,7 @@ def _simplest(
     worth: Tensor,
     fixed: HeadIdeal,
 ) -> str:
-    """The simple pattern of least share that does as well as the mean pattern, or that."""
+    """Find the simple pattern of least share that does as well as the mean one, or that."""
     for ideal in sorted((i for i in SIMPLE if i in shares), key=lambda i: shares[i]):
         apart = shares[ideal] - shares[fixed]
         error = float(jackknife((columns[ideal] - columns[fixed])[:, None], worth[:, None])[0])

@@ -54,7 +54,7 @@ class MeanPatternsProbe(Probe[MeanPatterns]):
     patterns, outputs, n = summed(), summed(), summed()
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The sums of a pass; padding counts nowhere."""
+        """Sum over the sequences of a pass; padding counts nowhere."""
         patterns, outputs = [], []
         real = seen.is_real(seen.pattern(0).shape[2])
         for layer in range(seen.n_layers):
@@ -67,7 +67,7 @@ class MeanPatternsProbe(Probe[MeanPatterns]):
         return {"patterns": patterns, "outputs": outputs, "n": real.double().sum(dim=0)}
 
     def compute(self) -> MeanPatterns:
-        """Means of the sums."""
+        """Divide the sums."""
         n = self.n.clamp(min=1)
         return self.filled(
             MeanPatterns,

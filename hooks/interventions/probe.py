@@ -1,6 +1,6 @@
 """What an intervention is: a probe that says edits, of which each is measured by what it does."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -16,12 +16,11 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.influence.rerun import start_point
-from infoflow_lens.hooks.interventions.edits import Edit, stacked_hooks
+from infoflow_lens.hooks.interventions.edits import Edit, stack_edits
 from infoflow_lens.hooks.mechanisms.damage import (
     Damage,
     Metric,
     Read,
-    Reference,
     metric_of,
     next_token_losses,
 )
@@ -38,7 +37,7 @@ from infoflow_lens.hooks.model.call import (
     restore_module_tensors,
     without_user_hooks,
 )
-from infoflow_lens.hooks.model.inputs import Batch, may_be_padded, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, read_inputs
 from infoflow_lens.hooks.model.points import hook_name, reads_vectors
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -123,19 +122,19 @@ class InterventionResult(Result):
     forwards: float
 
     def damage(self) -> Float[Tensor, " edit"]:
-        """What a row of the output loses by each edit, the mean over measured sequences."""
+        """Compute what a row of the output loses by each edit, the mean over measured sequences."""
         return _ratio(self.lost, self.n_rows * self.per_row)
 
     def errors(self) -> Float[Tensor, " edit"]:
-        """One standard error of :meth:`damage`, by leaving each sequence out; NaN for one."""
+        """Estimate a standard error of :meth:`damage` by leaving each sequence out; NaN for one."""
         return jackknife(self.lost, (self.n_rows * self.per_row)[:, None].expand(self.lost.shape))
 
     def risen(self) -> Float[Tensor, " edit"]:
-        """By how much the next-token loss rises, in nats a token; NaN without one."""
+        """Compute the rise of the next-token loss, in nats a token; NaN without one."""
         return _ratio(self.rise, self.n_tokens)
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each edit: damage, its error, the rise of the loss, and on how many."""
+        """Make a row for each edit: damage, its error, the rise of the loss, and on how many."""
         import pandas as pd
 
         measured = (~self.lost.isnan()).sum(dim=0)
@@ -150,7 +149,7 @@ class InterventionResult(Result):
         )
 
     def plot(self) -> "Figure":
-        """The damage of the edits that do most, with one standard error."""
+        """Draw the damage of the edits that do most, with one standard error."""
         from matplotlib.figure import Figure
 
         frame = self.to_frame().sort_values("damage", ascending=False).head(_MOST_SHOWN)[::-1]
@@ -190,8 +189,8 @@ class Intervention(Probe[InterventionResult]):
     It is a probe, so it runs by :func:`~infoflow_lens.hooks.run_probes`, in shards, in several
     processes, and goes on after it was stopped. Its passes are its own: the plain one, and one for
     each edit, of which several share a pass and each begins at the first layer that it edits, where
-    the model can. They run without your hooks. Small batches are as
-    fast as large ones, since edits fill the pass, and keep more where a run is stopped.
+    the model can. They run without your hooks. Small batches are as fast as large ones, since edits
+    fill the pass, and keep more where a run is stopped.
 
     What is kept is a table of sequences and edits, filled as they are measured.
 
@@ -245,7 +244,7 @@ class Intervention(Probe[InterventionResult]):
         """
 
     def needs(self, model: nn.Module) -> Needs:
-        """What enters the model: the passes are its own, and read what `reads` names."""
+        """Name what enters the model: the passes are its own, and read what `reads` names."""
         self._plain_needs(model)
         return Needs.of(model, points=[start_point(model, None)])
 
@@ -258,12 +257,12 @@ class Intervention(Probe[InterventionResult]):
         return super().needs(model)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The losses of each sequence of a pass, by each edit."""
+        """Measure the losses of each sequence of a pass, by each edit."""
         hidden = nullcontext() if self.through_hooks else without_user_hooks(seen.model)
         with restore_module_tensors(seen.model), hidden:
             return self.measure(self.begin(seen))
 
-    def begin(self, seen: Pass) -> "Begun":
+    def begin(self, seen: Pass) -> "PlainRun":
         """Make the plain pass, on which edits are measured.
 
         Raises:
@@ -271,12 +270,8 @@ class Intervention(Probe[InterventionResult]):
                 edited patterns do not reach the output, and a metric that does not fit.
         """
         model = seen.model
-        if seen.lengths is not None and not may_be_padded(model):
-            raise InfoFlowError(
-                f"{type(model).__name__} takes no attention_mask into account: expected sequences "
-                "without padding; run those of one length together"
-            )
-        source = _Source.of(seen)
+        check_may_be_padded(model, seen.lengths)
+        source = _Source.find(seen)
         if self._starts is None:
             check_edits_reach(model, source.batch.take(slice(0, 1)))
         starts = self._layers_to_start(seen)
@@ -284,19 +279,22 @@ class Intervention(Probe[InterventionResult]):
         plain = source.run(self._plain_needs(model) | Needs(tuple(entering.values())))
         _check_again(seen, plain)
         plain = plain.counted(seen.indices, seen.held_out, seen.turns)
-        return Begun(source, plain, _Judge.of(self, plain, source), entering)
+        if self.readout is None:
+            return PlainRun(source, plain, _DamageJudge(self, plain, source), entering)
+        return PlainRun(source, plain, _ReadoutJudge(self.readout, plain, source.batch), entering)
 
-    def measure(self, begun: "Begun") -> Mapping[str, Any]:
-        """Measure the edits on a pass that has begun: what `update` returns.
+    def measure(self, plain_run: "PlainRun") -> Mapping[str, Any]:
+        """Measure the edits on a plain pass that is there: what `update` returns.
 
         Raises:
             InfoFlowError: for edits that cannot be made.
         """
-        source, plain, judge, entering = begun.source, begun.plain, begun.judge, begun.entering
+        source, plain, judge = plain_run.source, plain_run.plain, plain_run.judge
+        entering = plain_run.entering
         n, model = len(plain), source.model
-        edits = self._checked(list(self.edits(plain)), model)
-        work = 0.0 if begun.is_counted else float(n)
-        begun.is_counted = True
+        edits = self._check_edits(list(self.edits(plain)), model)
+        work = 0.0 if plain_run.is_counted else float(n)
+        plain_run.is_counted = True
         lost: list[Tensor] = []
         rise: list[Tensor] = []
         n_heads = int(getattr(getattr(model, "cfg", None), "n_heads", None) or 8)
@@ -308,7 +306,7 @@ class Intervention(Probe[InterventionResult]):
             for first in range(0, len(every), together):
                 some = every[first : first + together]
                 state = None if layer is None else plain.activation(entering[layer])
-                output = source.run_copies(stacked_hooks(some, n), len(some), layer, state)
+                output = source.run_copies(stack_edits(some, n), len(some), layer, state)
                 lost.append(judge.lost(output))
                 rise.append(judge.rise(output))
                 work += len(some) * n * (1 - (layer or 0) / plain.n_layers)
@@ -327,7 +325,7 @@ class Intervention(Probe[InterventionResult]):
         return {"table": table, "scale": judge.scale, "work": work, "judged_by": judge.name}
 
     def compute(self) -> InterventionResult:
-        """The table of all sequences and edits."""
+        """Make the result of the table of all sequences and edits."""
         table: Table = self.table
         per_row = 1.0
         if self.readout is None:
@@ -348,7 +346,7 @@ class Intervention(Probe[InterventionResult]):
             notes=self.notes(),
         )
 
-    def _checked(self, edits: list[Any], model: nn.Module) -> list[Edit]:
+    def _check_edits(self, edits: list[Any], model: nn.Module) -> list[Edit]:
         """Check edits before a pass, and order them by the layer where their passes start.
 
         Raises:
@@ -371,7 +369,7 @@ class Intervention(Probe[InterventionResult]):
         return sorted(edits, key=lambda edit: edit.first_layer)
 
     def _layers_to_start(self, seen: Pass) -> frozenset[int]:
-        """The layers at which passes over this batch may start."""
+        """Find the layers at which passes over this batch may start."""
         if self._starts is None:
             self._starts = frozenset()
             if seen.tokens is not None:
@@ -386,7 +384,7 @@ class Intervention(Probe[InterventionResult]):
 
 
 @dataclass
-class Begun:
+class PlainRun:
     """The plain pass of a batch, on which edits are measured.
 
     Attributes:
@@ -424,7 +422,7 @@ def _check_again(seen: Pass, plain: Pass) -> None:
 
 
 def _start_of(edit: Edit, starts: Mapping[int, str]) -> int | None:
-    """The layer where the pass of an edit starts; None for a whole pass."""
+    """Find the layer where the pass of an edit starts; None for a whole pass."""
     return edit.first_layer if edit.first_layer in starts else None
 
 
@@ -446,7 +444,7 @@ class _Source:
     is_known: bool
 
     @classmethod
-    def of(cls, seen: Pass) -> "_Source":
+    def find(cls, seen: Pass) -> "_Source":
         """Read it off a pass."""
         point = start_point(seen.model, None)
         entering = seen.activation(point)
@@ -460,7 +458,7 @@ class _Source:
         return run(self.model, self.batch, needs, start=start, output=True)
 
     def run_copies(self, hooks: Any, n: int, layer: int | None, state: Tensor | None) -> Tensor:
-        """The output of copies of the batch with hooks, from a layer on if one is given."""
+        """Run copies of the batch with hooks, from a layer on if one is given."""
         if layer is not None and state is not None:
             entering = torch.cat([state] * n)
             return run_from(self.model, layer, entering, example_of(self.batch), hooks)
@@ -470,87 +468,94 @@ class _Source:
         return output
 
 
-class _Judge:
-    """What is lost of the outputs of a batch."""
+class _Judge(ABC):
+    """What is lost of the outputs of a batch.
+
+    Attributes:
+        name: of the metric, or the readout in words.
+        scale: what the scale of a row is made of, summed over batches.
+        n_rows, n_tokens: int [sequence], rows of the output, and next tokens, that count.
+    """
 
     def __init__(self, name: str, batch: Batch) -> None:
         self.name, self.batch = name, batch
         self.scale: dict[str, Any] = {}
         self.n_rows = torch.ones(len(batch), dtype=torch.int64)
         self.n_tokens = torch.zeros(len(batch), dtype=torch.int64)
-        self._damage: Damage | None = None
-        self._reference: Reference | None = None
-        self._readout: Readout | None = None
-        self._value: Tensor | None = None
-        self._loss: Tensor | None = None
 
-    @classmethod
-    def of(cls, asked: Intervention, plain: Pass, source: _Source) -> "_Judge":
-        """Look at the plain output.
+    @abstractmethod
+    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
+        """Measure what each sequence loses in each copy."""
 
-        Raises:
-            InfoFlowError: for a metric, or positions, that the outputs do not have.
-        """
-        model, output, batch = plain.model, plain.output, source.batch
-        if asked.readout is not None:
-            readout = asked.readout.bind(model)
-            judge = cls(str(asked.readout), batch)
-            judge._readout = readout
-            judge._value = judge._read(output)
-            return judge
-        shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
-        damage = metric_of(model, asked.metric, asked.read, shortest)
-        if damage.name == "loss" and not source.is_known:
-            raise InfoFlowError(
-                "metric 'loss' needs the tokens, which hooks alone do not see: expected run_probes "
-                "or attach"
-            )
-        judge = cls(damage.name, batch)
-        damage.see(output, batch)
-        judge.n_rows = damage.counted(batch).sum(dim=1)
-        judge.scale = damage.state()
-        judge._damage, judge._reference = damage, damage.reference(output, batch)
-        if source.is_known and damage.read is None and _predicts(plain):
-            following = batch.mask()[:, 1:]
-            judge.n_tokens = following.sum(dim=1)
-            judge._loss = next_token_losses(output, batch, following)
-        return judge
+    def rise(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
+        """Measure by how much the next-token loss rises; NaN where there is none."""
+        n = len(self.batch)
+        return torch.full((len(output) // n, n), torch.nan, dtype=torch.float64)
 
-    def lost(self, output: Any) -> Float[Tensor, "copy sequence"]:
-        """What each sequence loses in each copy."""
-        if self._readout is not None:
-            return torch.stack([self._read(copy) for copy in output.split(len(self.batch))]) - (
-                self._value if self._value is not None else 0
-            )
-        assert self._damage is not None
-        assert self._reference is not None
-        return self._damage.lost(self._reference, output, self.batch)
+
+class _ReadoutJudge(_Judge):
+    """The change of a readout."""
+
+    def __init__(self, readout: Readout, plain: Pass, batch: Batch) -> None:
+        super().__init__(str(readout), batch)
+        self._readout = readout.bind(plain.model)
+        self._value = self._read(plain.output)
+
+    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
+        """Subtract the value of the plain pass."""
+        copies = output.split(len(self.batch))
+        return torch.stack([self._read(copy) for copy in copies]) - self._value
 
     def _read(self, output: Tensor) -> Float[Tensor, " sequence"]:
-        """Read the readout off each sequence, without its padding."""
-        assert self._readout is not None
+        """Read it off each sequence, without its padding."""
         if self.batch.lengths is None or output.ndim < 3:
             return self._readout.read(output).double().cpu()
         rows = [row[None, :n] for row, n in zip(output, self.batch.lengths.tolist(), strict=True)]
         return torch.cat([self._readout.read(row) for row in rows]).double().cpu()
 
-    def rise(self, output: Any) -> Float[Tensor, "copy sequence"]:
-        """By how much the next-token loss rises; NaN where there is none."""
-        n = len(self.batch)
-        if self._loss is None:
-            return torch.full((self._n_copies(output), n), torch.nan, dtype=torch.float64)
-        following = self.batch.mask()[:, 1:]
-        copies = output.split(n)
-        each = [next_token_losses(copy, self.batch, following) for copy in copies]
-        return torch.stack(each) - self._loss
 
-    def _n_copies(self, output: Any) -> int:
-        found: Any = output if isinstance(output, Tensor) else next(iter(output.values()))
-        return len(found) // len(self.batch)
+class _DamageJudge(_Judge):
+    """A metric of outputs, and the next-token loss beside it.
+
+    Raises:
+        InfoFlowError: for a metric, or positions, that the outputs do not have.
+    """
+
+    def __init__(self, asked: Intervention, plain: Pass, source: _Source) -> None:
+        batch, output = source.batch, plain.output
+        shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
+        self._damage = metric_of(plain.model, asked.metric, asked.read, shortest)
+        if self._damage.name == "loss" and not source.is_known:
+            raise InfoFlowError(
+                "metric 'loss' needs the tokens, which hooks alone do not see: expected run_probes "
+                "or attach"
+            )
+        super().__init__(self._damage.name, batch)
+        self._damage.see(output, batch)
+        self.n_rows = self._damage.counted(batch).sum(dim=1)
+        self.scale = self._damage.state()
+        self._reference = self._damage.reference(output, batch)
+        self._following = batch.mask()[:, 1:]
+        self._loss: Tensor | None = None
+        if source.is_known and asked.read is None and _predicts(plain):
+            self.n_tokens = self._following.sum(dim=1)
+            self._loss = next_token_losses(output, batch, self._following)
+
+    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
+        """Compare with the rows of the plain pass."""
+        return self._damage.lost(self._reference, output, self.batch)
+
+    def rise(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
+        """Subtract the loss of the plain pass."""
+        if self._loss is None:
+            return super().rise(output)
+        copies = output.split(len(self.batch))
+        each = [next_token_losses(copy, self.batch, self._following) for copy in copies]
+        return torch.stack(each) - self._loss
 
 
 def _predicts(plain: Pass) -> bool:
-    """Whether outputs are logits of the next token, which no query has seen."""
+    """Say whether outputs are logits of the next token, which no query has seen."""
     if reads_vectors(plain.model) or plain.tokens is None or plain.tokens.shape[1] < 2:
         return False
     n_vocab = getattr(getattr(plain.model, "cfg", None), "d_vocab", None)
@@ -562,9 +567,9 @@ def _predicts(plain: Pass) -> bool:
 def jackknife(
     sums: Float[Tensor, "sequence edit"], weights: Float[Tensor, "sequence edit"]
 ) -> Float[Tensor, " edit"]:
-    """One standard error of sum(sums) / sum(weights), by leaving each sequence out; NaN for one.
+    """Estimate one standard error of sum(sums) / sum(weights) by leaving each sequence out.
 
-    Sequences that are NaN are not counted.
+    Sequences that are NaN are not counted; it is NaN for one alone.
     """
     known = ~sums.isnan()
     sums, weights = sums.nan_to_num(), torch.where(known, weights, 0).double()

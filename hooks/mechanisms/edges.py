@@ -23,7 +23,7 @@ from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.contributions import Parts, factors_of, gap_in, needs_of_parts
 from infoflow_lens.hooks.routes.paths import within_one
-from infoflow_lens.theory.propagation import BEST, Path, propagate_back, with_own
+from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back
 
 EdgeMethod = Literal[
     "product",
@@ -279,7 +279,7 @@ def by_best_path(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Pat
     place = torch.where(states, torch.arange(states.shape[1]), -1)
     strongest = torch.stack([part.amax(dim=1) for part in strengths])
     found: Scores = []
-    best = propagate_back(with_own(strongest), BEST[path], queries=place)
+    best = propagate_back(add_own(strongest), BEST[path], queries=place)
     for part, onwards in zip(strengths, best, strict=True):
         if path == "product":
             found.append(part * onwards.sum(dim=1)[:, None, :, None])

@@ -165,7 +165,7 @@ def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
 @found_once
 def block_starts(model: nn.Module) -> BlockStarts:
     """Find how the blocks of an opened model give their states, by one short pass."""
-    starts = BlockStarts.of(model)
+    starts = BlockStarts.find(model)
     if (getattr(model.cfg, "d_vocab", None) or 0) < 1:  # no token ids to try it with
         starts.blocks = []
     if starts.blocks:

@@ -319,6 +319,19 @@ def may_be_padded(model: nn.Module) -> bool:
     return not (starts_at_layers(model) and direction == "bidirectional")
 
 
+def check_may_be_padded(model: nn.Module, lengths: Int[Tensor, " batch"] | None) -> None:
+    """Refuse sequences of different lengths in one batch of a model that would read their padding.
+
+    Raises:
+        InfoFlowError: with the remedy.
+    """
+    if lengths is not None and not may_be_padded(model):
+        raise InfoFlowError(
+            f"{type(model).__name__} takes no attention_mask into account: expected sequences "
+            "without padding; run those of one length together"
+        )
+
+
 def depends_on_length(model: nn.Module) -> bool:
     """Whether what the model gives for a position depends on the length of its batch.
 

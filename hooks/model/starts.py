@@ -32,7 +32,7 @@ class BlockStarts:
         self._gives: list[Give | None] = []
 
     @classmethod
-    def of(cls, model: nn.Module) -> "BlockStarts":
+    def find(cls, model: nn.Module) -> "BlockStarts":
         """Find the blocks of an opened model; other models have none here."""
         anatomy: Any = getattr(model, "anatomy", None)
         return cls([] if anatomy is None else [block.module for block in anatomy.blocks])
@@ -49,9 +49,9 @@ class BlockStarts:
         def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             give: Give | None = None
             if isinstance(out, Tensor):
-                give = _alone
+                give = _give_alone
             elif isinstance(out, tuple) and isinstance(out[0], Tensor):
-                give = partial(_in_tuple, out[1:]) if not any(map(_is_there, out[1:])) else None
+                give = partial(_give_tuple, out[1:]) if not any(map(_is_there, out[1:])) else None
             self._gives.append(give)
 
         with ExitStack() as stack:
@@ -62,7 +62,7 @@ class BlockStarts:
             self.blocks = []
 
     def can_start(self, layer: int) -> bool:
-        """Whether all blocks before a layer may be left out."""
+        """Say whether all blocks before a layer may be left out."""
         return layer <= len(self.blocks) and None not in self._gives[:layer]
 
     @contextmanager
@@ -120,15 +120,15 @@ class _Skip:
 
 
 def is_stream(value: Any) -> bool:
-    """Whether something that a block is called with may be its states."""
+    """Say whether something that a block is called with may be its states."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
 
 
-def _alone(state: Tensor) -> Tensor:
+def _give_alone(state: Tensor) -> Tensor:
     return state
 
 
-def _in_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
+def _give_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
     return (state, *rest)
 
 

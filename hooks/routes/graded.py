@@ -17,7 +17,7 @@ from infoflow_lens.hooks.routes.base import RoutesProbe, RoutesResult
 from infoflow_lens.hooks.routes.contributions import Parts, factors_of, gap_in, needs_of_parts
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, within_one
 from infoflow_lens.theory.information_sets import GradedSets
-from infoflow_lens.theory.propagation import BEST, Path, propagate_edges, with_own
+from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_edges
 
 Strength: TypeAlias = Literal["weight", "norm", "damage"]
 ByHead: TypeAlias = tuple[tuple[NonNegative, ...], ...]
@@ -138,7 +138,7 @@ class GradedSetsProbe(RoutesProbe):
 
     def follow(self, edges: Edges, place: Places) -> Scores:
         """The best path."""
-        return propagate_edges(with_own(edges), BEST[self.path], queries=place)
+        return propagate_edges(add_own(edges), BEST[self.path], queries=place)
 
     def compute(self) -> GradedSetsResult:
         """All batches together."""

@@ -71,7 +71,7 @@ class PowerRolloutResult(RoutesResult):
         """Whether the order of scores may be read as that of influence.
 
         It holds in trained models, and not in networks with random weights, whose attention is
-        nearly even; see docs/results/real_models.md.
+        nearly even; see docs/results/real_models.
         """
         return self.peakedness >= PEAKED
 
@@ -197,12 +197,12 @@ def sizes(parts: Parts, reader: NormNumbers | None, size: Size) -> Float[Tensor,
             brought = brought - brought.mean(dim=-1, keepdim=True)
             own = own - own.mean(dim=-1, keepdim=True)
         brought, own = brought * weight, own * weight
-    measure = _by_l1 if size == "L1" else _by_products
+    measure = _measure_l1 if size == "L1" else _measure_products
     rows = [measure(p, b, o) for p, b, o in zip(parts.pattern, brought, own, strict=True)]
     return torch.stack(rows)
 
 
-def _by_l1(
+def _measure_l1(
     pattern: Float[Tensor, "head query key"],
     brought: Float[Tensor, "head key d_model"],
     own: Float[Tensor, "query d_model"],
@@ -221,7 +221,7 @@ def _by_l1(
     return torch.cat(rows)
 
 
-def _by_products(
+def _measure_products(
     pattern: Float[Tensor, "head query key"],
     brought: Float[Tensor, "head key d_model"],
     own: Float[Tensor, "query d_model"],

@@ -107,7 +107,7 @@ class AnswerServer:
             with suppress(KeyboardInterrupt, queue.Empty):
                 ready()
                 while (number := self._questions.get(timeout=idle)) is not None:
-                    self._pages[number] = self._answered(*self._pages[number])
+                    self._pages[number] = self._answer_form(*self._pages[number])
         finally:
             loop.call_soon_threadsafe(ended.set)
             thread.join()
@@ -121,7 +121,7 @@ class AnswerServer:
         """Leave the port to others, where :meth:`run` has not ended."""
         self._socket.close()
 
-    def _answered(self, form: Form, before: Answer) -> tuple[Form, Answer]:
+    def _answer_form(self, form: Form, before: Answer) -> tuple[Form, Answer]:
         """Measure; where that cannot be, say why above the answer that there was before."""
         try:
             with panics_as_errors("this text"):

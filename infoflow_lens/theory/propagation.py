@@ -48,11 +48,11 @@ class GradedLayer:
 
     def bring(self, held: Float[Tensor, "batch pos source"], strength: Tensor | None) -> None:
         """Raise what the positions hold to what is brought to them by edges; of 1 without any."""
-        moved = held if strength is None else joined(held, strength.to(held), self.path)
+        moved = held if strength is None else join_strengths(held, strength.to(held), self.path)
         torch.maximum(self.after, moved, out=self.after)
 
 
-def joined(
+def join_strengths(
     above: Float[Tensor, "*one"], below: Float[Tensor, "*other"], path: Path
 ) -> Float[Tensor, "*both"]:
     """The strengths of paths from those of their two parts.
@@ -276,7 +276,7 @@ def propagate_back(
     return found
 
 
-def with_own(edges: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
+def add_own(edges: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
     """Let the residual connection be an edge of strength 1, which weakens no path."""
     kept = edges.clone()
     kept.diagonal(dim1=-2, dim2=-1).fill_(1)

@@ -72,7 +72,7 @@ class LabelsPart(Part):
         return (names, *worth, Table.of_frame(result.joint_frame().round(3)))
 
     def sentences(self, result: HeadLabels) -> Sequence[str]:
-        """How many heads have each label, and how good labels are together."""
+        """Say how many heads have each label, and how good labels are together."""
         counts = ", ".join(f"{name} {n}" for name, n in result.counts().items())
         joint = result.joint_frame().set_index("all heads by")["damage"]
         single = joint[[name for name in joint.index if name.startswith("every head")]]
@@ -85,6 +85,6 @@ class LabelsPart(Part):
         )
 
     def facts(self, result: HeadLabels) -> Sequence[tuple[str, str]]:
-        """How many heads have which label."""
+        """Count the heads of each label."""
         n = len(result.labels)
         return [(name, f"{count} of {n}") for name, count in result.counts().items()]

@@ -18,7 +18,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import GradedSetsResult
 from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.theory.propagation import BEST, propagate_back, propagate_edges, with_own
+from infoflow_lens.theory.propagation import BEST, add_own, propagate_back, propagate_edges
 from tests.conftest import make_token_model
 from tests.reference import routes
 
@@ -162,7 +162,7 @@ def random_edges(n_pos, seed):
 def test_an_edge_has_the_best_path_from_any_token_that_uses_it(path, layer, n_sources):
     edges, place = random_edges(4, seed=3), torch.tensor([[3, 1], [2, -1]])
     join = torch.mul if path == "product" else torch.minimum
-    kept, held = with_own(edges), torch.zeros(2, 4, 1)
+    kept, held = add_own(edges), torch.zeros(2, 4, 1)
     onwards = propagate_back(kept, BEST[path], queries=place, layer=layer)[..., None]
     held[:, :n_sources] = 1  # by any token; a position beyond (CLS) holds nothing of its own
     behind = propagate_edges(kept[:-1], BEST[path], below=held)[..., 0]
@@ -189,7 +189,7 @@ def test_the_parts_of_a_path_meet_in_the_middle(path):
     """The best path to a state goes through the best of the positions of any layer."""
     edges = random_edges(5, seed=8)
     place = torch.arange(5).expand(2, -1)
-    onwards = propagate_back(with_own(edges), BEST[path], queries=place)
+    onwards = propagate_back(add_own(edges), BEST[path], queries=place)
     graded = propagate(strength=list(edges), path=path).strengths
     for layer in range(2):
         upper, lower = onwards[layer, ..., None], graded[layer][:, None]
