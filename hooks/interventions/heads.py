@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Head = tuple[int, int]
 WORTHIEST = 14  # heads whose label rests on passes of their own, and that are tried anew together
 _SURE_TO = 50  # idle heads are found to within one in so many
-OWN, SEVERAL = "their labels' ideals", "the same, several keys where it says so"
+OWN, SEVERAL = "each head by its label", "each head by its label, several keys where it says so"
 _EVERYWHERE: tuple[HeadIdeal, ...] = (
     "position", "offset", "gated", "largest", "top 2", "top 4", "ablated"
 )  # fmt: skip
@@ -506,7 +506,7 @@ class _Labelling:
         generator = torch.Generator().manual_seed(derived_seed("dealt", self.seed))
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt = {head: found.replacements[heads[i]] for head, i in zip(heads, order, strict=True)}
-        assignments["the same, dealt at random"] = dealt
+        assignments["labels dealt to heads at random"] = dealt
         assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
         settings = {"leaves_out": leaves_out, **self.asked}
         joint = self.measure(judged, AllHeads(means, assignments, **settings))

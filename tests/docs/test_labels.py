@@ -18,7 +18,7 @@ def test_the_table_and_the_sentences_are_those_of_the_rows():
     for row in document["rows"]:
         damage = row["damage"]
         labels, single = (
-            damage["their labels' ideals"],
+            damage["each head by its label"],
             min(damage[f"every head {i}"] for i in SINGLE),
         )
         assert 0.35 < labels / single < 0.55  # two fifths to a half

@@ -71,6 +71,19 @@ class LabelsPart(Part):
         )
         return (names, *worth, Table.of_frame(result.joint_frame().round(3)))
 
+    def remarks(self, result: HeadLabels) -> str:
+        """Say what the columns of the table are."""
+        what = {
+            "nmse": "the squared change of the output, over its variance",
+            "kl": "the divergence of the new distribution from the old one, in nats",
+            "loss": "the rise of the loss of the next token where it rises, in nats",
+        }[result.metric]
+        return (
+            f"All heads at once, on {result.n_judged} sequences that no label has seen: damage is "
+            f"{what}; error, one standard error over sequences; rise, that of the loss of the next "
+            "token, in nats a token. Ablated heads write their mean."
+        )
+
     def sentences(self, result: HeadLabels) -> Sequence[str]:
         """Say how many heads have each label, and how good labels are together."""
         counts = ", ".join(f"{name} {n}" for name, n in result.counts().items())

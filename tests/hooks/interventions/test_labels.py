@@ -155,12 +155,12 @@ def test_heads_replaced_by_their_labels_lose_less_than_by_one_ideal_for_all(labe
     model, texts, found = labelled
     damage = dict(zip(found.assignments, found.damage.tolist(), strict=True))
     single = [damage[f"every head {ideal}"] for ideal in ("position", "offset", "gated", "largest")]
-    assert damage["their labels' ideals"] < min(single)
+    assert damage["each head by its label"] < min(single)
     # what stands there is what a pass of one's own gives, on the texts that were judged
     (means,) = run_probes(model, texts, [MeanPatternsProbe()], progress=False, max_length=32)
     probe = AllHeads(means, {"again": found.assignment()}, leaves_out=True)
     (again,) = run_probes(model, texts[1::2], [probe], progress=False, max_length=32)
-    assert float(again.damage()[0]) == pytest.approx(damage["their labels' ideals"], rel=1e-4)
+    assert float(again.damage()[0]) == pytest.approx(damage["each head by its label"], rel=1e-4)
     assert float(again.risen()[0]) == pytest.approx(float(found.rise[0]), rel=1e-3)
 
 
