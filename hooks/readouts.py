@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import check
+from infoflow_lens.hooks.model.call import gives_logits
 
 Answer: TypeAlias = str | int | Sequence[str | int]
 Pooling = Literal["mean", "max", "first", "last"]
@@ -78,7 +79,12 @@ class LogitDifference(Readout):
     words: str = field(default="", compare=False, repr=False)
 
     def bind(self, model: nn.Module) -> "LogitDifference":
-        """Make ids of words."""
+        """Make ids of words.
+
+        Raises:
+            InfoFlowError: for words that are no single tokens, and a model that gives states.
+        """
+        _check_logits(model, self)
         against = None if self.against is None else ids_of_answer(model, self.against)
         return replace(self, answer=ids_of_answer(model, self.answer), against=against)
 
@@ -94,8 +100,8 @@ class LogitDifference(Readout):
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""
         logits = _at(logits_of(output), self.position)
-        against = logits if self.against is None else logits[:, list(_as_ids(self.against))]
-        return logits[:, list(_as_ids(self.answer))].mean(-1) - against.mean(-1)
+        against = logits if self.against is None else _of_ids(logits, self.against)
+        return _of_ids(logits, self.answer).mean(-1) - against.mean(-1)
 
     def __str__(self) -> str:
         if self.words:
@@ -119,14 +125,19 @@ class LogProbability(Readout):
     is_linear = False
 
     def bind(self, model: nn.Module) -> "LogProbability":
-        """Make ids of words."""
+        """Make ids of words.
+
+        Raises:
+            InfoFlowError: for words that are no single tokens, and a model that gives states.
+        """
+        _check_logits(model, self)
         return LogProbability(ids_of_answer(model, self.answer), self.position)
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the logarithm, in float32 or more."""
         logits = _at(logits_of(output), self.position)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        return wide[:, list(_as_ids(self.answer))].logsumexp(-1)
+        return _of_ids(wide, self.answer).logsumexp(-1)
 
     def __str__(self) -> str:
         return f"log-probability of {self.answer!r}"
@@ -245,6 +256,34 @@ def _as_ids(answer: Answer) -> Sequence[int]:
             f"the answer {answer!r} has words: expected ids here; bind the readout to a model"
         )
     return [int(one) for one in given]
+
+
+def _check_logits(model: nn.Module, readout: Readout) -> None:
+    """Refuse a model whose output is states, in which an id would take any number.
+
+    Raises:
+        InfoFlowError: with the readouts of states.
+    """
+    if hasattr(model, "anatomy") and not gives_logits(model):
+        raise InfoFlowError(
+            f"{readout} is asked of a model without a head, whose output is states and no logits: "
+            "expected EmbeddingCosine or FunctionOfOutput; or the model with its head"
+        )
+
+
+def _of_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Tensor, "batch id"]:
+    """Read the numbers of some ids.
+
+    Raises:
+        InfoFlowError: for ids that the model does not have.
+    """
+    ids = list(_as_ids(answer))
+    if not all(0 <= one < logits.shape[-1] for one in ids):
+        raise InfoFlowError(
+            f"the answer is {answer!r}: expected ids from 0 to {logits.shape[-1] - 1}, which the "
+            "model gives logits of"
+        )
+    return logits[:, ids]
 
 
 def _at(logits: Float[Tensor, "batch *pos choice"], position: int) -> Float[Tensor, "batch choice"]:

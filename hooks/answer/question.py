@@ -166,7 +166,7 @@ class Question:
         """
         found = torch.zeros(len(rows), dtype=torch.float64)
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
-        starts = [first_layer(change[0] for change in changes) or 0 for changes in rows]
+        starts = [max(first_layer(point for point, *_ in row) or 0, 0) for row in rows]
         order = sorted(range(len(rows)), key=lambda row: starts[row])
         for first in range(0, len(rows), self.batch_size):
             these = order[first : first + self.batch_size]

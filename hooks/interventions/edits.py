@@ -33,6 +33,16 @@ class Edit:
     name: str
     at: Mapping[str, Change]
 
+    def __post_init__(self) -> None:
+        is_table = isinstance(self.at, Mapping) and all(
+            isinstance(point, str) and callable(change) for point, change in self.at.items()
+        )
+        if not isinstance(self.name, str) or not is_table:
+            raise InfoFlowError(
+                f"an edit is {self.name!r}, {self.at!r:.100}: expected a name, and functions by "
+                "hook point"
+            )
+
     @classmethod
     def join(cls, name: str, edits: Sequence["Edit"]) -> "Edit":
         """Make one edit of several, which act one after the other where they meet."""
@@ -44,7 +54,7 @@ class Edit:
 
     @property
     def first_layer(self) -> int:
-        """The lowest layer that is edited; 0 for what stands before the blocks."""
+        """Find the lowest layer that is edited; -1 for what stands before the blocks."""
         return first_layer(self.at) or 0
 
 
@@ -63,15 +73,21 @@ def edit_head(plain: Pass, layer: int, head: int, change: OfHead, name: str = ""
         layer, head: which.
         change: from the pattern [batch, query, key] to another.
         name: default, "layer.head" and the name of the function.
+
+    Raises:
+        InfoFlowError: for a head that is not there; in the pass for what is no pattern.
     """
-    point = pattern_hook(plain.model, layer)
+    check_head(plain, layer, head)
+    point, name = pattern_hook(plain.model, layer), name or _name(layer, head, change)
 
     def change_pattern(pattern: Tensor) -> Tensor:
+        made = change(pattern[:, head])
+        check_shape(made, pattern[:, head], name, point)
         pattern = pattern.clone()
-        pattern[:, head] = change(pattern[:, head]).to(pattern)
+        pattern[:, head] = made.to(pattern)
         return pattern
 
-    return Edit(name or _name(layer, head, change), {point: change_pattern})
+    return Edit(name, {point: change_pattern})
 
 
 def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: str = "") -> Edit:
@@ -82,16 +98,52 @@ def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: s
         layer, head: which.
         change: from z [batch, pos, d_head] to another.
         name: default, "layer.head" and the name of the function.
+
+    Raises:
+        InfoFlowError: for a head that is not there; in the pass for what is no z.
     """
+    check_head(plain, layer, head)
+    name = name or _name(layer, head, change)
     point = hook_name(plain.model, f"blocks.{layer}.attn.hook_z")
     n_heads = plain.pattern(layer).shape[1]
 
     def change_output(z: Tensor) -> Tensor:
-        by_head = split_heads(z, n_heads).clone()
-        by_head[:, :, head] = change(by_head[:, :, head]).to(by_head)
+        by_head = split_heads(z, n_heads)
+        made = change(by_head[:, :, head])
+        check_shape(made, by_head[:, :, head], name, point)
+        by_head = by_head.clone()
+        by_head[:, :, head] = made.to(by_head)
         return by_head.view(z.shape)
 
-    return Edit(name or _name(layer, head, change), {point: change_output})
+    return Edit(name, {point: change_output})
+
+
+def check_head(plain: Pass, layer: int, head: int) -> None:
+    """Refuse a head that the model does not have.
+
+    Raises:
+        InfoFlowError: with those that it has.
+    """
+    n_heads = [plain.pattern(i).shape[1] for i in range(plain.n_layers)]
+    if not (0 <= layer < plain.n_layers and 0 <= head < n_heads[layer]):
+        raise InfoFlowError(
+            f"there is no head {head} in layer {layer}: expected layers 0 to {plain.n_layers - 1} "
+            f"with {', '.join(map(str, n_heads))} heads"
+        )
+
+
+def check_shape(made: Any, part: Tensor, name: str, point: str) -> None:
+    """Refuse what an edit makes of an activation, if it is none of its shape.
+
+    Raises:
+        InfoFlowError: naming the edit.
+    """
+    if not isinstance(made, Tensor) or made.shape != part.shape:
+        shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise InfoFlowError(
+            f"the edit {name!r} gives {shape} at {point}: expected {tuple(part.shape)}, the shape "
+            "of what stands there"
+        )
 
 
 def split_heads(z: Tensor, n_heads: int) -> Float[Tensor, "batch pos head d_head"]:
@@ -109,18 +161,16 @@ def stack_edits(edits: Sequence[Edit], n_sequences: int) -> list[NamedHook]:
 
     def hook_of(point: str) -> Any:
         def hook_fn(activation: Tensor, hook: Any) -> Tensor:
-            parts = activation.split(n_sequences)
-            made = [
-                edit.at[point](part) if point in edit.at else part
-                for edit, part in zip(edits, parts, strict=True)
-            ]
-            for edit, one, part in zip(edits, made, parts, strict=True):
-                if not isinstance(one, Tensor) or one.shape != part.shape:
-                    shape = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
-                    raise InfoFlowError(
-                        f"the edit {edit.name!r} gives {shape} at {point}: expected "
-                        f"{tuple(part.shape)}, the shape of what stands there"
-                    )
+            if len(activation) != len(edits) * n_sequences:
+                raise InfoFlowError(
+                    f"{point} shows {len(activation)} rows in a pass of "
+                    f"{len(edits) * n_sequences} sequences: expected one for each; edit another "
+                    "hook point"
+                )
+            made = []
+            for edit, part in zip(edits, activation.split(n_sequences), strict=True):
+                made.append(edit.at[point](part) if point in edit.at else part)
+                check_shape(made[-1], part, edit.name, point)
             return torch.cat([one.to(activation.dtype) for one in made])
 
         return hook_fn

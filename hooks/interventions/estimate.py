@@ -167,7 +167,7 @@ def _estimate_layer(
     found = torch.full((len(pattern), len(heads), len(ideals)), torch.nan, dtype=torch.float64)
     for column, ideal in enumerate(ideals):
         if ideal == "ablated":
-            change = means.output_mean(by_head, heads) - by_head
+            change = means.output_mean(by_head, heads, real[:, 0]) - by_head
         else:
             made = make_ideal(ideal, pattern, visible, means, heads, padded)
             change = (made - pattern).masked_fill(~real[..., None], 0)

@@ -279,6 +279,11 @@ def label_heads(
         step(1, "replaced all heads")
     heads = list(found.labels)
     each = list(found.labels.values())
+    n_without = sum(label.fixed != label.fixed for label in each)  # NaN
+    notes = (
+        f"{n_without} of {len(heads)} heads are worth nothing on these texts, as where all texts "
+        "are one: no share of that can say what describes them",
+    ) * bool(n_without)
     settings = {
         "probe": "labels", "metric": metric, "read": read, "worthiest": worthiest, "draws": draws,
         "n_sequences": some.n_sequences, "n_judged": judged.n_sequences, "leaves_out": leaves_out,
@@ -314,6 +319,7 @@ def label_heads(
         n_repaired=n_repaired,
         forwards=estimates.forwards + work.forwards,
         record=RunRecord.of_model(model, settings, seed, fingerprint_of_model=work.fingerprint),
+        notes=notes,
     )
 
 

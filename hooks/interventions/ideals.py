@@ -20,6 +20,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct, Index, check
 from infoflow_lens.hooks.interventions.edits import (
     Edit,
+    check_head,
     edit_head,
     edit_head_output,
     heads_of,
@@ -118,15 +119,27 @@ class LayerMeans:
         return rest
 
     def output_mean(
-        self, z: Float[Tensor, "batch pos head d_head"], heads: Sequence[int]
+        self,
+        z: Float[Tensor, "batch pos head d_head"],
+        heads: Sequence[int],
+        real: Bool[Tensor, "batch pos"],
     ) -> Float[Tensor, "batch pos head d_head"]:
-        """Take the mean z by position."""
+        """Take the mean z by position; of all positions at one that no other sequence has.
+
+        Args:
+            z: of these heads in the plain pass, for what is left out of the mean.
+            heads: which they are.
+            real: which positions are no padding.
+        """
         mean = self.output[: z.shape[1], heads].to(z.device)
         if not self.leaves_out:
             return mean.expand(z.shape)
         n = self.n[: z.shape[1], None, None].to(z.device)
-        others = (mean * n - z) / (n - 1).clamp(min=1)
-        return torch.where(n > 1, others, mean)
+        own = z.masked_fill(~real.to(z.device)[:, :, None, None], 0).double()
+        total = (self.output[:, heads] * self.n[:, None, None]).sum(dim=0).to(z.device)
+        count = self.n.sum().to(z.device) - real.to(z.device).sum(dim=1)
+        everywhere = (total - own.sum(dim=1)) / count.clamp(min=1)[:, None, None]
+        return torch.where(n > 1, (mean * n - own) / (n - 1).clamp(min=1), everywhere[:, None])
 
 
 def sum_by_offset(values: Float[Tensor, "... query key"]) -> Float[Tensor, "... offset"]:
@@ -288,19 +301,15 @@ def head_edit(
     Raises:
         InfoFlowError: for a head that is not there.
     """
-    n_heads = [plain.pattern(i).shape[1] for i in range(plain.n_layers)]
-    if not (0 <= layer < plain.n_layers and 0 <= head < n_heads[layer]):
-        raise InfoFlowError(
-            f"there is no head {head} in layer {layer}: expected layers 0 to {plain.n_layers - 1} "
-            f"with {', '.join(map(str, n_heads))} heads"
-        )
+    check_head(plain, layer, head)
     name, means = f"{layer}.{head} {ideal}", layers[layer]
     if ideal == "ablated":
 
         def ablate(z: Tensor) -> Tensor:
             assert means is not None
-            own = split_heads(plain.state(layer, "head"), n_heads[layer])[:, :, [head]]
-            return means.output_mean(own, [head])[:, :, 0]
+            n_heads = plain.pattern(layer).shape[1]
+            own = split_heads(plain.state(layer, "head"), n_heads)[:, :, [head]]
+            return means.output_mean(own, [head], plain.is_real(own.shape[1]))[:, :, 0]
 
         return edit_head_output(plain, layer, head, ablate, name)
     visible = plain.visible(layer)[:, None]

@@ -8,6 +8,7 @@ two things: it is replaced by the ideal of least share of the two families, neve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,12 +17,11 @@ from infoflow_lens.hooks.interventions.ideals import SIMPLE, TOPS, HeadIdeal
 from infoflow_lens.hooks.interventions.probe import jackknife
 
 FIXED: tuple[HeadIdeal, ...] = ("position", "offset")
-LABELS = ("fixed", "max", "several", "spread", "undecided", "idle")
-
 # Set before any head was labelled [chosen]: what counts as sure, as little, and as much.
 _ERRORS, _LITTLE, _MUCH = 2.0, 0.25, 0.5
 # between the share of a simple pattern and that of the mean pattern: at most, and however sure
 _NEAR, _SAME = 0.1, 0.02
+_NOTHING = 1e-9  # worth of a text below which a head is worth nothing
 SINK = 0.5  # mean weight on position 0 from which on a head has a sink
 
 
@@ -30,7 +30,8 @@ class HeadLabel:
     """What a head is called, and what takes its place.
 
     Attributes:
-        label: "fixed", "max", "several" keys, "spread" over more than eight, or "undecided".
+        label: "fixed", "max", "several" keys, "spread" over more than eight, or "undecided"; this
+            with shares that are NaN for a head that is worth nothing.
         name: the simplest that says it: "previous", "own", "even", "sink", "offset" or "position"
             of a fixed head, "top 2", ... of several; empty otherwise.
         replacement: the ideal that describes it best, of the two families.
@@ -57,8 +58,12 @@ class HeadLabel:
 def compute_shares(
     lost: Float[Tensor, "sequence ideal"], worth: Float[Tensor, " sequence"]
 ) -> Float[Tensor, " ideal"]:
-    """Compute the share of each ideal: what all texts lose, over the worth over all."""
-    return lost.sum(dim=0) / worth.sum().clamp(min=1e-300)
+    """Compute the share of each ideal: what all texts lose, over the worth over all.
+
+    NaN for a head that is worth nothing.
+    """
+    total = worth.sum()
+    return lost.sum(dim=0) / total.masked_fill(total <= _NOTHING * len(worth), nan)
 
 
 def label_head(
@@ -76,6 +81,8 @@ def label_head(
         has_sink: whether heads of this model keep their weight on position 0; then the max family
             is "gated" alone, else the lesser of "gated" and "largest".
     """
+    if not worth.sum() > _NOTHING * len(worth):
+        return HeadLabel("undecided", "", "position", "position", "gated", False, *[nan] * 5)
     shares = dict(zip(ideals, compute_shares(lost, worth).tolist(), strict=True))
     columns = {ideal: lost[:, i] for i, ideal in enumerate(ideals)}
 

@@ -34,11 +34,12 @@ from infoflow_lens.hooks.mechanisms.driver import (
 )
 from infoflow_lens.hooks.model.call import (
     call,
+    gives_logits,
     restore_module_tensors,
     without_user_hooks,
 )
 from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, read_inputs
-from infoflow_lens.hooks.model.points import hook_name, reads_vectors
+from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
@@ -72,7 +73,11 @@ class Table:
 
 
 def fill_table(mine: Table, others: Table) -> Table:
-    """Make one table of two: of the sequences of both, and the edits of both."""
+    """Make one table of two: of the sequences of both, and the edits of both.
+
+    Raises:
+        InfoFlowError: for what both have measured.
+    """
     sequences = torch.cat([mine.sequences, others.sequences]).unique()
     edits = list(dict.fromkeys([*mine.edits, *others.edits]))
     shape = (len(sequences), len(edits))
@@ -84,6 +89,12 @@ def fill_table(mine: Table, others: Table) -> Table:
         for target, values in ((lost, part.lost), (rise, part.rise)):
             known = ~values.isnan()
             place = rows[:, None].expand(values.shape)[known], columns.expand(values.shape)[known]
+            if not target[place].isnan().all():
+                raise InfoFlowError(
+                    "two interventions have measured the same edits of sequences of the same "
+                    "numbers: expected other sequences, numbered from first_index= on, or other "
+                    "edits"
+                )
             target[place] = values[known]
         n_rows[rows], n_tokens[rows] = part.n_rows, part.n_tokens
     return Table(sequences, edits, lost, rise, n_rows, n_tokens)
@@ -234,6 +245,11 @@ class Intervention(Probe[InterventionResult]):
                 f"readout is {self.readout!r}: expected one such as LogitDifference(' Mary', "
                 "' John'), or None for a divergence"
             )
+        if self.readout is not None and (self.metric, self.read) != (None, None):
+            raise InfoFlowError(
+                f"metric {self.metric!r} and read {self.read!r} stand beside a readout, which is "
+                "asked in their place: expected one or the other"
+            )
 
     @abstractmethod
     def edits(self, plain: Pass) -> Iterable[Edit]:
@@ -292,7 +308,7 @@ class Intervention(Probe[InterventionResult]):
         source, plain, judge = plain_run.source, plain_run.plain, plain_run.judge
         entering = plain_run.entering
         n, model = len(plain), source.model
-        edits = self._check_edits(list(self.edits(plain)), model)
+        edits = self._check_edits(self.edits(plain), model)
         work = 0.0 if plain_run.is_counted else float(n)
         plain_run.is_counted = True
         lost: list[Tensor] = []
@@ -307,7 +323,7 @@ class Intervention(Probe[InterventionResult]):
                 some = every[first : first + together]
                 state = None if layer is None else plain.activation(entering[layer])
                 output = source.run_copies(stack_edits(some, n), len(some), layer, state)
-                lost.append(judge.lost(output))
+                lost.append(_check_numbers(judge.lost(output), some))
                 rise.append(judge.rise(output))
                 work += len(some) * n * (1 - (layer or 0) / plain.n_layers)
                 done += len(some)
@@ -346,17 +362,18 @@ class Intervention(Probe[InterventionResult]):
             notes=self.notes(),
         )
 
-    def _check_edits(self, edits: list[Any], model: nn.Module) -> list[Edit]:
+    def _check_edits(self, given: Any, model: nn.Module) -> list[Edit]:
         """Check edits before a pass, and order them by the layer where their passes start.
 
         Raises:
             InfoFlowError: for what is no edit, two of one name, and unknown hook points.
         """
+        edits: list[Edit] = list(given) if isinstance(given, Iterable) else [given]
         for edit in edits:
-            if not isinstance(edit, Edit):
+            if not isinstance(edit, Edit) or edits == [given]:
                 raise InfoFlowError(
                     f"{type(self).__name__}.edits gives a {type(edit).__name__}: expected Edit "
-                    "objects, as edit_head(...) makes them"
+                    "objects in a list, or yielded, as edit_head(...) makes them"
                 )
             for point in edit.at:
                 hook_name(model, point)
@@ -419,6 +436,23 @@ def _check_again(seen: Pass, plain: Pass) -> None:
             "that changes activations can take part with through_hooks=True; dropout cannot: run "
             "in eval mode"
         )
+
+
+def _check_numbers(
+    lost: Float[Tensor, "copy sequence"], edits: Sequence[Edit]
+) -> Float[Tensor, "copy sequence"]:
+    """Refuse edits that make NaN or infinity, which would stand for "not measured".
+
+    Raises:
+        InfoFlowError: naming the edit.
+    """
+    for edit, values in zip(edits, lost, strict=True):
+        if not values.isfinite().all():
+            raise InfoFlowError(
+                f"the edit {edit.name!r} makes the output NaN or infinite: expected numbers; look "
+                "for what overflows, or run in float32"
+            )
+    return lost
 
 
 def _start_of(edit: Edit, starts: Mapping[int, str]) -> int | None:
@@ -556,7 +590,7 @@ class _DamageJudge(_Judge):
 
 def _predicts(plain: Pass) -> bool:
     """Say whether outputs are logits of the next token, which no query has seen."""
-    if reads_vectors(plain.model) or plain.tokens is None or plain.tokens.shape[1] < 2:
+    if not gives_logits(plain.model) or plain.tokens is None or plain.tokens.shape[1] < 2:
         return False
     n_vocab = getattr(getattr(plain.model, "cfg", None), "d_vocab", None)
     if plain.output.ndim != 3 or (n_vocab and plain.output.shape[-1] < n_vocab):

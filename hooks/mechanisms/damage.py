@@ -9,11 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import Distinct, Remedy
-from infoflow_lens.hooks.model.call import output_of, without_user_hooks
-from infoflow_lens.hooks.model.inputs import Batch, example_input
-from infoflow_lens.hooks.model.points import found_once, reads_vectors
+from infoflow_lens.hooks.model.call import gives_logits
+from infoflow_lens.hooks.model.inputs import Batch
 
 Metric = Literal["nmse", "kl", "loss"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -157,19 +155,6 @@ class Reference(NamedTuple):
     p: Float[Tensor, "batch row feature"] | None
     following: Int[Tensor, "batch row 1"] | None
     counted: Bool[Tensor, "batch row"]
-
-
-@found_once
-def gives_logits(model: nn.Module) -> bool:
-    """Whether outputs are logits, of tokens or classes; sentence encoders give states."""
-    if reads_vectors(model):
-        return False
-    cfg = getattr(model, "cfg", None)
-    width, n_vocab = getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None)
-    some = example_input(model, n_sequences=1)[:, :4]
-    with eval_mode(model), without_user_hooks(model):
-        output = output_of(model, some.to(next(model.parameters()).device))
-    return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
 
 
 def _divergence(

@@ -18,6 +18,7 @@ from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import (
     Edits,
+    block_starts,
     call,
     can_start,
     has_user_hooks,
@@ -263,6 +264,7 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     names = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
     if not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
         return frozenset()
+    is_opened = hasattr(model, "anatomy")
     if batches.shortest < (batches.longest or 0) and layer_with_later_keys(model) is not None:
         return frozenset()
     batch = next(batches.batches(2))
@@ -272,6 +274,8 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     most = tolerance(caught.output) * caught.output.abs().max()
     found = set()
     for layer, name in enumerate(names):
+        if is_opened and not block_starts(model).can_start(layer):
+            continue  # it would run whole
         with suppress(RuntimeError):  # shapes that do not fit
             again = run_from(model, layer, caught.activations[name], example_of(whole))
             if again.shape == caught.output.shape and (again - caught.output).abs().max() <= most:

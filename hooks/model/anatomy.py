@@ -69,7 +69,7 @@ def _state_of(model: nn.Module) -> tuple[Any, ...]:
     modules = list(modules_of(model))
     own = [(vars(m).get("forward"), vars(m).get("_compiled_call_impl")) for m in modules]
     # what `attach` puts on a model runs the model's own function
-    own = [(None if _is_ours(forward) else forward, compiled) for forward, compiled in own]
+    own = [(_under_ours(forward), compiled) for forward, compiled in own]
     sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
     return (*modules, own, *_kinds_of_attention(modules), _precision(model), sizes)
 
@@ -80,9 +80,11 @@ def _kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:
     return [getattr(config, "_attn_implementation", None) for config in configs.values()]
 
 
-def _is_ours(function: Any) -> bool:
-    """Whether an object is of a class of this package."""
-    return type(function).__module__.startswith("infoflow_lens.")
+def _under_ours(forward: Any) -> Any:
+    """Look through an object of this package to the forward of the module's own below it."""
+    if type(forward).__module__.startswith("infoflow_lens."):
+        return getattr(forward, "stands_for", None)
+    return forward
 
 
 def _precision(model: nn.Module) -> torch.dtype | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import modules_of
+from infoflow_lens.foundation.modules import eval_mode, modules_of
 from infoflow_lens.foundation.processes import on_this_thread
 from infoflow_lens.hooks.model.inputs import Batch, example_input
 from infoflow_lens.hooks.model.points import (
@@ -21,6 +21,7 @@ from infoflow_lens.hooks.model.points import (
     found_once,
     hook_points,
     layer_of,
+    reads_vectors,
     starts_at_layers,
 )
 from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
@@ -184,6 +185,19 @@ def can_start(model: nn.Module) -> bool:
     """
     kind = getattr(getattr(model, "cfg", None), "positional_embedding_type", None)
     return starts_at_layers(model) and kind != "shortformer"
+
+
+@found_once
+def gives_logits(model: nn.Module) -> bool:
+    """Whether outputs are logits, of tokens or classes; sentence encoders give states."""
+    if reads_vectors(model):
+        return False
+    cfg = getattr(model, "cfg", None)
+    width, n_vocab = getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None)
+    some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
+    with own_call(), eval_mode(model), without_user_hooks(model):
+        output = output_of(model, some.to(next(model.parameters()).device))
+    return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
 
 
 @contextmanager

@@ -14,6 +14,9 @@ from infoflow_lens.hooks.model.points import layer_of
 
 Give: TypeAlias = Callable[[Tensor], Any]  # what a block returns, from the states that it leaves
 
+_AXES = (0, 1, 2)  # of batch, position and width in the states of blocks that may be left out
+_BEHIND = ("ln_final", "unembed")  # hook points behind the blocks
+
 _turns = threading.RLock()  # the forward of a block is replaced by one thread at a time
 
 
@@ -35,7 +38,9 @@ class BlockStarts:
     def find(cls, model: nn.Module) -> "BlockStarts":
         """Find the blocks of an opened model; other models have none here."""
         anatomy: Any = getattr(model, "anatomy", None)
-        return cls([] if anatomy is None else [block.module for block in anatomy.blocks])
+        blocks = [] if anatomy is None else anatomy.blocks
+        is_usual = all(block.axes == _AXES for block in blocks)
+        return cls([block.module for block in blocks] if is_usual else [])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -83,16 +88,15 @@ class BlockStarts:
             for module in dict.fromkeys(self.blocks) if layer else ():
                 own = vars(module).get("forward")
                 # in its dictionary, as modules of a bridge hand attributes on to others
-                vars(module)["forward"] = _Skip(module.forward, order)
+                vars(module)["forward"] = _Skip(module.forward, order, own)
                 stack.callback(_restore, module, own)
             yield
 
 
 def first_layer(points: Iterable[str]) -> int | None:
-    """Find the lowest layer of hook points; 0 for those before the blocks, None for none at all."""
-    before = ("hook_embed", "hook_pos_embed", "hook_tokens")
-    layers = [0 if name in before else layer_of(name) for name in points]
-    return min((layer for layer in layers if layer is not None), default=None)
+    """Find the lowest layer of hook points: -1 for what stands before the blocks, None for none."""
+    layers = [layer_of(name) for name in points if not name.startswith(_BEHIND)]
+    return min((-1 if layer is None else layer for layer in layers), default=None)
 
 
 class _Skip:
@@ -101,10 +105,11 @@ class _Skip:
     Args:
         forward: of the block.
         order: for the calls of all blocks, in turn: what to give; None to run.
+        stands_for: what the module itself has in this place; None for that of its class.
     """
 
-    def __init__(self, forward: Callable[..., Any], order: Iterator[Any]) -> None:
-        self._forward, self._order = forward, order
+    def __init__(self, forward: Callable[..., Any], order: Iterator[Any], stands_for: Any) -> None:
+        self._forward, self._order, self.stands_for = forward, order, stands_for
         self._thread = threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -156,7 +156,7 @@ class _MeasuredForward:
 
     def __init__(self, model: nn.Module, named: nn.Module, own: Callable[..., Any] | None) -> None:
         self.sessions: list[Session] = []
-        self._model, self._named, self._own = model, named, own
+        self._model, self._named, self.stands_for = model, named, own
         self._forward = own or type(model).forward.__get__(model)
         self._thread, self._running = threading.get_ident(), False
         functools.update_wrapper(self, self._forward)
@@ -168,10 +168,10 @@ class _MeasuredForward:
             probe.is_attached = False
         # a wrapper that the user has put around stays, and finds no sessions here
         if not self.sessions and vars(self._model).get("forward") is self:
-            if self._own is None:
+            if self.stands_for is None:
                 object.__delattr__(self._model, "forward")
             else:
-                object.__setattr__(self._model, "forward", self._own)
+                object.__setattr__(self._model, "forward", self.stands_for)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled wrapper of the model runs it as it is, and is measured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Units of tokens: words, or spans of the user's, that are replaced at once."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -22,7 +23,7 @@ def find_units(
     Raises:
         InfoFlowError: for words without a tokenizer, and spans that are none, or share a token.
     """
-    if units is None:
+    if units is None or (isinstance(units, (list, tuple)) and not units):
         return None
     if isinstance(units, str):
         given: Spans = _words(model, ids, units)
@@ -31,7 +32,7 @@ def find_units(
     found: list[tuple[int, int]] = []
     behind = 0
     try:
-        spans = sorted((int(start), int(stop)) for start, stop in given)
+        spans = sorted((operator.index(start), operator.index(stop)) for start, stop in given)
     except (TypeError, ValueError):
         raise InfoFlowError(f"units are {given!r}: expected spans (start, stop)") from None
     for start, stop in spans:

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
-from infoflow_lens import Answer, InfoFlowError, ask, load_any
+from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model
 from infoflow_lens.cli import app
 from infoflow_lens.flows.units import find_units
 from infoflow_lens.hooks.readouts import LogProbability
@@ -226,3 +227,13 @@ def test_units_are_said_on_the_page_and_by_the_command(folder, found, tmp_path):
 def test_units_that_are_none_are_refused(folder, units):
     with pytest.raises(InfoFlowError, match="expected spans"):
         ask(folder, TEXT, quick=True, units=units, progress=False)
+
+
+def test_states_are_no_words():
+    """A sentence encoder said its first dimension as a word."""
+    config = zoo.build("bert").config
+    model = open_model(transformers.BertModel(config).eval(), zoo.tokenizer())
+    with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
+        ask(model, "w5 w6 w7 w8", "w5", "w6", progress=False)
+    with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
+        ask(model, "w5 w6 w7 w8", progress=False)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -117,7 +118,7 @@ def idealised(ideal, pattern, others, layer, head):
 def case(request):
     """A plain model, sequences of different lengths, and what it shows of each."""
     model = zoo.build(request.param).eval()
-    tokens = [row[:n] for row, n in zip(zoo.tokens(5, 8), (8, 6, 8, 5, 7), strict=True)]
+    tokens = [row[:n] for row, n in zip(zoo.tokens(5, 9), (8, 6, 9, 5, 7), strict=True)]
     runs = [run_by_hand(model, row) for row in tokens]
     return request.param, model, tokens, runs
 
@@ -148,6 +149,8 @@ def test_each_ideal_of_each_head_loses_what_an_edit_by_hand_loses(case, measured
                 mean = torch.zeros_like(outputs[layer][head])
                 for query in range(n):
                     have = [o[2][layer][head][query] for o in others if len(o[0]) > query]
+                    # where no other sequence is as long, all of their positions
+                    have = have or [z for o in others for z in o[2][layer][head]]
                     mean[query] = sum(have) / len(have)
                 made, what = mean, "z"
             else:
@@ -170,11 +173,11 @@ def test_means_are_those_of_the_sequences_that_have_the_query(case, measured):
     _, _, tokens, runs = case
     _, means, _ = measured
     lengths = [len(row) for row in tokens]
-    assert means.n.tolist() == [sum(n > q for n in lengths) for q in range(8)]
+    assert means.n.tolist() == [sum(n > q for n in lengths) for q in range(9)]
     for layer in range(2):
-        for query in range(8):
+        for query in range(9):
             have = [run[1][layer][:, query] for run, n in zip(runs, lengths) if n > query]
-            padded = [torch.nn.functional.pad(row, (0, 8 - row.shape[1])) for row in have]
+            padded = [torch.nn.functional.pad(row, (0, 9 - row.shape[1])) for row in have]
             mean = sum(padded) / len(padded)
             torch.testing.assert_close(means.patterns[layer][:, query], mean, atol=1e-6, rtol=0)
     weights = torch.cat([run[1][1][:, 1:, 0] for run in runs], dim=1)
@@ -307,6 +310,15 @@ def open_record():
     [
         (lambda plain: [edit_head(plain, 0, 0, to_first)] * 2, "'0.0 to_first' twice"),
         (lambda plain: [to_first], "gives a function: expected Edit"),
+        (lambda plain: None, "gives a NoneType: expected Edit"),
+        (lambda plain: edit_head(plain, 0, 0, to_first), "gives a Edit: expected Edit objects in"),
+        (lambda plain: [edit_head(plain, 0, 9, to_first)], "there is no head 9 in layer 0"),
+        (lambda plain: [edit_head_output(plain, 0, -1, to_first)], "no head -1 in layer 0"),
+        (lambda plain: [edit_head(plain, 0, 0, lambda p: None, "x")], "'x' gives NoneType"),
+        (lambda plain: [edit_head(plain, 0, 0, lambda p: p[0], "x")], r"'x' gives \(6, 6\)"),
+        (lambda plain: [edit_head(plain, 0, 0, lambda p: p * torch.nan)], "makes the output NaN"),
+        (lambda plain: [Edit("x", [to_first])], "expected a name, and functions by"),
+        (lambda plain: [Edit(3, {})], "expected a name, and functions by"),
         (lambda plain: [Edit("x", {"blocks.9.hook_resid_pre": to_first})], "blocks.9.hook_resid"),
         (
             lambda plain: [Edit("x", {"blocks.0.attn.hook_pattern": lambda p: p[..., :2]})],
@@ -408,3 +420,89 @@ def own_only(pattern, head):
     pattern = pattern.clone()
     pattern[:, head] = torch.eye(pattern.shape[-1])
     return pattern
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_edit_before_the_blocks_acts(name):
+    """Passes began behind it, and it did nothing."""
+    model, tokens = open_model(zoo.build(name).eval()), zoo.tokens(3, 6)
+
+    class Halved(Intervention):
+        def edits(self, plain):
+            yield Edit("alone", {"hook_embed": lambda a: a / 2})
+            later = Edit("later", {"blocks.1.attn.hook_z": lambda z: z * 0})
+            yield Edit.join("both", [Edit("first", {"hook_embed": lambda a: a / 2}), later])
+
+    (found,) = run_probes(model, tokens, [Halved()], progress=False)
+    plain = zoo.build(name).eval()
+    embedding = plain.get_input_embeddings()
+    before = [run_by_hand(plain, row)[0] for row in tokens]
+    handle = embedding.register_forward_hook(lambda module, args, out: out / 2)
+    cut = {(1, "z"): lambda z: z * 0}
+    for column, edits in ((found.edits.index("alone"), {}), (found.edits.index("both"), cut)):
+        for row in range(3):
+            after = run_by_hand(plain, tokens[row], edits=edits)[0]
+            expected = divergence(after, before[row])
+            assert expected > 0.01
+            assert float(found.lost[row, column]) == pytest.approx(expected, abs=2e-5)
+    handle.remove()
+
+
+def test_blocks_with_a_forward_of_their_own_are_left_out_too():
+    """As accelerate puts one on each module."""
+    model, tokens = zoo.build("llama").eval(), zoo.tokens(2, 6)
+    (expected,) = run_probes(
+        open_model(model), tokens, [HeadIdeals(ideals=("own",))], progress=False
+    )
+    for block in model.model.layers:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward, **kwargs: forward(*args, **kwargs)
+    own = [block.forward for block in model.model.layers]
+    (found,) = run_probes(open_model(model), tokens, [HeadIdeals(ideals=("own",))], progress=False)
+    torch.testing.assert_close(found.lost, expected.lost)
+    assert [block.forward for block in model.model.layers] == own
+
+
+def test_what_runs_whole_is_counted_whole():
+    """BLOOM's first block gives a bias to all others, so that none may be left out."""
+    model, tokens = open_model(zoo.build("bloom").eval()), zoo.tokens(2, 6)
+    (found,) = run_probes(model, tokens, [HeadIdeals(ideals=("own",))], progress=False)
+    assert found.forwards == 1 + len(found.edits)
+
+
+def test_states_of_a_model_without_a_head_predict_no_token():
+    """Even where a state is as wide as the vocabulary is large."""
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=20)
+    model = open_model(transformers.GPT2Model(config).eval())
+    (found,) = run_probes(model, zoo.tokens(2, 6) % 20, [LooksAtFirst()], progress=False)
+    assert found.metric == "nmse"
+    assert found.rise.isnan().all()
+    with pytest.raises(InfoFlowError, match="without a head, whose output is states"):
+        run_probes(
+            model, zoo.tokens(2, 6) % 20, [LooksAtFirst(readout=LogitDifference(3, 5))],
+            progress=False,
+        )  # fmt: skip
+
+
+def test_the_same_numbers_of_sequences_are_refused_by_a_merge():
+    model = open_model(zoo.build("llama").eval())
+    one, other = LooksAtFirst(), LooksAtFirst()
+    run_probes(model, zoo.tokens(2, 6), [one], progress=False)
+    run_probes(model, zoo.tokens(2, 6, seed=5), [other], progress=False)
+    with pytest.raises(InfoFlowError, match="numbered from first_index="):
+        one.merge(other)
+
+
+def test_a_metric_beside_a_readout_is_refused():
+    with pytest.raises(InfoFlowError, match="stand beside a readout"):
+        LooksAtFirst(readout=LogitDifference(3, 5), metric="kl")
+
+
+@pytest.mark.parametrize("answer", [-1, 10_000])
+def test_answers_that_the_model_does_not_have_are_refused(answer):
+    model = open_model(zoo.build("llama").eval())
+    with pytest.raises(InfoFlowError, match="expected ids from 0 to"):
+        run_probes(
+            model, zoo.tokens(2, 6), [LooksAtFirst(readout=LogitDifference(answer, 5))],
+            progress=False,
+        )  # fmt: skip

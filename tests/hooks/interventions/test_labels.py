@@ -212,3 +212,15 @@ def test_too_few_texts_and_means_of_shorter_ones_are_refused():
         label_heads(model, tokens, calibration=means, progress=False)
     with pytest.raises(InfoFlowError, match=r"there is no head 7\.0"):
         label_heads(model, tokens, worthiest=0, progress=False).label_of(7, 0)
+
+
+def test_heads_that_are_worth_nothing_are_undecided_and_said():
+    """All texts are one, so that its means are what each head does."""
+    model = open_model(zoo.build("llama").eval())
+    found = label_heads(model, zoo.tokens(1, 8).repeat(6, 1), progress=False)
+    assert set(found.labels) == {"undecided"}
+    assert found.fixed.isnan().all()
+    assert found.shares.isnan().all()
+    assert "8 of 8 heads are worth nothing on these texts" in found.notes[0]
+    lost, _ = table(position=0.05)
+    assert label_head(lost, torch.zeros(10), IDEALS, has_sink=True).label == "undecided"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from infoflow_lens import inspect_model, open_model
+from infoflow_lens import inspect_model, measure_mechanisms, open_model
 from infoflow_lens.hooks.influence.rerun import Rerun
 from infoflow_lens.hooks.model.call import block_starts, call
 from infoflow_lens.hooks.model.inputs import Batch
-from tests.reference import zoo
+from tests.reference import families, zoo
 
 LAYER = 1
 
@@ -70,3 +70,12 @@ def test_inspect_says_whether_passes_start_at_a_layer(name, expected):
     model = open_model(zoo.build(name))
     assert block_starts(model).can_start(1) == expected
     assert inspect_model(model).starts_at_layers == expected
+
+
+def test_states_with_positions_first_run_whole():
+    """XLNet has [pos, batch, d_model] between its blocks."""
+    model = open_model(families.build("xlnet"))
+    assert not inspect_model(model).starts_at_layers
+    ids = torch.randint(5, 100, (3, 6), generator=torch.Generator().manual_seed(1))
+    found = measure_mechanisms(model, ids, progress=False)
+    assert all(layer.isfinite().all() for layer in found.damage)
