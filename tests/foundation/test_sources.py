@@ -107,9 +107,10 @@ HARMLESS = {
         "logging",
         "gzip",
     ),
-    *("jaxtyping", "json", "markupsafe", "math", "matplotlib", "numbers", "numpy", "os", "pandas"),
-    *("pathlib", "platform", "pyarrow", "pydantic", "queue", "re", "reprlib", "rich"),
+    *("jaxtyping", "json", "markupsafe", "math", "matplotlib", "numbers", "numpy", "operator"),
+    *("os", "pandas", "pathlib", "platform", "pyarrow", "pydantic", "queue", "re", "reprlib"),
     *(
+        "rich",
         "safetensors",
         "scipy",
         "secrets",
