@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import infoflow_lens.studies.together
 from benchmarks.timing import paired
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.studies.demo import DemoConfig
 from infoflow_lens.studies.together import train_together
@@ -69,7 +69,7 @@ def order(
     x: Tensor, seed: int, epoch: int = 0, batch_size: int = CONFIG.batch_size
 ) -> tuple[Tensor, ...]:
     """The rows of every step of an epoch, as `train` takes them."""
-    generator = torch.Generator().manual_seed(derived_seed("epoch", seed, epoch))
+    generator = torch.Generator().manual_seed(derive_seed("epoch", seed, epoch))
     return torch.randperm(len(x), generator=generator).to(x.device).split(batch_size)
 
 

@@ -24,7 +24,7 @@ from infoflow_lens.foundation.record import (
     configuration_fingerprint,
     fingerprint,
 )
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import (
     Count,
     Index,
@@ -222,7 +222,7 @@ class Ledger:
 
     def order(self, n: int) -> Int[Tensor, " n"]:
         """The sequences of the next epoch, by the seed and the number of the epoch alone."""
-        seed = derived_seed("epoch", self.config.seed, len(self.history))
+        seed = derive_seed("epoch", self.config.seed, len(self.history))
         return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
     def rate(self, step: int, steps: int) -> float:
@@ -349,7 +349,7 @@ class _Run(Ledger):
         batches = self.order(len(x)).to(x.device).split(config.batch_size)
         predict, lr = self.objective.predict(self.model), config.lr
         totals: dict[str, Tensor] = {}
-        drawing = SeededRandom(derived_seed("noise", config.seed, len(self.history)))
+        drawing = SeededRandom(derive_seed("noise", config.seed, len(self.history)))
         self.model.train()
         for step, rows in enumerate(batches):
             lr = self.rate(step, len(batches))

@@ -7,7 +7,7 @@ from typing import Any
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import Data, standardised
@@ -94,11 +94,11 @@ def verify_design(
             "varying_depth and varying_heads train models over token ids"
         )
     small = with_tokens(task, n_tokens or design.n_tokens[0])
-    scale = small.sample(20_000, derived_seed("verify scale", seed))
-    test = small.sample(4000, derived_seed("verify validation", seed))
+    scale = small.sample(20_000, derive_seed("verify scale", seed))
+    test = small.sample(4000, derive_seed("verify validation", seed))
 
     def draw(epoch: int) -> Data:
-        part = small.sample(n_train, derived_seed("verify train", seed, epoch))
+        part = small.sample(n_train, derive_seed("verify train", seed, epoch))
         return standardised(scale, part)[1]
 
     validation = standardised(scale, test)[1]

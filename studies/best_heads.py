@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.theory.comparison import Component, best_tuples, pair_scores
 from infoflow_lens.theory.roles import choose_roles, roles_of
@@ -112,12 +112,12 @@ def best_heads(
                 f"component {index} has arity {component.arity}{listed}: expected pairs of all "
                 "tokens, which a head of the first layer can retrieve"
             )
-    seen = _Sequences(task, n, derived_seed("heads, search", seed))
+    seen = _Sequences(task, n, derive_seed("heads, search", seed))
     search = _Search(seen, n_heads, roles, budget, seed)
     last = search.run()
 
     n_judged = max(100, min(_JUDGED, _JUDGED_TOKENS // seen.x.shape[1]))
-    others = _Sequences(task, n_judged // 4, derived_seed("heads, choice", seed))
+    others = _Sequences(task, n_judged // 4, derive_seed("heads, choice", seed))
     choices: list[Choose] = [last.chosen]
     if roles > 1 and search.least > _NOTHING:
         choices.append(lambda x: _listed(task, n_heads, x, seed))
@@ -127,7 +127,7 @@ def best_heads(
         errors.append(nmse_of(others.parts(choose) @ readouts[-1], others.y))
     found = int(torch.cat(errors).argmin())
     scores = None if found == len(last.forms) else last.of(torch.tensor([found]))
-    judge = _Sequences(task, n_judged, derived_seed("heads, judge", seed))
+    judge = _Sequences(task, n_judged, derive_seed("heads, judge", seed))
     parts = judge.parts(choices[-1] if scores is None else scores.chosen)[0]
     output = parts @ torch.cat(readouts)[found]
     low, high = interval(output, judge.y, seed)
@@ -246,7 +246,7 @@ class _Search:
     ) -> None:
         self.sequences, self.budget, self.tried, self.least = sequences, budget, 0, math.inf
         self.n_heads, self.roles, self.seed = n_heads, roles, seed
-        self.generator = torch.Generator().manual_seed(derived_seed("heads, tries", seed, roles))
+        self.generator = torch.Generator().manual_seed(derive_seed("heads, tries", seed, roles))
         n, n_tokens, _ = sequences.x.shape
         self.at_once = max(1, _AT_ONCE // (min(n, len(sequences.rows[0])) * n_tokens**2 * n_heads))
 

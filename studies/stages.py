@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.objectives import Data
@@ -228,7 +228,7 @@ def _through_stages(
         for run in runs:
             run.model = _of_length(run.model, length)
             # another order of the sequences in each stage
-            run.order = derived_seed("stage", run.seed, name)
+            run.order = derive_seed("stage", run.seed, name)
         # the rate warms up at the first stage alone
         warmup_steps = config.warmup_steps if not index else 0
         results = trained(runs, length, replace(settings, warmup_steps=warmup_steps))

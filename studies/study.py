@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.objectives import Pair, standardised
@@ -234,7 +234,7 @@ class VectorStudy(Study):
 
     def drawn(self, task: VectorTask, part: str, n: int, seed: int) -> Pair:
         """Sequences and targets for a part of a run; different parts and seeds share nothing."""
-        return task.sample(n, seed=derived_seed(self.name, part, seed))
+        return task.sample(n, seed=derive_seed(self.name, part, seed))
 
     def data_of(
         self, task: VectorTask, settings: Settings, seed: int, n: int, part: str = "validation"
@@ -320,7 +320,7 @@ class FreshStudy(TrainedStudy):
         drawn = self.scaled(settings)
 
         def draw(epoch: int) -> Pair:
-            return drawn("train", settings["n_train"], derived_seed(seed, epoch))
+            return drawn("train", settings["n_train"], derive_seed(seed, epoch))
 
         return draw, drawn("validation", 4000, seed)
 

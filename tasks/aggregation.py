@@ -63,7 +63,7 @@ class GlobalMean(VectorTask):
 
     @property
     def reads(self) -> range:
-        """All positions."""
+        """The positions that the mean depends on: all of them."""
         return range(self.n_tokens)
 
     @property

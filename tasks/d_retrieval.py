@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Positions
 from infoflow_lens.tasks.target import Outer, OuterName, RetrievalTask
 from infoflow_lens.tasks.task import check_positions
@@ -77,19 +77,19 @@ class DRetrieval(RetrievalTask):
 
     @property
     def extrema(self) -> tuple[Extremum, ...]:
-        """What every component retrieves."""
+        """ "max" or "min" for every component."""
         each = self.extremum
         return each if isinstance(each, tuple) else (each,) * self.n_components
 
     @property
     def signs(self) -> tuple[float, ...]:
-        """For every component 1 if it retrieves the largest, -1 if the smallest."""
+        """A sign for every component: 1 if it retrieves the largest token, -1 if the smallest."""
         return tuple(1.0 if extremum == "max" else -1.0 for extremum in self.extrema)
 
     @property
     def vectors(self) -> Float[Tensor, "component d_token"]:
         """a_1 .. a_D, the unit vectors, drawn from the task's seed."""
-        generator = torch.Generator().manual_seed(derived_seed("directions", self.seed))
+        generator = torch.Generator().manual_seed(derive_seed("directions", self.seed))
         gaussian = torch.randn(self.n_components, self.d_token, generator=generator)
         if self.directions == "orthonormal":
             return torch.linalg.qr(gaussian.T).Q.T.contiguous()
@@ -97,7 +97,7 @@ class DRetrieval(RetrievalTask):
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """One token for each direction, largest or smallest along it."""
+        """A component for each direction: the token that is largest, or smallest, along it."""
 
         def along(vector: Tensor) -> Callable[[Tensor], Tensor]:
             return lambda x: x[..., 0, :] @ vector.to(x)

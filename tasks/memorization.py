@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Remedy
 from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.tokens import RESPONSE, WORD, TokenTask, numbers
@@ -80,16 +80,16 @@ class Memorization(TokenTask):
 
     @property
     def splits_by_sequence(self) -> bool:
-        """No: there is nothing to hold out."""
+        """Say no: a task that is learned by heart has nothing to hold out."""
         return False
 
     def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return ((tuple(row), ()) for row in _stored(self)[:, :-1].tolist())
+        return ((tuple(row), ()) for row in _draw_sequences(self)[:, :-1].tolist())
 
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
     ) -> Int[Tensor, "batch pos"]:
-        return _stored(self)[torch.randint(self.n_sequences, (n,), generator=generator)]
+        return _draw_sequences(self)[torch.randint(self.n_sequences, (n,), generator=generator)]
 
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
         """The label of every sequence, which is its number among the stored ones.
@@ -118,10 +118,11 @@ class Memorization(TokenTask):
 
 
 @lru_cache(maxsize=8)
-def _stored(task: Memorization) -> Int[Tensor, "sequence pos"]:
+def _draw_sequences(task: Memorization) -> Int[Tensor, "sequence pos"]:
     """The N different sequences, in random order; a sequence's row is its label."""
-    generator = torch.Generator().manual_seed(derived_seed("memorization", task.seed))
+    generator = torch.Generator().manual_seed(derive_seed("memorization", task.seed))
     few = max(4 * task.n_sequences, 100_000)
+    # a small space is shuffled whole; of a large one sequences are drawn until enough differ
     if task.length * math.log(task.n_words) <= math.log(few):
         space = task.n_words**task.length
         numbers = torch.randperm(space, generator=generator)[: task.n_sequences, None]
@@ -139,13 +140,13 @@ def _stored(task: Memorization) -> Int[Tensor, "sequence pos"]:
 
 @lru_cache(maxsize=8)
 def _labels(task: Memorization) -> dict[tuple[int, ...], int]:
-    return {tuple(row): label for label, row in enumerate(_stored(task).tolist())}
+    return {tuple(row): label for label, row in enumerate(_draw_sequences(task).tolist())}
 
 
 @lru_cache(maxsize=8)
 def _distinguishing(task: Memorization) -> Bool[Tensor, "sequence pos"]:
-    """For every stored sequence a minimal set of positions that no other one agrees with."""
-    stored = _stored(task)
+    """Find for every sequence a minimal set of positions that no other sequence agrees with."""
+    stored = _draw_sequences(task)
     kept = torch.zeros(stored.shape, dtype=torch.bool)
     rows = max(1, 2**24 // math.prod(stored.shape))
     for start in range(0, len(stored), rows):
@@ -153,9 +154,11 @@ def _distinguishing(task: Memorization) -> Bool[Tensor, "sequence pos"]:
         differs = part[:, None] != stored[None]  # [row, other, pos]
         own = torch.arange(start, start + len(part))
         needed = torch.ones(part.shape, dtype=torch.bool)
+        # leave a position out unless another sequence then agrees with all the rest
         for position in reversed(range(stored.shape[1])):
             needed[:, position] = False
             distinct = (differs & needed[:, None]).any(dim=2)
+            # a sequence never differs from itself, which must not count
             distinct[torch.arange(len(part)), own] = True
             needed[:, position] = ~distinct.all(dim=1)
         kept[start : start + rows] = needed

@@ -191,7 +191,7 @@ class NestedQA(TokenTask):
         return self.sequences(torch.cat([torch.stack(ends, dim=2).flatten(1), query], dim=1))
 
     def _follow(self, x: Int[Tensor, "batch pos"]) -> tuple[Tensor, list[Tensor]]:
-        """Where the hops lead, and the facts on the way."""
+        """Follow the hops; return the token at the end [batch], and the fact of each hop."""
         self.check_input(x)
         sources, targets = x[:, 0:-2:3], x[:, 2::3]
         here, facts = x[:, -2:-1], []

@@ -85,8 +85,8 @@ def _importable_from_here() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _imported(name: str) -> Any:
-    """What stands at ``module:name`` or ``file.py:name``.
+def _import(name: str) -> Any:
+    """Import what ``module:name`` or ``file.py:name`` names.
 
     Raises:
         InfoFlowError: if there is none, or importing it fails.
@@ -119,9 +119,9 @@ def _imported(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _load_imported(name: str, parameters: dict[str, Any]) -> Task:
-    """A task of the user's: an instance, whose fields parameters replace, or what makes one."""
-    found = _imported(name)
+def _load_own_task(name: str, parameters: dict[str, Any]) -> Task:
+    """Load a task of the user's: an instance with parameters replaced, or a call of its maker."""
+    found = _import(name)
     if not isinstance(found, Task) and callable(found):
         known = inspect.signature(found).parameters
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in known.values()):
@@ -161,7 +161,7 @@ def load_task(name: str, **parameters: Any) -> Task:
         )
     name = name.removeprefix("task:")
     if name not in _TASKS and ":" in name:
-        return _load_imported(name, parameters)
+        return _load_own_task(name, parameters)
     task = _task_of(name)
     check_known(parameters, parameter_names(task), f"task {name!r}", "parameter")
     return task(**parameters)

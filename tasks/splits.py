@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -17,7 +17,7 @@ SHARES: dict[Split, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 
 def split_sizes(n: int, least: int, what: str) -> dict[Split, int]:
-    """How many of `n` things each split has: the shares, but `least` everywhere.
+    """Count the things of each split, of `n` in all: its share, but at least `least`.
 
     Raises:
         InfoFlowError: if there are too few.
@@ -40,14 +40,14 @@ def dealt_out(n: int, least: int, what: str, seed: int) -> dict[Split, Int[Tenso
         InfoFlowError: if there are too few.
     """
     sizes = split_sizes(n, least, what)
-    generator = torch.Generator().manual_seed(derived_seed("holdout", what, seed))
+    generator = torch.Generator().manual_seed(derive_seed("holdout", what, seed))
     parts = torch.randperm(n, generator=generator).split([sizes[split] for split in SPLITS])
     return {split: part.sort().values for split, part in zip(SPLITS, parts, strict=True)}
 
 
 def sequence_keys(x: Int[Tensor, "batch pos"], seed: int) -> np.ndarray:
     """A number from 0 to 2^64 - 1 for every sequence: equal ones alike, others as if at random."""
-    keys = np.full(len(x), derived_seed("split", seed), dtype=np.uint64)
+    keys = np.full(len(x), derive_seed("split", seed), dtype=np.uint64)
     for column in x.numpy().astype(np.uint64).T:
         # splitmix64 (Steele, Lea, Flood 2014), one round a token
         keys = (keys ^ column) + np.uint64(0x9E3779B97F4A7C15)

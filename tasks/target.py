@@ -44,7 +44,7 @@ class RetrievalTask(VectorTask):
     @property
     @abstractmethod
     def components(self) -> tuple[Component, ...]:
-        """What is retrieved."""
+        """The components, each of which retrieves a tuple of tokens."""
 
     @property
     def outer_function(self) -> Outer:
@@ -82,12 +82,12 @@ class RetrievalTask(VectorTask):
         """F(X), differentiable in `x` through the tokens that are retrieved."""
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
-        where = self.retrieved(x.detach())
+        where = self.retrieve(x.detach())
         values = [c.score(x[rows, at]) for c, at in zip(self.components, where, strict=True)]
         return self.outer_function(torch.stack(values, dim=1))
 
-    def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
-        """The tuple of positions that each component retrieves."""
+    def retrieve(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
+        """Find the tuple of positions that each component retrieves."""
         return [best_tuples(x, component)[0] for component in self.components]
 
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
@@ -98,12 +98,13 @@ class RetrievalTask(VectorTask):
         """
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
-        where = self.retrieved(x.detach())
+        where = self.retrieve(x.detach())
         with torch.enable_grad():
             tokens = [x.detach()[rows, at].requires_grad_(True) for at in where]
             values = [c.score(t) for c, t in zip(self.components, tokens, strict=True)]
             output = self.outer_function(torch.stack(values, dim=1))
             moves = [torch.zeros(at.shape, dtype=torch.bool, device=x.device) for at in where]
+            # F0 or a score may ignore one of its inputs there, so gradients decide what counts
             for column in range(output.shape[1]):
                 gradients = torch.autograd.grad(
                     output[:, column].sum(), tokens, retain_graph=True, allow_unused=True
@@ -113,6 +114,7 @@ class RetrievalTask(VectorTask):
                         moved |= (gradient != 0).any(dim=-1)
         active = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for at, moved in zip(where, moves, strict=True):
+            # summed, not set: two components may share a position, of which one counts
             active.scatter_add_(1, at, moved.to(torch.int64))
         return active > 0
 
@@ -168,7 +170,7 @@ class Target(RetrievalTask):
         object.__setattr__(self, "components", tuple(self.components))
         super().__post_init__()
         if self.subsets is not None:
-            object.__setattr__(self, "components", self._with_subsets(self.subsets))
+            object.__setattr__(self, "components", self._restrict(self.subsets))
             object.__setattr__(self, "subsets", None)
         first, second = (self.draw(2, torch.Generator().manual_seed(0)) for _ in range(2))
         if not torch.equal(first, second):
@@ -180,7 +182,7 @@ class Target(RetrievalTask):
             self._check_component(number, component)
         self._check_outer_output()
 
-    def _with_subsets(self, subsets: tuple[tuple[int, ...] | None, ...]) -> tuple[Component, ...]:
+    def _restrict(self, subsets: tuple[tuple[int, ...] | None, ...]) -> tuple[Component, ...]:
         if len(subsets) != len(self.components):
             raise InfoFlowError(
                 f"subsets is {subsets!r}: expected the positions of every component, or None for "
@@ -232,7 +234,7 @@ class Target(RetrievalTask):
                     )
 
     def _check_values(self, number: int, component: Component, x: Tensor, scores: Tensor) -> None:
-        """Whether scores are finite, a tuple's own, and move with its tokens."""
+        """Check that scores are finite, a tuple's own, and move with its tokens."""
         alone = torch.cat([component.score(x[[row]]) for row in range(len(x))])
         if not scores.isfinite().all():
             raise InfoFlowError(
@@ -289,7 +291,7 @@ class Target(RetrievalTask):
 
 
 def _moves(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Whether a derivative of it by `x` is not 0 everywhere."""
+    """Say whether a derivative of the function by `x` differs from 0 anywhere."""
     with torch.enable_grad():
         x = x.detach().requires_grad_(True)
         values = function(x).sum()

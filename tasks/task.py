@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.sequences import check_vectors
 from infoflow_lens.foundation.settings import (
     Count,
@@ -81,16 +81,16 @@ class Task(ABC):
 
     @abstractmethod
     def features(self) -> datasets.Features:
-        """What the columns ``x`` and ``y`` of a dataset hold."""
+        """Name the types and shapes of the columns ``x`` and ``y`` of a dataset."""
 
     @property
     def comparison(self) -> ComparisonProfile | None:
-        """How much the target compares; None if it compares nothing or that is not known."""
+        """The number of comparisons; None if the target compares nothing or that is not known."""
         return None
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """What the target retrieves, for the theory's own model; empty if no tuples."""
+        """The components that the target retrieves, for the theory's model; empty if no tuples."""
         return ()
 
     @property
@@ -121,7 +121,7 @@ class Task(ABC):
 
     def inputs(self, n: int, seed: int) -> Shaped[Tensor, " batch pos *token"]:
         """The sequences of :meth:`sample` alone."""
-        return self.draw(n, torch.Generator().manual_seed(derived_seed("sample", seed)))
+        return self.draw(n, torch.Generator().manual_seed(derive_seed("sample", seed)))
 
     @overload
     def dataset(self, split: str, n: int, seed: int = 0) -> datasets.Dataset: ...
@@ -147,7 +147,7 @@ class Task(ABC):
         if n is None:
             return self._stream(part, seed)
         generator = torch.Generator().manual_seed(
-            derived_seed("sample", derived_seed(self.name, split, seed))
+            derive_seed("sample", derive_seed(self.name, split, seed))
         )
         x = self.draw(n, generator, part)
         identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
@@ -185,7 +185,7 @@ def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dic
     for block in itertools.count():
         for shard in shards:
             generator = torch.Generator().manual_seed(
-                derived_seed(task.name, part, seed, "stream", shard, block)
+                derive_seed(task.name, part, seed, "stream", shard, block)
             )
             x = task.draw(_STREAM_BLOCK, generator, part)
             for sequence, target in zip(x.numpy(), task.target(x).numpy(), strict=True):

@@ -32,7 +32,7 @@ _LONGEST = 10  # of templates that are listed: Bell's number, 115,975; of length
 
 
 def pattern_of(wildcards: Sequence[object]) -> Pattern:
-    """Which entries are equal, as numbers in the order of appearance: "xyx" is (0, 1, 0)."""
+    """Number entries in the order of appearance, equal ones alike: "xyx" becomes (0, 1, 0)."""
     first: dict[object, int] = {}
     return tuple(first.setdefault(wildcard, len(first)) for wildcard in wildcards)
 
@@ -48,7 +48,7 @@ def all_patterns(length: int) -> Iterator[Pattern]:
 
 
 def patterns_of(words: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch pos"]:
-    """:func:`pattern_of` of many sequences."""
+    """Number the words of many sequences, each as :func:`pattern_of` does."""
     equal = words.unsqueeze(-1) == words.unsqueeze(-2)
     first = equal.to(torch.int8).argmax(dim=-1)  # the first position with the same word
     is_new = first == torch.arange(words.shape[-1], device=words.device)
@@ -56,7 +56,7 @@ def patterns_of(words: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch pos"]:
 
 
 @lru_cache(maxsize=16)
-def _listed(length: int) -> tuple[Pattern, ...]:
+def _list_patterns(length: int) -> tuple[Pattern, ...]:
     return tuple(all_patterns(length))
 
 
@@ -132,7 +132,7 @@ class TemplateTask(TokenTask):
     def patterns(self) -> tuple[Pattern, ...]:
         """The templates, each as the numbers of its wildcards in the order of appearance."""
         if self.templates is None:
-            return _listed(self.length)
+            return _list_patterns(self.length)
         return tuple(map(pattern_of, self.templates))
 
     @property
@@ -142,11 +142,11 @@ class TemplateTask(TokenTask):
 
     @property
     def splits_by_sequence(self) -> bool:
-        """Whether the splits divide the sequences themselves, and not words or templates."""
+        """Say whether the splits divide the sequences themselves, and not words or templates."""
         return self.holdout == "sequences"
 
     def _distinguishing_positions(self) -> Bool[Tensor, "template pos"]:
-        """For every template a minimal set of positions that tells it from the others."""
+        """Find for every template a minimal set of positions that tells it from the others."""
         if self.templates is None and self.length > 1:
             # of two templates that differ at one position only, both are there
             return torch.ones(len(self.patterns), self.length, dtype=torch.bool)
@@ -159,7 +159,7 @@ class TemplateTask(TokenTask):
 
     @abstractmethod
     def word_places(self) -> Int[Tensor, "block word"]:
-        """Where the words of each templated stretch stand."""
+        """Return the positions of the words, a row for each stretch that follows a template."""
 
     def _which(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch block"]:
         """The template of every stretch.
@@ -210,7 +210,7 @@ class TemplateTask(TokenTask):
 
 @lru_cache(maxsize=64)
 def _distinguishing(patterns: tuple[Pattern, ...]) -> Bool[Tensor, "template pos"]:
-    """For every template a minimal set of positions that no other one agrees with.
+    """Find for every template a minimal set of positions that no other template agrees with.
 
     Later positions are left out first.
     """
@@ -219,6 +219,7 @@ def _distinguishing(patterns: tuple[Pattern, ...]) -> Bool[Tensor, "template pos
         for position in reversed(range(len(pattern))):
             kept[row, position] = False
             some = kept[row].nonzero()[:, 0].tolist()
+            # two templates agree on some positions if the same of them are equal to each other
             rest = pattern_of([pattern[i] for i in some])
             kept[row, position] = any(
                 pattern_of([other[i] for i in some]) == rest
@@ -261,11 +262,11 @@ class TemplateMatching(TemplateTask):
 
     @property
     def space_size(self) -> int:
-        """All substitutions of all templates."""
+        """The number of substitutions of all templates."""
         return sum(math.perm(self.n_words, max(pattern) + 1) for pattern in self.patterns)
 
     def word_places(self) -> Int[Tensor, "block word"]:
-        """All positions but the last."""
+        """Return all positions but the last, as the one stretch."""
         return self.places(WORD)[None]
 
     def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -63,12 +63,12 @@ class TokenTask(Task):
     @property
     @abstractmethod
     def layout(self) -> str:
-        """What stands at every position: "w" a word, ">" the response sign, "a" an answer."""
+        """The kind of every position: "w" a word, ">" the response sign, "a" an answer."""
 
     @property
     @abstractmethod
     def alphabet_size(self) -> int:
-        """How many words there are; their ids come first."""
+        """The number of words; their ids come first."""
 
     @property
     @abstractmethod
@@ -78,7 +78,7 @@ class TokenTask(Task):
     @property
     @abstractmethod
     def space_size(self) -> int:
-        """How many different sequences there are, exactly."""
+        """The exact number of different sequences."""
 
     @abstractmethod
     def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -128,7 +128,7 @@ class TokenTask(Task):
 
     @property
     def splits_by_sequence(self) -> bool:
-        """Whether the splits divide the sequences themselves, and not words or templates."""
+        """Say whether the splits divide the sequences themselves, and not words or templates."""
         return True
 
     def places(self, kind: str) -> Int[Tensor, " place"]:
@@ -259,7 +259,7 @@ class InContextTask(TokenTask):
     def _alike(
         self, block: Float[Tensor, "*batch word"], asked: Float[Tensor, "*batch word"]
     ) -> Bool[Tensor, "*batch"]:
-        """Whether words ask for a block."""
+        """Say whether the asked words match those of a block."""
 
     @abstractmethod
     def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
@@ -281,7 +281,7 @@ class InContextTask(TokenTask):
         return numbers(self.n_answers)
 
     def word_places(self) -> Int[Tensor, "block word"]:
-        """Where the words of each block stand; the last block asks."""
+        """Return the positions of the words of each block; the last block asks."""
         return self.places(WORD).view(self.n_pairs + 1, self.block_length)
 
     @property
@@ -312,7 +312,7 @@ class InContextTask(TokenTask):
         return x.gather(1, where[:, None])[:, 0] - self.alphabet_size - 1
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """What tells the matching block, the same of the words that ask, and the answer.
+        """Mark the words that tell the matching block, the same of the query, and the answer.
 
         With one pair, the answer alone; with one answer, nothing.
         """

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Positive
 from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.target import RetrievalTask, Target
@@ -66,15 +66,17 @@ def _matrices(
     kind: MatrixKind, n: int, d: int, seed: int, n_draws: int
 ) -> Float[Tensor, "component d d"]:
     """The matrices of a target of best pairs."""
-    generator = torch.Generator().manual_seed(derived_seed("matrices", seed))
+    generator = torch.Generator().manual_seed(derive_seed("matrices", seed))
     draws = torch.randn((n_draws, n, d, d), generator=generator)
     if kind == "gaussian":
         draws = draws / d**0.5
     else:
+        # QR alone favours some rotations; the signs of R's diagonal undo that (Mezzadri 2007)
         q, r = torch.linalg.qr(draws)
         signs: Tensor = r.diagonal(dim1=-2, dim2=-1).sign()
         draws = q * signs[..., None, :]  # uniform over the orthogonal group
     if kind == "rotoreflection":
+        # R S R^T: the same turn S in planes that are drawn at random
         draws = draws @ _rotoreflection(d) @ draws.mT
     return draws[largest_overlap(draws).argmin()]
 
@@ -143,8 +145,8 @@ class IntrinsicDimension(RetrievalTask):
 
         return tuple(Component(arity=2, score=_form(matrix)) for matrix in self.matrices)
 
-    def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
-        """The best pair for each matrix, by a matrix product, which is faster."""
+    def retrieve(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
+        """Find the best pair for each matrix, by a matrix product, which is faster."""
         found = []
         for matrix in self.matrices.to(x):
             best = (x @ matrix @ x.mT).flatten(1).argmax(dim=1)
@@ -153,7 +155,7 @@ class IntrinsicDimension(RetrievalTask):
 
     @property
     def comparison(self) -> ComparisonProfile:
-        """At most D(T^2 - 1) comparisons of pairs.
+        """The number of comparisons: at most D(T^2 - 1), of pairs.
 
         Among numbers (d = 1) the best pair is one of the largest and smallest, which single tokens'
         scores find, so that the lower bound over pairs does not hold.
@@ -234,29 +236,30 @@ class BestTree(RetrievalTask):
 
     @property
     def n_scores(self) -> int:
-        """Scores that :meth:`retrieved` takes of a sequence."""
+        """Scores that :meth:`retrieve` takes of a sequence."""
         return len(self.edges) * self.n_tokens**2
 
-    def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
-        """The best tuple, place by place, in T^2 steps an edge."""
+    def retrieve(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
+        """Find the best tuple, place by place, in T^2 steps an edge."""
         tables = {}
         for (i, j), matrix in zip(self.edges, self.matrices.to(x), strict=True):
             tables[i, j] = x @ matrix @ x.mT  # [batch, token at i, token at j]
             tables[j, i] = tables[i, j].mT
 
-        def below(place: int, parent: int | None) -> tuple[Tensor, dict[int, Tensor]]:
-            """What the places below add for each token at a place, and which tokens do."""
+        def add_up(place: int, parent: int | None) -> tuple[Tensor, dict[int, Tensor]]:
+            """Return the best worth of the places below each token at a place, and their tokens."""
             worth, found = torch.zeros_like(x[..., 0]), dict[int, Tensor]()
             for child in self.graph.beside(place):
                 if child == parent:
                     continue
-                added, inner = below(child, place)
+                added, inner = add_up(child, place)
                 best, found[child] = (tables[place, child] + added[:, None]).max(dim=2)
                 found |= {p: at.gather(1, found[child]) for p, at in inner.items()}
+                # each child chooses its best token by itself, since the graph has no circles
                 worth = worth + best
             return worth, found
 
-        worth, found = below(0, None)
+        worth, found = add_up(0, None)
         first = worth.argmax(dim=1, keepdim=True)
         others = [found[place].gather(1, first) for place in range(1, self.arity)]
         return [torch.cat([first, *others], dim=1)]

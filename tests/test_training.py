@@ -17,7 +17,7 @@ from infoflow_lens import (
     load_task,
     train,
 )
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.state import read_state
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.training import (
@@ -80,9 +80,7 @@ def test_the_first_steps_are_adamw_with_clipping_and_a_cosine(data):
     x, y = pairs[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
-    order = torch.randperm(
-        200, generator=torch.Generator().manual_seed(derived_seed("epoch", 3, 0))
-    )
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(derive_seed("epoch", 3, 0)))
     total = 0.0
     for chosen in order.split(32):
         loss = torch.nn.functional.mse_loss(model(x[chosen]), y[chosen])
@@ -606,9 +604,7 @@ def test_the_first_steps_are_sgd_on_the_cross_entropy(questions, settings):
 
     weights = [p for p in by_hand.parameters() if p.requires_grad]
     momenta = [torch.zeros_like(p) for p in weights]
-    order = torch.randperm(
-        100, generator=torch.Generator().manual_seed(derived_seed("epoch", 3, 0))
-    )
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(derive_seed("epoch", 3, 0)))
     losses, hits = 0.0, 0
     for step, chosen in enumerate(order.split(32)):
         x, y = data[0][chosen], data[1][chosen]

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.progress import Advance
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.interventions.edits import split_heads
 from infoflow_lens.hooks.interventions.ideals import HeadIdeal, LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.means import MeanPatterns
@@ -85,7 +85,7 @@ def estimate_ideals(
     rows: list[Tensor] = []
     done = 0
     for batch in batches.batches(batch_size):
-        seeds = [derived_seed("labels", seed, done + i) for i in range(len(batch))]
+        seeds = [derive_seed("labels", seed, done + i) for i in range(len(batch))]
         for found, part in zip(
             lost, _estimate_batch(model, batch, damage, layers, ideals, draws, seeds), strict=True
         ):

@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
 from infoflow_lens.hooks.interventions.estimate import DRAWS, Estimates, estimate_ideals
 from infoflow_lens.hooks.interventions.ideals import (
@@ -509,7 +509,7 @@ class _Labelling:
             OWN: found.replacements,
             SEVERAL: several,
         }
-        generator = torch.Generator().manual_seed(derived_seed("dealt", self.seed))
+        generator = torch.Generator().manual_seed(derive_seed("dealt", self.seed))
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt = {head: found.replacements[heads[i]] for head, i in zip(heads, order, strict=True)}
         assignments["labels dealt to heads at random"] = dealt

@@ -19,7 +19,7 @@ from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import (
     Count,
     Distinct,
@@ -161,7 +161,7 @@ class EdgeBudgetResult(NextTokenResult):
     def _needed(self, share: float, draws: int, seed: int) -> dict[str, Float[Tensor, " draw"]]:
         """By method; the first of all windows, then of windows drawn with replacement."""
         n = len(self.bare)
-        generator = torch.Generator().manual_seed(derived_seed("edges needed", seed))
+        generator = torch.Generator().manual_seed(derive_seed("edges needed", seed))
         drawn = torch.randint(n, (draws, n), generator=generator)
         counts = torch.zeros(draws, n, dtype=torch.float64)
         counts.scatter_add_(1, drawn, torch.ones_like(counts))
@@ -440,7 +440,7 @@ class _Run:
         def of(batch: Batch, first: int) -> Tensor:
             scores = self._scores(batch, first)
             seeds = [
-                derived_seed("edge budget", self.seed, name, first + i) for i in range(len(batch))
+                derive_seed("edge budget", self.seed, name, first + i) for i in range(len(batch))
             ]
             method: EdgeMethod = CHANCE if name.startswith(CHANCE) else name  # type: ignore[assignment]
             places, n_edges = ranked(scores.of(method), scores.edges, seeds)

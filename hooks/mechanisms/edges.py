@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.mechanisms.damage import Damage
 from infoflow_lens.hooks.mechanisms.estimate import differentiable, directions, gradients
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
@@ -229,7 +229,7 @@ class EdgeScores:
                 return [_size(g, m) for g, m in zip(gradients(total, leaves), moves, strict=True)]
             rows = self.measure.rows(output, self.batch)
             seeds = [
-                derived_seed("edges", self.seed, self.first + i) for i in range(len(self.batch))
+                derive_seed("edges", self.seed, self.first + i) for i in range(len(self.batch))
             ]
             squares = [torch.zeros_like(move) for move in moves]
             for towards in directions(rows.detach(), self.measure, self.batch, _DRAWS, seeds):

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.mechanisms.damage import Damage
 from infoflow_lens.hooks.mechanisms.ideals import (
     IDEALS,
@@ -225,7 +225,7 @@ def _signs(seed: int, draws: int, n_features: int, counted: Tensor) -> tuple[Ten
 
     A sign for each feature times one for each row is enough for rows to be uncorrelated.
     """
-    generator = torch.Generator().manual_seed(derived_seed("mechanisms", seed))
+    generator = torch.Generator().manual_seed(derive_seed("mechanisms", seed))
     features = torch.randint(2, (draws, n_features), generator=generator) * 2 - 1
     rows = torch.zeros(draws, len(counted), dtype=torch.int64)
     n_counted = int(counted.sum())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.mechanisms.damage import Damage, Metric, Read, Reference, metric_of
 from infoflow_lens.hooks.mechanisms.driver import (
@@ -300,7 +300,7 @@ class _Run:
         size = min(self.batch_size, self._at_once())
         for batch in self.batches.batches(size, skip=at.n_estimated):
             seeds = [
-                derived_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
+                derive_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
             ]
             found = estimated(
                 self.model, batch, self.metric, at.mean_patterns, self.k, draws, seeds, self.n_mean
@@ -393,7 +393,7 @@ class _Run:
         order = torch.arange(self.n)
         if not self.settings["exact"]:
             generator = torch.Generator()
-            generator.manual_seed(derived_seed("mechanisms", self.settings["seed"], "order"))
+            generator.manual_seed(derive_seed("mechanisms", self.settings["seed"], "order"))
             order = torch.randperm(self.n, generator=generator)
         for stop in self._blocks():
             here = order[at.n_done : stop].tolist()

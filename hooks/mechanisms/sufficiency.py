@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.mechanisms.driver import Reading, identify
@@ -113,7 +113,7 @@ class SufficiencyResult(NextTokenResult):
         n = len(self.bare)
         places = [self.assignments.index(name) for name in (assignment, other)]
         lost = self.losses[places, self.n_replaced.index(max(self.n_replaced))] - self.bare
-        generator = torch.Generator().manual_seed(derived_seed("resampled sequences"))
+        generator = torch.Generator().manual_seed(derive_seed("resampled sequences"))
         drawn = torch.randint(n, (_RESAMPLED, n), generator=generator)
         value = made(*(lost.sum(dim=1) / self.n_tokens.sum()))
         again = made(*(lost[:, drawn].sum(dim=2) / self.n_tokens[drawn].sum(dim=1)))
@@ -264,7 +264,7 @@ def measure_sufficiency(
     ideals = [ideal for ideal, _ in mine.values()]
     dealt: dict[str, Heads | None] = {MECHANISMS: dict(zip(heads, ideals, strict=True)), MEAN: None}
     for draw in range(draws):
-        generator = torch.Generator().manual_seed(derived_seed("sufficiency", seed, draw))
+        generator = torch.Generator().manual_seed(derive_seed("sufficiency", seed, draw))
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt[f"{RANDOM} {draw}"] = {heads[at]: ideals[i] for at, i in enumerate(order)}
     counts = [max(1, round(share * len(heads))) for share in shares]

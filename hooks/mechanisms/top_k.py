@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.mechanisms.driver import Reading, identify
@@ -221,7 +221,7 @@ def _kept(
         drawn = []
         for index in range(len(pattern)):  # by sequence, whatever the batch size
             generator = torch.Generator().manual_seed(
-                derived_seed("top k", seed, layer, first + index)
+                derive_seed("top k", seed, layer, first + index)
             )
             drawn.append(torch.rand(pattern.shape[1:], generator=generator))
         order = torch.stack(drawn).to(pattern.device).masked_fill(~visible, -1.0)

@@ -22,7 +22,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.theory.comparison import best_inside, best_tuples
 from infoflow_lens.theory.jobs import Job, Max, Routed
@@ -129,7 +129,7 @@ def nmse_of(reached: Tensor, y: Tensor) -> Tensor:
 
 def interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
     """Where 95% of the NMSE lie when sequences are drawn again, with replacement."""
-    generator = torch.Generator().manual_seed(derived_seed("routed error", seed))
+    generator = torch.Generator().manual_seed(derive_seed("routed error", seed))
     rows = torch.randint(len(y), (_RESAMPLES, len(y)), generator=generator)
     values = nmse_of(reached[rows], y[rows]).sort().values
     return float(values[int(0.025 * _RESAMPLES)]), float(values[int(0.975 * _RESAMPLES) - 1])

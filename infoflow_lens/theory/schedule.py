@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Seed, checked
 from infoflow_lens.theory.comparison import Component
@@ -231,5 +231,5 @@ def inputs(task: Target, n: int, seed: int) -> Tensor:
 def reference_tokens(task: Target, seed: int, n: int = 1024) -> Float[Tensor, "sample d_token"]:
     """Tokens of other sequences than those of :func:`learns`, for routed heads."""
     sequences = max(1, -(-n // task.n_tokens))
-    x = inputs(task, sequences, derived_seed("reference", seed))
+    x = inputs(task, sequences, derive_seed("reference", seed))
     return as_vectors(x).flatten(0, 1)[:n]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import NonNegative, Seed, checked
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.models.host import TokenTransformer
@@ -43,7 +43,7 @@ def perturbed_construction(
     for parameter_name, parameter in token_model.named_parameters():
         if parameter.requires_grad:
             # a generator for each, so that the noise of one does not hang on the size of others
-            generator = torch.Generator().manual_seed(derived_seed("noise", seed, parameter_name))
+            generator = torch.Generator().manual_seed(derive_seed("noise", seed, parameter_name))
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             with torch.no_grad():
                 parameter.add_(scale * noise)

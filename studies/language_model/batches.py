@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.tokens import END_OF_TEXT_ID
 
@@ -18,7 +18,7 @@ def training_batch(
     tokens up to the end: of every two, one repeats text, one random ids. A model
     can learn repeats of text from frequent tokens alone; to continue random ids it must look back.
     """
-    generator = torch.Generator().manual_seed(derived_seed("batch", config.seed, step))
+    generator = torch.Generator().manual_seed(derive_seed("batch", config.seed, step))
     length = config.n_context - 1
     rows = _windows(stream, config.batch_size, length, generator)
     for row in range(round(config.repeated * config.batch_size)):
@@ -81,13 +81,13 @@ def repeated_stretches(
         begin: the id that every sequence begins with, which is none of the others.
     """  # fmt: skip
     different = _different(vocabulary, n, longest, seed, begin)
-    generator = torch.Generator().manual_seed(derived_seed("stretches", seed))
+    generator = torch.Generator().manual_seed(derive_seed("stretches", seed))
     sizes = torch.randint(shortest, longest + 1, (n, 1), generator=generator)
     return _begun(different.gather(1, torch.arange(length) % sizes), begin)
 
 
 def _different(vocabulary: int, n: int, count: int, seed: int, begin: int) -> Tensor:
-    generator = torch.Generator().manual_seed(derived_seed("repeated", seed))
+    generator = torch.Generator().manual_seed(derive_seed("repeated", seed))
     ids = torch.rand(n, vocabulary - 1, generator=generator).argsort(dim=1)[:, :count]
     return ids + (ids >= begin)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import (
     GradedSetsProbe,
     JacobianInfluence,
@@ -164,7 +164,7 @@ class GradedSetsStudy(LanguageModelStudy):
         n, length = settings["n_windows"] + _DONORS, settings["n_context"]
         m = max(2, settings["n_windows"] // 2) + _DONORS  # to choose by
         if settings["model"] == _RANDOM:
-            generator = torch.Generator().manual_seed(derived_seed("tokens", seed))
+            generator = torch.Generator().manual_seed(derive_seed("tokens", seed))
             ids = torch.randint(_SHAPE["vocab_size"], (n + m, length), generator=generator)
             return {"validation": ids[:m], "test": ids[m:]}
         if self.data is None:
@@ -510,6 +510,6 @@ def _random(length: int, seed: int) -> nn.Module:
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     settings: dict[str, Any] = {**_SHAPE, **ends, "n_positions": length}
     config = GPT2Config(**settings, initializer_range=width**-0.5)
-    with SeededRandom(derived_seed("weights", seed)):
+    with SeededRandom(derive_seed("weights", seed)):
         made = GPT2LMHeadModel(config)
     return load_any(made.eval()).model

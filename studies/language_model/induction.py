@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import IDEALS, RecoveryProbe, measure_mechanisms, run_probes, substituted
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook
@@ -58,7 +58,7 @@ class Induction(OnRepeats):
         model = load_snapshot(self.source_of(settings), device)
         half, n = settings["half"], settings["n"]
         vocabulary, begin = ids_of(model, half)
-        draw = derived_seed("induction", seed)
+        draw = derive_seed("induction", seed)
         # the token behind the first of the second half is the first that can be known
         ids = repeated_random(vocabulary, n, half, draw, begin)
         seen = _Seen(model, ids, range(half + 1, 2 * half))

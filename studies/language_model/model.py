@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.tokens import END_OF_TEXT_ID
 
@@ -38,7 +38,7 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         architectures=["GPT2LMHeadModel"],
     )
     settings._attn_implementation = "sdpa"
-    with SeededRandom(derived_seed("weights", config.seed)):
+    with SeededRandom(derive_seed("weights", config.seed)):
         model = GPT2LMHeadModel(settings)
     if config.attention_only:
         for block in model.transformer.h:

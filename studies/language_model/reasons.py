@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.batches import repeated_random
@@ -59,7 +59,7 @@ class Reasons(OnRepeats):
         model = load_snapshot(source, device)
         half = settings["half"]
         vocabulary, begin = ids_of(model, half)
-        draw = derived_seed("reasons", seed)
+        draw = derive_seed("reasons", seed)
         ids = repeated_random(vocabulary, settings["n"], half, draw, begin)
         matching, before = _scores(model, ids)
         largest = max(matching.values())
@@ -73,7 +73,7 @@ class Reasons(OnRepeats):
         for head in heads:
             about: Row = {"prefix_matching": matching[head], "previous_token": before[previous]}
             rows += _rows(TRAINED, lines, head, previous, half, about)
-        with untrained(source, derived_seed("untrained", seed)) as folder:
+        with untrained(source, derive_seed("untrained", seed)) as folder:
             lines = measure_why_all(load_snapshot(folder, device), ids, _EVERY)
             for head in heads:
                 rows += _rows(UNTRAINED, lines, head, previous, half, {})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
 from infoflow_lens.hooks.model.inputs import Batch, read_inputs
@@ -89,7 +89,7 @@ class Roles(BesideUntrained):
     ) -> list[Row]:
         token = windows[:, 1:].flatten()
         place = torch.arange(1, windows.shape[1]).repeat(len(windows))
-        generator = torch.Generator().manual_seed(derived_seed("shuffled", seed))
+        generator = torch.Generator().manual_seed(derive_seed("shuffled", seed))
         shuffled = token[torch.randperm(len(token), generator=generator)]
         means = mean_outputs(model, loss.batches, _BATCH)
         rows: list[Row] = []
@@ -123,7 +123,7 @@ class Roles(BesideUntrained):
         for rank in (*(r for r in _RANKS if r < d_head), d_head):
             chosen = {"first": [[own.axes[:, :, :rank] for own in found]]}
             chosen["random"] = [
-                [_random(own, rank, derived_seed("directions", seed, draw, i))
+                [_random(own, rank, derive_seed("directions", seed, draw, i))
                  for i, own in enumerate(found)]
                 for draw in range(draws if 0 < rank < d_head else 1)
             ]  # fmt: skip
@@ -311,6 +311,6 @@ def _level(rows: "pd.DataFrame") -> float:
     values = _by_head(rows).rank()
     roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
     roles, cost = roles - roles.mean(), cost - cost.mean()
-    generator = torch.Generator().manual_seed(derived_seed("roles"))
+    generator = torch.Generator().manual_seed(derive_seed("roles"))
     orders = torch.rand(_PERMUTATIONS, len(cost), generator=generator).argsort(dim=1)
     return float(((cost[orders] @ roles) < (cost @ roles)).double().mean())

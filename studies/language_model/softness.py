@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook
@@ -65,7 +65,7 @@ class Softness(BesideUntrained):
         for layer in range(layer_count(model)):
             seen = _Layer(model, layer, windows)
             heads = [
-                _Control(seen, derived_seed("untrained head", seed, layer, draw))
+                _Control(seen, derive_seed("untrained head", seed, layer, draw))
                 for draw in range(settings["draws"])
             ]
             for head in range(seen.pattern.shape[1]):

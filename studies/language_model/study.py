@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.configs import shape_of_named
 from infoflow_lens.probing.data import read_texts
 from infoflow_lens.probing.windows import spread_windows, token_stream
@@ -180,7 +180,7 @@ class BesideUntrained(LanguageModelStudy):
         source = self.source_of(settings)
         rows = self.of_model(load_snapshot(source, device), settings, seed, TRAINED)
         if settings["final"]:
-            with untrained(source, derived_seed("untrained", seed)) as folder:
+            with untrained(source, derive_seed("untrained", seed)) as folder:
                 rows += self.of_model(load_snapshot(folder, device), settings, seed, UNTRAINED)
         return rows
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import (
     AttendedProbe,
     PositionsProbe,
@@ -125,7 +125,7 @@ class AttentionMaps(tokens.TokenStudy):
             models["construction"] = _construction(run.task).to(device, print_details=False)
         rows: list[Row] = []
         for name, model in models.items():
-            found = find_operations(model, run.task, run.x, derived_seed(self.name, "keys", seed))
+            found = find_operations(model, run.task, run.x, derive_seed(self.name, "keys", seed))
             for operation, happens in found.happens.items():
                 rows.append(
                     {

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import nmse
@@ -149,7 +149,7 @@ class CostLaw(Study):
         self, settings: Settings, part: str, seed: int, n: int
     ) -> Float[Tensor, "sample coordinate"]:
         """Coordinates of |I| tokens in [0, 1)."""
-        generator = torch.Generator().manual_seed(derived_seed(self.name, part, seed))
+        generator = torch.Generator().manual_seed(derive_seed(self.name, part, seed))
         return torch.rand(n, settings["size"] * settings["d_token"], generator=generator)
 
     def _trained(self, settings: Settings, seed: int, device: str) -> float:
@@ -159,7 +159,7 @@ class CostLaw(Study):
         encoder, code = [(n, _ENCODER), (_ENCODER, _ENCODER), (_ENCODER, size)], None
         if settings["model"] == _DECODER:
             encoder, code = [], _digit_code(settings, _affordable_bits(settings))
-        with SeededRandom(derived_seed(self.name, "weights", seed)):
+        with SeededRandom(derive_seed(self.name, "weights", seed)):
             model = nn.Sequential(*_layers(encoder), *_layers(decoder)).to(device)
 
         def drawn(part: str, n: int) -> Pair:
@@ -182,14 +182,14 @@ class CostLaw(Study):
         """The error of a Transformer whose states have as many numbers."""
         task = IntrinsicDimension(
             n_tokens=4, d_token=settings["d_token"], n_components=1, matrix_kind="orthogonal",
-            tokens="sphere", seed=derived_seed(self.name, "matrix", seed),
+            tokens="sphere", seed=derive_seed(self.name, "matrix", seed),
         )  # fmt: skip
         architecture = Architecture(
             n_heads=(1, 1), d_model=settings["d_model"], d_head=(3, 3), d_token=task.d_token,
             n_tokens=task.n_tokens, d_mlp=128, act_fn="gelu", init_mode="xavier_normal",
         )  # fmt: skip
         train_seed, seen_seed = (
-            derived_seed(self.name, part, seed) for part in ("train", "validation")
+            derive_seed(self.name, part, seed) for part in ("train", "validation")
         )
         data = standardised(
             task.sample(settings["n_train"], train_seed), task.sample(2000, seen_seed)

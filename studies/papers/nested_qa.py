@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers import token_models as tokens
@@ -143,7 +143,7 @@ class NestedQuestions(tokens.TokenStudy):
     def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """Test accuracy before training, and of the trained model by distance from the end."""
         hops = int(settings["hops"])
-        untrained, _ = tokens.start_model(settings, derived_seed(self.name, "weights", seed))
+        untrained, _ = tokens.start_model(settings, derive_seed(self.name, "weights", seed))
         untrained = untrained.to(next(run.model.parameters()).device)
         row: Row = {"before": evaluate_labels(untrained, (run.x, run.y)).accuracy}
         for near in range(1, hops + 1):
@@ -338,7 +338,7 @@ def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> 
     found as it is.
     """
     hops, layers = int(settings["hops"]), int(settings["layers"])
-    weights = derived_seed(study, "weights", seed)
+    weights = derive_seed(study, "weights", seed)
     model: TokenTransformer | None = None
     training: TrainingResult | None = None
     history: list[Mapping[str, float | int]] = []
@@ -351,7 +351,7 @@ def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> 
         model = model.to(device)
         rows = task.dataset("validation", settings["n_test"], seed).with_format("torch")[:]
         x, y = rows["x"], rows["y"]
-        config = tokens.training_config(settings, derived_seed("stage", seed, stage))
+        config = tokens.training_config(settings, derive_seed("stage", seed, stage))
         if not last:
             config = replace(config, epochs=settings["stage"], lr_end=config.lr)
         training = train(
@@ -388,7 +388,7 @@ def _asked_within(
 
     def asked(epoch: int) -> Pair:
         x, y = drawn(epoch)
-        generator = torch.Generator().manual_seed(derived_seed("asked", seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed("asked", seed, epoch))
         near = torch.randint(1, furthest + 1, (len(x),), generator=generator)
         near[torch.rand(len(x), generator=generator) < 0.5] = furthest
         return asked_later(x, int(settings["hops"]) - near), y

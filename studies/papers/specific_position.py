@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
@@ -80,7 +80,7 @@ class SpecificPosition(VectorStudy):
         model = build_model(self.architecture(settings), seed=seed, device=device)
         if settings["model"] == _PAPER:
             model.blocks[0].ln1 = nn.Identity()
-            with SeededRandom(derived_seed("readout", seed)):
+            with SeededRandom(derive_seed("readout", seed)):
                 readout: Any = nn.Sequential(
                     nn.Linear(settings["d_model"], settings["d_mlp"]),
                     nn.GELU(),

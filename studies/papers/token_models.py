@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import TokenTransformer, build_token_model
 from infoflow_lens.runs.memory import run_bytes
 from infoflow_lens.studies.constructions import (
@@ -247,7 +247,7 @@ def _add_noise(model: TokenTransformer, share: float, deviation: float, seed: in
     """What is trained, times `share`, plus Gaussian noise."""
     for name, weights in model.named_parameters():
         if weights.requires_grad:
-            generator = torch.Generator().manual_seed(derived_seed("noise", seed, name))
+            generator = torch.Generator().manual_seed(derive_seed("noise", seed, name))
             noise = torch.randn(weights.shape, generator=generator)
             with torch.no_grad():
                 weights.mul_(share).add_(deviation * noise)
@@ -310,7 +310,7 @@ def train_run(study: str, settings: Settings, seed: int, device: str) -> TokenRu
         seed: of everything that is drawn.
         device: where to train.
     """
-    model, task = start_model(settings, derived_seed(study, "weights", seed))
+    model, task = start_model(settings, derive_seed(study, "weights", seed))
     model = model.to(device, print_details=False) if device != "cpu" else model
     training = train(
         model,
@@ -338,7 +338,7 @@ def training_config(settings: Settings, seed: int) -> TrainingConfig:
 
 def held_out(study: str, task: TokenTask, settings: Settings, seed: int) -> Pair:
     """Test sequences of a run and their labels."""
-    data = task.dataset("test", settings["n_test"], derived_seed(study, "held out", seed))
+    data = task.dataset("test", settings["n_test"], derive_seed(study, "held out", seed))
     rows = data.with_format("torch")[:]
     return rows["x"], rows["y"]
 
@@ -349,7 +349,7 @@ def data_of(task: TokenTask, settings: Settings, seed: int) -> Any:
         return task.dataset("train", settings["n_train"], seed)
 
     def drawn(epoch: int) -> Pair:
-        generator = torch.Generator().manual_seed(derived_seed("fresh", seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed("fresh", seed, epoch))
         x = task.draw(settings["n_train"], generator, "train")
         return x, task.target(x)
 

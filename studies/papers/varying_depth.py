@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers import token_models as tokens
@@ -96,7 +96,7 @@ class VaryingDepth(tokens.TokenStudy):
 
     def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """The largest gradient at the context before training."""
-        model, task = tokens.start_model(settings, derived_seed(self.name, "weights", seed))
+        model, task = tokens.start_model(settings, derive_seed(self.name, "weights", seed))
         x, y = task.sample(512, seed=seed)
         return {"context_gradient": context_gradient(model, x, y, context_length(task))}
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.studies.papers.token_models import (
     ADAMW,
@@ -158,7 +158,7 @@ def test_test_sequences_are_of_the_test_split_and_of_their_study():
     assert torch.equal(runs[0].x, runs[1].x)
     assert not torch.equal(runs[0].x, runs[2].x)
     # the number of an earlier draw is not that of the test
-    seen = runs[0].task.dataset("test", 100, seed=derived_seed("one", "test", 0))["x"]
+    seen = runs[0].task.dataset("test", 100, seed=derive_seed("one", "test", 0))["x"]
     assert torch.tensor([list(row) for row in seen]).tolist() != runs[0].x.tolist()
 
 
