@@ -261,7 +261,7 @@ class Probe(ABC, Generic[ResultT]):
             )
         for point in needs.points:
             hook_name(model, point)
-        record = RunRecord.of_model(model, self._settings(), fingerprint_of_model=fingerprint)
+        record = RunRecord.from_model(model, self._settings(), fingerprint_of_model=fingerprint)
         self._same_model(record)
         self._finish_pending()
         self.pending = None

@@ -168,9 +168,9 @@ def __getattr__(name: str) -> Any:
     if name in (*_IN_STUDIES, *_MOVED):
         return getattr(import_module(f"{__name__}.studies"), name)
     if name == "__version__":
-        from infoflow_lens.foundation.versions import own_version
+        from infoflow_lens.foundation.versions import find_version
 
-        return own_version()
+        return find_version()
     if name in _rooms():
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -215,11 +215,11 @@ def _probe(
 ) -> None:
     """Print what a finished run has said, without loading its model; else what is measured now."""
     with _report_errors():
-        from infoflow_lens.runs.finished import read_finished
+        from infoflow_lens.runs.finished import read_output
 
         settings = config()
         probing = settings.probing() if isinstance(settings, SurveyConfig) else settings
-        said = read_finished(out, probing.output_settings(), probing.sources(), writes)
+        said = read_output(out, probing.output_settings(), probing.sources(), writes)
         if said is None:
             result = run(
                 settings,

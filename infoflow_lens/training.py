@@ -214,7 +214,7 @@ class Ledger:
         self.model = model
         self.config = config
         self.objective = objective
-        self.record = RunRecord.of_model(model, dict(identity), config.seed)
+        self.record = RunRecord.from_model(model, dict(identity), config.seed)
         self.initial_state = _copy_state(model)
         self.best_state = self.initial_state
         self.best_score, self.best_epoch = math.inf, 0

@@ -341,7 +341,7 @@ def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -
         config.training(),
         model_seed=config.seed,
         device=device,
-        checkpoint_dir=out.below("training"),
+        checkpoint_dir=out.subfolder("training"),
         progress=progress,
     )
     model = training.model

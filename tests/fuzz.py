@@ -77,14 +77,14 @@ def model() -> Any:
 @cache
 def finished() -> Path:
     """A folder of a finished run, and what it holds of an unfinished one."""
-    from infoflow_lens.foundation.files import owned_by
+    from infoflow_lens.foundation.files import let_own
     from infoflow_lens.probing.checkpoint import Checkpoint
     from infoflow_lens.runs.folder import RunFolder
 
     out = home() / "finished"
     run_probing(out, probing(), progress=False)
     folder = RunFolder(out)
-    with owned_by(folder):
+    with let_own(folder):
         Checkpoint(folder, ".detail.safetensors").save({"begun": torch.zeros(3)})
     return out
 

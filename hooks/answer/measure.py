@@ -145,7 +145,7 @@ def measure_answer(
         random=tuple(circuit.random),
         n_pruned=len(circuit.pruned),
         forwards=round(question.forwards, 1),
-        record=RunRecord.of_model(model, config),
+        record=RunRecord.from_model(model, config),
         notes=tuple(notes),
     )
     if len(found.looks) and found.looks_elsewhere < _SAME_PLACES:

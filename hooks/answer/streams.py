@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.answer.question import Question, keep_shown
 from infoflow_lens.hooks.model.call import (
     HookFunction,
@@ -143,7 +143,7 @@ class Streams:
 
         with ExitStack() as stack:
             for module in dict.fromkeys(self.blocks):
-                handle = module.register_forward_pre_hook(on_this_thread(record), with_kwargs=True)
+                handle = module.register_forward_pre_hook(bind_to_thread(record), with_kwargs=True)
                 stack.callback(handle.remove)
             yield
 

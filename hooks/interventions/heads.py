@@ -318,7 +318,7 @@ def label_heads(
         rise=joint.risen(),
         n_repaired=n_repaired,
         forwards=estimates.forwards + work.forwards,
-        record=RunRecord.of_model(model, settings, seed, fingerprint_of_model=work.fingerprint),
+        record=RunRecord.from_model(model, settings, seed, fingerprint_of_model=work.fingerprint),
         notes=notes,
     )
 

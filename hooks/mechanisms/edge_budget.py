@@ -334,7 +334,7 @@ def measure_edge_budget(
         none=none,
         bare=bare,
         n_tokens=work.n_states,
-        record=RunRecord.of_model(
+        record=RunRecord.from_model(
             model,
             settings,
             seed,

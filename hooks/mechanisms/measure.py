@@ -198,7 +198,7 @@ def measure_mechanisms(
         replaced=by_layer[1],
         error=by_layer[2],
         mean_patterns=tuple(mean.float().cpu() for mean in at.mean_patterns),
-        record=RunRecord.of_model(
+        record=RunRecord.from_model(
             model, {"probe": "mechanisms", **settings}, seed, fingerprint_of_model=fingerprint
         ),
     )

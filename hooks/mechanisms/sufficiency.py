@@ -328,7 +328,7 @@ def measure_sufficiency(
         n_tokens=loss.counts(),
         heads=torch.tensor(heads),
         ideals=tuple(ideals),
-        record=RunRecord.of_model(
+        record=RunRecord.from_model(
             model,
             settings,
             seed,

@@ -200,7 +200,7 @@ def measure_top_k(
         bare=bare,
         n_tokens=loss.counts(),
         n_pos=n_pos,
-        record=RunRecord.of_model(
+        record=RunRecord.from_model(
             model,
             settings,
             seed,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode, modules_of
-from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.model.inputs import Batch, example_input
 from infoflow_lens.hooks.model.points import (
     TOKENS,
@@ -137,7 +137,7 @@ def _called(
         kind = {} if output else {"return_type": None}
         return model(entering, start_at_layer=layer_of(point) or 0, **kind)
     points = hook_points(model)
-    replace_start = on_this_thread(lambda module, inputs: (entering,))
+    replace_start = bind_to_thread(lambda module, inputs: (entering,))
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
         with block_starts(model).starting(layer, [entering] * layer) if layer else nullcontext():
@@ -242,7 +242,7 @@ def catching(
     placed: list[tuple[Any, Any]] = []
     try:
         for name, hook_fn in (*edits, *((name, keep(name)) for name in want)):
-            points[name].add_hook(on_this_thread(hook_fn))
+            points[name].add_hook(bind_to_thread(hook_fn))
             placed.append((points[name], points[name].fwd_hooks[-1]))
         with suppress(_AllSeenError):
             yield caught
@@ -320,7 +320,7 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
                 hooks = getattr(point, name)
                 permanent = {handle.hook.id for handle in handles if handle.is_permanent}
                 kept = OrderedDict(
-                    (key, hook_fn if key in permanent else on_this_thread(hook_fn, elsewhere=True))
+                    (key, hook_fn if key in permanent else bind_to_thread(hook_fn, elsewhere=True))
                     for key, hook_fn in hooks.items()
                     if key in permanent or name == "_forward_hooks"
                 )

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.model.points import layer_of
 
 Give: TypeAlias = Callable[[Tensor], Any]  # what a block returns, from the states that it leaves
@@ -61,7 +61,7 @@ class BlockStarts:
 
         with ExitStack() as stack:
             for block in dict.fromkeys(self.blocks):
-                stack.callback(block.register_forward_hook(on_this_thread(note)).remove)
+                stack.callback(block.register_forward_hook(bind_to_thread(note)).remove)
             yield
         if len(self._gives) != len(self.blocks):  # some ran twice, or not at all
             self.blocks = []

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.processes import on_this_thread
+from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
@@ -275,7 +275,7 @@ def readers_of(model: nn.Module) -> tuple[str | None, ...]:
             if len(given) == 1 and isinstance(output, Tensor) and given[0].shape == output.shape:
                 reads.append((path, module, given[0].detach().float()))
 
-        return module.register_forward_hook(on_this_thread(hook))
+        return module.register_forward_hook(bind_to_thread(hook))
 
     handles = [note(path, module) for path, module in model.named_modules() if path]
     try:

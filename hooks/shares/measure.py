@@ -64,7 +64,7 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
         readout=str(readout),
         is_linear=asked.is_linear,
         tokens=readable_tokens(model, rows)[0],
-        record=RunRecord.of_model(model, {"probe": "shares", "readout": str(readout)}),
+        record=RunRecord.from_model(model, {"probe": "shares", "readout": str(readout)}),
     )
 
 

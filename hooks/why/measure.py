@@ -78,7 +78,7 @@ def measure_why(
         keys=chosen,
         sinks=tuple(sinks[head].nonzero().flatten().tolist()),
         tokens=(names[query], names[chosen[0]], names[chosen[1]]),
-        record=RunRecord.of_model(model, config),
+        record=RunRecord.from_model(model, config),
     )
 
 
@@ -118,7 +118,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
             ("rest", (2,), torch.nan),
         )
     }
-    record = RunRecord.of_model(model, {"probe": "why_all", "strongest": strongest})
+    record = RunRecord.from_model(model, {"probe": "why_all", "strongest": strongest})
     return WhyAll(**by_field, part_names=names, record=record)
 
 

@@ -103,7 +103,7 @@ def estimate(
     with report_errors():
         from infoflow_lens.foundation.documents import WITNESS
         from infoflow_lens.foundation.errors import InfoFlowError
-        from infoflow_lens.foundation.files import with_digest
+        from infoflow_lens.foundation.files import add_digest
         from infoflow_lens.theory import estimate as estimates
 
         if (heads is None) == (like is None):
@@ -138,7 +138,7 @@ def estimate(
                 "'excluded, proved'; leave out --witness and --out"
             )
         if out is not None and proof is not None:
-            WITNESS.write(out, with_digest(proof), overwrite=overwrite)
+            WITNESS.write(out, add_digest(proof), overwrite=overwrite)
     if as_json:
         say(json.dumps(result.to_dict(), indent=2))
         return

@@ -20,7 +20,7 @@ _THIS = __name__.partition(".")[0]
 
 
 def is_own(thing: Any, root: str = "") -> bool:
-    """Whether a function, class or module is the user's: not of Python, this or another package.
+    """Say whether a function, class or module is the user's: of no package, Python or this one.
 
     Args:
         thing: the function, class or module.
@@ -93,8 +93,8 @@ class _Reader:
         return [self.read(type(value)), self.read(vars(value))]
 
     def _read_by(self, function: FunctionType) -> Iterator[Any]:
-        """What a function reads beside its arguments, as far as it stays the same."""
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        """Yield what a function reads beside its arguments, as far as it stays the same."""
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _has_value(cell)]
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         names = _names(function.__code__)
         found = [function.__globals__.get(name) for name in names]
@@ -109,7 +109,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return (*code.co_names, *(name for part in inner for name in _names(part)))
 
 
-def _is_filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
@@ -122,7 +122,7 @@ def _stays(value: Any) -> bool:
 
 
 def _is_code(name: str, part: Any) -> bool:
-    """Whether a part of a class does something: its text, say, does not."""
+    """Say whether a part of a class does something: its text, say, does not."""
     descriptors = (FunctionType, staticmethod, classmethod, property)
     if isinstance(part, descriptors) or hasattr(type(part), "__set_name__"):
         return True

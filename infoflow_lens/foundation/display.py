@@ -31,7 +31,7 @@ class Displayed:
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def _facts(self) -> Mapping[str, Any]:
-        """What is worth showing, by name; by default the fields of the dataclass."""
+        """Return the values to show, by name; by default the fields of the dataclass."""
         if not is_dataclass(self):
             return {}
         return {
@@ -41,7 +41,7 @@ class Displayed:
         }
 
     def _notes(self) -> Sequence[str]:
-        """What a reader must know, in sentences."""
+        """Return the sentences that a reader must know."""
         return tuple(getattr(self, "notes", ()))
 
     def __repr__(self) -> str:

@@ -54,7 +54,7 @@ class Document:
     def check(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Check, before work starts, that a document may be written.
 
-        In the folder of a run, the run decides (:func:`~infoflow_lens.foundation.files.owned_by`).
+        In the folder of a run, the run decides (:func:`~infoflow_lens.foundation.files.let_own`).
 
         Args:
             path: of the file, see :func:`~infoflow_lens.foundation.files.user_path`; its folder is
@@ -130,11 +130,11 @@ class Document:
             InfoFlowError: as for :meth:`writing`.
         """
         with self.writing(path, overwrite=overwrite) as temporary:
-            temporary.write_bytes(self.signed(text.encode()))
+            temporary.write_bytes(self.sign(text.encode()))
         return user_path(path)
 
-    def signed(self, content: bytes) -> bytes:
-        """Return what is written of a content: with its signature, where the kind has one."""
+    def sign(self, content: bytes) -> bytes:
+        """Return a content as it is written: with its signature, where the kind has one."""
         return content if self.mark is None else _sign(content, self.mark)
 
 

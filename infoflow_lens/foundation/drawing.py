@@ -81,7 +81,7 @@ def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device
 
 
 def _draws_at_all(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws numbers; PyTorch marks attention as random even if its dropout is 0."""
+    """Say whether a call draws numbers; PyTorch marks attention as random even if dropout is 0."""
     names = [argument.name for argument in func._schema.arguments]
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
     given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -108,10 +108,10 @@ def _fill_like(
 
 
 def _like(how: str, *numbers: float) -> Any:
-    def drawn(drawing: SeededRandom, like: Tensor, **kwargs: Any) -> Tensor:
+    def draw(drawing: SeededRandom, like: Tensor, **kwargs: Any) -> Tensor:
         return _fill_like(drawing, like, how, *numbers, **kwargs)
 
-    return drawn
+    return draw
 
 
 _WITHOUT_GENERATOR = {

@@ -55,7 +55,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the host or on a device."""
+    """Say whether an error means that memory ran out, on the host or on a device."""
     words = ("not enough memory", "allocate memory", "out of memory")
     kinds = [kind.__name__ for kind in type(error).__mro__]  # torch is not imported here
     return not {"MemoryError", "OutOfMemoryError"}.isdisjoint(kinds) or (

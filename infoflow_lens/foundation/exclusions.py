@@ -74,8 +74,8 @@ def verify_exclusion(document: Any, values: Values) -> list[str]:
     if wrong or document["kind"] not in ("growth", "ties"):
         return wrong
     if document["kind"] == "growth":
-        return _roughness(document["input"], document["active"], document["moved"], values)
-    return _unlike(document, values)
+        return _check_smoothness(document["input"], document["active"], document["moved"], values)
+    return _check_ties(document, values)
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -104,6 +104,7 @@ def _pigeonhole(document: Any) -> Findings:
     for left_out, context in enumerate(document["contexts"]):
         for chosen in _choices(len(places), left_out, document["positional"]):
             both = []
+            # two sequences that differ at one place alone, at which no head looks
             for own in (0, 1):
                 sequence = list(context)
                 for place, (index, which) in zip(places, enumerate(chosen)):
@@ -121,30 +122,35 @@ def _choices(n: int, left_out: int, positional: bool) -> Iterator[Sequence[int]]
     return itertools.product(*[(0,) if i == left_out else (0, 1) for i in range(n)])
 
 
-def _held(n_heads: Sequence[int]) -> tuple[int, int]:
-    """The most tokens that a token and CLS can hold after layers of so many heads."""
+def _most_tokens(n_heads: Sequence[int]) -> tuple[int, int]:
+    """Count the tokens that a token and CLS can hold at most after layers of so many heads."""
     token, cls = 1, 0
     for heads in n_heads:
+        # each head brings all that one other token holds
         token, cls = (1 + heads) * token, cls + heads * token
     return token, cls
 
 
 def _growth(document: Any) -> Findings:
-    wrong, (_, cls) = [], _held(document["n_heads"])
+    wrong, (_, cls) = [], _most_tokens(document["n_heads"])
     active, base = document["active"], document["input"]
     if len(set(active)) <= cls:
         wrong.append(f"{len(set(active))} active tokens, and CLS can hold {cls}: expected more")
     if len(document["moved"]) != len(active):
         wrong.append("expected a moved token for every active one")
-    wrong += _far(base, active, document["moved"])
+    wrong += _check_steps(base, active, document["moved"])
     moves = zip(active, document["moved"])
-    return wrong, [(list(base), _stepped(base, [(place, to)], 1)) for place, to in moves]
+    return wrong, [(list(base), _move_tokens(base, [(place, to)], 1)) for place, to in moves]
 
 
 def _ties(document: Any) -> Findings:
     tuples, base, wrong = document["tuples"], document["input"], list[str]()
     arity, places = len(tuples[0]), [place for row in tuples for place in row]
-    (token, before), (_, held) = _held(document["n_heads"][:-1]), _held(document["n_heads"])
+    (token, before), (_, held) = (
+        _most_tokens(document["n_heads"][:-1]),
+        _most_tokens(document["n_heads"]),
+    )
+    # so few that no choice of a head sees all of two tuples
     if before + 2 * token >= 2 * arity:
         wrong.append(f"a choice sees {before + 2 * token} tokens: expected less than {2 * arity}")
     if len(places) <= held:
@@ -157,28 +163,28 @@ def _ties(document: Any) -> Findings:
         return wrong, []
     wrong, pairs = [], []
     for row, moved in zip(tuples, document["moved"]):
-        lowered = _lowered(document, row)
-        wrong += _far(base, row, moved)
-        pairs += [(lowered, _stepped(lowered, [(p, to)], 1)) for p, to in zip(row, moved)]
+        lowered = _lower_others(document, row)
+        wrong += _check_steps(base, row, moved)
+        pairs += [(lowered, _move_tokens(lowered, [(p, to)], 1)) for p, to in zip(row, moved)]
     return wrong, pairs
 
 
-def _lowered(document: Any, kept: Sequence[int]) -> list[Any]:
-    """The input with the first token of every tuple but one moved back."""
+def _lower_others(document: Any, kept: Sequence[int]) -> list[Any]:
+    """Return the input with the first token of every tuple but one moved back."""
     rows = zip(document["tuples"], document["moved"])
-    return _stepped(document["input"], [(row[0], to[0]) for row, to in rows if row != kept], -1)
+    return _move_tokens(document["input"], [(row[0], to[0]) for row, to in rows if row != kept], -1)
 
 
-def _unlike(document: Any, values: Values) -> list[str]:
-    """Where tuples do not tie, or the value is no smooth function of each of them alone."""
+def _check_ties(document: Any, values: Values) -> list[str]:
+    """List tuples that do not tie, or of which alone the value is no smooth function."""
     wrong = []
     for row, moved in zip(document["tuples"], document["moved"]):
-        lowered = _lowered(document, row)
-        wrong += _roughness(lowered, row, moved, values)
+        lowered = _lower_others(document, row)
+        wrong += _check_smoothness(lowered, row, moved, values)
         rows = zip(document["tuples"], document["moved"])
         every = [(place, to) for each, ends in rows for place, to in zip(each, ends)]
         found = [_numbers(v) for v in values(
-            [list(document["input"]), lowered, *[_stepped(lowered, [e], 0.125) for e in every]]
+            [list(document["input"]), lowered, *[_move_tokens(lowered, [e], 0.125) for e in every]]
         )]  # fmt: skip
         start, base, *after = found
         moves = [max(abs(a - b) for a, b in zip(value, base)) for value in after]
@@ -191,8 +197,8 @@ def _unlike(document: Any, values: Values) -> list[str]:
     return wrong
 
 
-def _far(base: Sequence[Any], places: Sequence[int], moved: Sequence[Any]) -> list[str]:
-    """Which tokens move by more than a quarter of the distance to another one."""
+def _check_steps(base: Sequence[Any], places: Sequence[int], moved: Sequence[Any]) -> list[str]:
+    """List the tokens that move by more than a quarter of the distance to another one."""
 
     def square(one: Sequence[float], other: Sequence[float]) -> float:
         return sum((a - b) ** 2 for a, b in zip(one, other))
@@ -205,8 +211,8 @@ def _far(base: Sequence[Any], places: Sequence[int], moved: Sequence[Any]) -> li
     ]
 
 
-def _stepped(base: Sequence[Any], moves: Sequence[tuple[int, Any]], share: float) -> list[Any]:
-    """A sequence in which tokens have gone a share of the way to others."""
+def _move_tokens(base: Sequence[Any], moves: Sequence[tuple[int, Any]], share: float) -> list[Any]:
+    """Return a sequence in which tokens have gone a share of the way to others."""
     sequence = list(base)
     for place, to in moves:
         sequence[place] = [old + share * (new - old) for old, new in zip(base[place], to)]
@@ -217,15 +223,15 @@ def _numbers(value: Any) -> list[float]:
     return value if isinstance(value, list) else [value]
 
 
-def _roughness(
+def _check_smoothness(
     base: Sequence[Any], places: Sequence[int], moved: Sequence[Any], values: Values
 ) -> list[str]:
-    """Where differences are no derivatives, or the value is not smooth around an input."""
+    """List where differences are no derivatives, or the value is not smooth around an input."""
     shares = [sign / 2**k for k in range(_HALVINGS) for sign in (1, -1)]
     moves = list(zip(places, moved))
-    rows = [_stepped(base, [move], share) for move in moves for share in shares]
+    rows = [_move_tokens(base, [move], share) for move in moves for share in shares]
     start, end, *others = map(
-        _numbers, values([list(base), _stepped(base, moves, shares[-2]), *rows])
+        _numbers, values([list(base), _move_tokens(base, moves, shares[-2]), *rows])
     )
     changes = [[a - b for a, b in zip(value, start)] for value in others]
     wrong, least = [], []
@@ -233,11 +239,13 @@ def _roughness(
         own = changes[number * len(shares) : (number + 1) * len(shares)]
         column = max(range(len(start)), key=lambda c: abs(own[0][c]))
         steps, backwards = ([change[column] for change in own[side::2]] for side in (0, 1))
+        # half the step must make half the difference
         if any(abs(2 * b - a) > _SLACK * abs(a) for a, b in itertools.pairwise(steps)):
             wrong.append(f"differences by token {place} are no derivative: {steps}")
         if abs(steps[-1] + backwards[-1]) > _SLACK * abs(steps[-1]):
             wrong.append(f"differences by token {place} are not alike forwards and backwards")
         least.append(own[-2])
+    # moved together, tokens must change the value by the sum of what each of them changes alone
     for column, both in enumerate(zip(start, end)):
         parts = [change[column] for change in least]
         if abs(both[1] - both[0] - sum(parts)) > _SLACK * sum(map(abs, parts)):
@@ -261,6 +269,7 @@ def _reach(document: Any) -> Findings:
     if not windows or None in windows:
         wrong.append("a layer without a window sees everything")
         return wrong, []
+    # each layer carries a token on by its window, less the query itself
     seen = sum(window - 1 for window in windows)
     if len(first) > seen and first[len(first) - seen :] != second[len(second) - seen :]:
         wrong.append(f"the sequences differ among the last {seen} tokens, which can be seen")

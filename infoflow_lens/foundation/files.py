@@ -102,7 +102,7 @@ _owners: list[Owner] = []
 
 
 @contextmanager
-def owned_by(owner: Owner) -> Iterator[None]:
+def let_own(owner: Owner) -> Iterator[None]:
     """Let the owner decide, in this block, how files below its folder are written."""
     _owners.append(owner)
     try:
@@ -126,7 +126,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         InfoFlowError: where the file cannot be written, such as on a full disk; and for what the
-            owner of the folder refuses (:func:`owned_by`).
+            owner of the folder refuses (:func:`let_own`).
     """
     with naming_file(Path(path)), atomic_paths([Path(path)]) as (temporary,):
         yield temporary
@@ -353,10 +353,10 @@ def sign(schema: str, values: dict[str, Any]) -> str:
     Raises:
         InfoFlowError: for values that JSON does not have.
     """
-    return with_digest({"schema": schema, **values})
+    return add_digest({"schema": schema, **values})
 
 
-def with_digest(values: Mapping[str, Any]) -> str:
+def add_digest(values: Mapping[str, Any]) -> str:
     """Return the JSON of values, with a digest by which a change is noticed; NaN becomes null.
 
     Raises:
@@ -373,7 +373,7 @@ def with_digest(values: Mapping[str, Any]) -> str:
 
 
 def read_signed(path: str | os.PathLike[str], schema: str, what: str, hint: str) -> dict[str, Any]:
-    """The values that :func:`write_signed` wrote; arguments as for :func:`read_json`.
+    """Read the values that :func:`write_signed` wrote; arguments as for :func:`read_json`.
 
     Raises:
         InfoFlowError: if the file cannot be read, is of another schema or version, or has changed.
@@ -394,7 +394,7 @@ def read_signed(path: str | os.PathLike[str], schema: str, what: str, hint: str)
 
 
 def has_digest(values: Any) -> bool:
-    """Return whether what was read is what :func:`with_digest` wrote."""
+    """Return whether what was read is what :func:`add_digest` wrote."""
     if not isinstance(values, dict) or "digest" not in values:
         return False
     return bool(values["digest"] == _digest({k: v for k, v in values.items() if k != "digest"}))

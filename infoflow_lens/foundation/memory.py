@@ -56,7 +56,7 @@ def _free_on_machine(root: Path) -> int | None:
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """What the control groups of this process leave, and those that they are in; both versions."""
+    """Yield what this process's control groups, and those around them, leave; both versions."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -91,7 +91,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """What the file holds, if it is a number ("max" is none)."""
+    """Read the number that a file holds; None for another text, such as "max"."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 

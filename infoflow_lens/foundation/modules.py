@@ -51,7 +51,7 @@ def keep_modes(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
     Yields:
         For each module, whether it was in train mode.
     """
-    modes = {module: module.training for module in _modules_with_bridged(model)}
+    modes = {module: module.training for module in _all_modules(model)}
     try:
         yield modes
     finally:
@@ -90,8 +90,8 @@ def part_in_eval_mode(part: nn.Module) -> Iterator[None]:
             yield
 
 
-def _modules_with_bridged(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules, and those that a bridge of TransformerLens holds beside its own."""
+def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield all modules, and those that a bridge of TransformerLens holds beside its own."""
     yield from modules_of(model)
     behind = getattr(model, "original_model", None)
     if isinstance(behind, nn.Module):

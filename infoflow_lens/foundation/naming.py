@@ -65,7 +65,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
         if colon and kind == known:
             if not rest.strip():
                 raise InfoFlowError(f"{text!r} names no {kind}: expected {kind}:NAME")
-            return _checked(Named(known, rest, is_said=True))
+            return _check_path(Named(known, rest, is_said=True))
     if not text.strip():
         raise InfoFlowError("the name is empty: expected a file, a task, or a name on the hub")
     if is_path(text):
@@ -73,7 +73,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
     if text in tasks or _is_own_task(text):
         return Named("task", text)
     if _PATH.match(text) or Path(text).suffix in endings:
-        return _checked(Named("file", text))
+        return _check_path(Named("file", text))
     return Named("hub", text)
 
 
@@ -92,11 +92,11 @@ def find_model(text: str) -> Named:
             f"the model is {text!r}, a task: expected a folder, an official name, or owner/name"
         )
     if named.kind == "hub" and not named.is_said and named.name.count("/") > 1:
-        return _checked(Named("file", named.name))
+        return _check_path(Named("file", named.name))
     return named
 
 
-def _checked(named: Named) -> Named:
+def _check_path(named: Named) -> Named:
     """Return a name, if it is no file, or one whose path the system can look at.
 
     Raises:

@@ -52,8 +52,8 @@ def exit_with_parent(parent: int) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def on_this_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
-    """A hook that acts on passes of the current thread only; or on those of all others."""
+def bind_to_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
+    """Make a hook act on passes of the current thread only; or on those of all others."""
     mine = threading.get_ident()
 
     @functools.wraps(hook_fn)

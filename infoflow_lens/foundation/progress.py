@@ -88,7 +88,7 @@ def quiet_tqdm() -> Any:
 
 
 def _is_seen() -> bool:
-    """Whether somebody looks at the bar while it moves: a terminal, or a notebook."""
+    """Say whether somebody looks at the bar while it moves: a terminal, or a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return is_terminal or "IPKernelApp" in getattr(shell, "config", {})

@@ -107,7 +107,7 @@ def hash_values(values: Any) -> str:
     without memory addresses.
     """
 
-    def shown(value: Any) -> Any:
+    def to_plain(value: Any) -> Any:
         if isinstance(value, Tensor):
             return fingerprint({"": value})
         if isinstance(value, (set, frozenset)):
@@ -116,7 +116,7 @@ def hash_values(values: Any) -> str:
             return asdict(value)
         return re.sub(r" at 0x[0-9a-f]+", "", getattr(value, "__qualname__", None) or repr(value))
 
-    text = json.dumps(values, sort_keys=True, default=shown)
+    text = json.dumps(values, sort_keys=True, default=to_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -172,7 +172,7 @@ class WeightState:
             )
 
     def has_same_counters(self) -> bool:
-        """Whether no tensor was written, added or replaced since, by PyTorch's counters."""
+        """Say whether no tensor was written, added or replaced since, by PyTorch's counters."""
         model = self._model()
         if model is None or _parameter_count(model) != self._n_parameters:
             return False
@@ -183,7 +183,7 @@ class WeightState:
         return True
 
     def has_same_sample(self) -> bool:
-        """Whether the sampled numbers of each tensor are unchanged."""
+        """Say whether the sampled numbers of each tensor are unchanged."""
         return self._sample() == self.sample
 
     def _sample(self) -> bytes:
@@ -272,7 +272,7 @@ def state_fingerprint(state: Mapping[str, Any]) -> str:
 
 
 def behaviour(output: Tensor, again: Tensor) -> dict[str, Any]:
-    """What a model gave for a few sequences, for :func:`is_same`.
+    """Describe what a model gave for a few sequences, for :func:`is_same`.
 
     Args:
         output: of one pass.
@@ -289,7 +289,7 @@ def behaviour(output: Tensor, again: Tensor) -> dict[str, Any]:
 
 
 def is_same(before: Any, now: Any) -> bool:
-    """Whether two entries of an identity are the same, as values of JSON.
+    """Say whether two entries of an identity are the same, as values of JSON.
 
     Of :func:`behaviour` bits are compared, and on another machine numbers.
     """
@@ -306,7 +306,7 @@ def is_same(before: Any, now: Any) -> bool:
 
 
 def weight_processing(model: nn.Module) -> dict[str, Any]:
-    """How the weights of a TransformerLens model were processed, as far as its config tells.
+    """Say how the weights of a TransformerLens model were processed, as its config tells.
 
     Folding a layer norm changes the basis of the residual stream: a map that was fitted in one
     basis means nothing in another.
@@ -343,14 +343,14 @@ class RunRecord(Displayed):
     environment: Mapping[str, Any] = field(default_factory=environment)
 
     @classmethod
-    def of_model(
+    def from_model(
         cls,
         model: nn.Module,
         config: Mapping[str, Any],
         seed: int | None = None,
         fingerprint_of_model: str | None = None,
     ) -> RunRecord:
-        """The record of a run on `model`, whose fingerprint may be known already."""
+        """Make the record of a run on `model`, whose fingerprint may be known already."""
         return cls(
             config=dict(config),
             seed=seed,

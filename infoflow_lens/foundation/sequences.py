@@ -57,7 +57,7 @@ def check_vectors(
     # an empty batch is fine for a task, not for a model
     if not fits or (dtype is not None and len(x) == 0):
         raise InfoFlowError(
-            f"input {_described(x)}: {owner} expects vector tokens [batch, {n_tokens}, {d_token}] "
+            f"input {_describe(x)}: {owner} expects vector tokens [batch, {n_tokens}, {d_token}] "
             "(without CLS, which a model appends); use the same n_tokens and d_token for model and "
             "data"
         )
@@ -92,7 +92,7 @@ def check_token_ids(x: Any, owner: str, *, exactly: int | None = None, longest: 
     shape = f"[batch, {'pos' if exactly is None else exactly}]"
     if not isinstance(x, Tensor) or x.ndim != 2:
         raise InfoFlowError(
-            f"input {_described(x)}: {owner} expects integer token ids {shape}, no text; convert "
+            f"input {_describe(x)}: {owner} expects integer token ids {shape}, no text; convert "
             "with torch.tensor"
         )
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
@@ -135,7 +135,7 @@ def check_id_range(
     )
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"has shape {tuple(x.shape)}"
     return f"is a {type(x).__name__}"

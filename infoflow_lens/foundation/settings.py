@@ -101,7 +101,7 @@ def check_fields(instance: Any) -> None:
 
 
 def checked(function: FunctionT) -> FunctionT:
-    """A function whose annotated settings are checked when it is called.
+    """Wrap a function so that its annotated settings are checked when it is called.
 
     Arguments that are no settings (models, tensors, other objects) are left alone.
 
@@ -161,7 +161,7 @@ def check(value: Any, annotation: Any, name: str) -> Any:
 
 
 def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
-    """One integer of at least 1 for each layer, from one for all or one for each.
+    """Return one integer of at least 1 for each layer, from one for all or one for each.
 
     Raises:
         InfoFlowError: for numbers below 1, or another number of layers.
@@ -223,7 +223,7 @@ def _hints(owner: Any) -> Mapping[str, Any]:
 
 
 def _is_setting(hint: Any) -> bool:
-    """Whether all parts of an annotation are plain values, whose types and ranges are checked."""
+    """Say whether all parts of an annotation are plain values, of checked types and ranges."""
     origin = get_origin(hint)
     if origin is Annotated:
         return _is_setting(get_args(hint)[0])
@@ -267,7 +267,7 @@ def _is_distinct(value: Any, annotation: Any) -> bool:
 
 
 def _words(annotation: Any) -> str:
-    """What an annotation allows, in words."""
+    """Say in words what an annotation allows."""
     options = _options(annotation)
     if len(options) > 1:
         return " or ".join(_words(option) for option in options)
@@ -317,14 +317,14 @@ def _range(metadata: Iterable[Any]) -> str:
     parts = [
         f"of at least {low}" if low is not None else "",
         f"above {above}" if above is not None else "",
-        f"at most {_shown(high)}" if high is not None else "",
+        f"at most {_format_number(high)}" if high is not None else "",
         f"below {below}" if below is not None else "",
     ]
     if low is not None and high is not None:
-        parts = [f"from {low} to {_shown(high)}"]
+        parts = [f"from {low} to {_format_number(high)}"]
     words = " and ".join(part for part in parts if part)
     return f" {words}" if words else ""
 
 
-def _shown(number: Any) -> str:
+def _format_number(number: Any) -> str:
     return "2^63 - 1" if number == LARGEST_SEED else str(number)

@@ -45,7 +45,7 @@ def write_state(path: Path, value: Any, about: Mapping[str, Any]) -> None:
         InfoFlowError: if the file cannot be written.
         TypeError: for values of other kinds, which are mistakes of the caller.
     """
-    tensors, header = _encoded(value, about)
+    tensors, header = _encode(value, about)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata=header)
 
@@ -62,7 +62,7 @@ def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
         InfoFlowError: for a file that is spoiled, of another format or of another version of it.
     """
     try:
-        return _decoded(read_tensors(path), _header_of(path))
+        return _decode(read_tensors(path), _header_of(path))
     except (OSError, SafetensorError, _UnreadableError, RuntimeError, ValueError) as error:
         raise InfoFlowError(f"{what} {str(path)!r} cannot be read ({error}): {hint}") from error
 
@@ -77,7 +77,7 @@ def _header_of(path: Path) -> dict[str, str]:
 
 def state_to_bytes(value: Any) -> bytes:
     """Nested tensors and plain values as bytes, for another process."""
-    tensors, header = _encoded(value, {})
+    tensors, header = _encode(value, {})
     return bytes(to_bytes(tensors, metadata=header))
 
 
@@ -90,12 +90,12 @@ def state_from_bytes(data: bytes) -> Any:
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        return _decoded(from_bytes(data), header)[0]
+        return _decode(from_bytes(data), header)[0]
     except (SafetensorError, _UnreadableError, ValueError, AttributeError) as error:
         raise InfoFlowError(f"what another process sent is no state ({error})") from error
 
 
-def _encoded(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _encode(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: list[Tensor] = []
     places: dict[tuple[Any, ...], int] = {}
     stored: set[int] = set()
@@ -139,7 +139,7 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
     return hashlib.sha256((text + fingerprint(tensors)).encode()).hexdigest()[:16]
 
 
-def _decoded(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Any, Any]:
+def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Any, Any]:
     try:
         header: Any = json.loads(metadata.get(_ENTRY, "{}"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -16,8 +16,8 @@ _RECORDED_PACKAGES = (
 )
 
 
-def own_version() -> str:
-    """The version of this package; for a clone that is not installed, that of pyproject.toml."""
+def find_version() -> str:
+    """Find the version of this package; of a clone that is not installed, by pyproject.toml."""
     try:
         return version("infoflow-lens")
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ def own_version() -> str:
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that numbers depend on."""
     return {"python": platform.python_version()} | {
-        package: _installed(package) for package in _RECORDED_PACKAGES
+        package: _look_up(package) for package in _RECORDED_PACKAGES
     }
 
 
@@ -44,8 +44,8 @@ def versions_identity() -> dict[str, str]:
 
 
 @lru_cache
-def _installed(package: str) -> str:
-    """The version of a package; looked up once, as what has been imported does not change."""
+def _look_up(package: str) -> str:
+    """Find the version of a package, once: what has been imported does not change."""
     try:
         return version(package)
     except PackageNotFoundError:

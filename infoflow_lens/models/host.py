@@ -30,10 +30,10 @@ from infoflow_lens.foundation.documents import (
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
+    add_digest,
     atomic_paths,
     naming_file,
     user_path,
-    with_digest,
     writable_folder,
 )
 from infoflow_lens.foundation.record import fingerprint
@@ -362,7 +362,7 @@ def save_model(
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
     with atomic_paths([weights, described]) as (held, text), naming_file(weights):
         save_file(state, held, metadata=header_of_tensors("model", fingerprint(state)))
-        text.write_text(with_digest(settings), encoding="utf-8")
+        text.write_text(add_digest(settings), encoding="utf-8")
 
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:

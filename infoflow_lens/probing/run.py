@@ -42,7 +42,7 @@ from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.store import find_stored, store_sequences
 from infoflow_lens.runs.executor import Executor
-from infoflow_lens.runs.finished import write_finished
+from infoflow_lens.runs.finished import write_output
 from infoflow_lens.runs.folder import RunFolder
 
 _AT_ONCE = 1000  # sequences
@@ -188,7 +188,7 @@ def _run(
     result.report(out / "report.html")
     last(result)
     if not in_memory:
-        write_finished(folder, config.output_settings(), config.sources(), result.printed_output())
+        write_output(folder, config.output_settings(), config.sources(), result.printed_output())
     return result
 
 

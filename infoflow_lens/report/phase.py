@@ -115,4 +115,4 @@ def draw_phase_diagram(
     with PICTURE.writing(target, overwrite=overwrite) as temporary:
         figure = phase_figure(rows, title)
         figure.savefig(temporary, format=target.suffix[1:], dpi=150, metadata=maker)
-        temporary.write_bytes(PICTURE.signed(temporary.read_bytes()))
+        temporary.write_bytes(PICTURE.sign(temporary.read_bytes()))

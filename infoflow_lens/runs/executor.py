@@ -89,7 +89,7 @@ class Executor:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether all units run in this process, without workers."""
+        """Say whether all units run in this process, without workers."""
         return self.jobs == 1 and self.scheduler is None
 
     @contextmanager

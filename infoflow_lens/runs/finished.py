@@ -23,7 +23,7 @@ _COLUMNS = 5  # of the table that a run prints
 _SMALL = 2**24  # bytes; larger results are compared by their size, smaller ones by their digest
 
 
-def write_finished(
+def write_output(
     folder: RunFolder,
     settings: Mapping[str, Any],
     sources: Mapping[str, Path],
@@ -49,19 +49,19 @@ def write_finished(
         write_signed(folder.path / FINISHED, _SCHEMA, values)
 
 
-def read_finished(
+def read_output(
     path: Path, settings: Mapping[str, Any], sources: Mapping[str, Path], writes: Iterable[str] = ()
 ) -> dict[str, Any] | None:
-    """The output of a finished run with the same settings and the same files; None without one.
+    """Read the output of a finished run with the same settings and files; None without one.
 
     Args:
         path: the folder; nothing is written to it.
-        settings, sources: as for :func:`write_finished`.
+        settings, sources: as for :func:`write_output`.
         writes: files that the run must have written; another command with the same settings may
             not have written them.
 
     Returns:
-        The output, as :func:`write_finished` takes it.
+        The output, as :func:`write_output` takes it.
     """
     if not (path / FINISHED).is_file():
         return None
@@ -74,7 +74,7 @@ def read_finished(
     except InfoFlowError:
         return None  # an ordinary start says what is wrong
     output: dict[str, Any] | None = values.get("said")
-    if not isinstance(values.get("sources"), dict) or not _may_be_printed(output):
+    if not isinstance(values.get("sources"), dict) or not _is_printable(output):
         return None  # it is not of our making
     now = {"asked": dict(settings), "versions": package_versions(), "written": sizes}
     whole = whole and all(name in sizes for name in writes)
@@ -108,8 +108,8 @@ def _sizes(folder: RunFolder) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
-def _may_be_printed(output: Any) -> bool:
-    """Whether the output has the expected form and no control characters for the terminal."""
+def _is_printable(output: Any) -> bool:
+    """Say whether the output has the expected form and no control characters."""
     try:
         sentences, title = check(output["sentences"], tuple[str, ...], "sentences"), output["title"]
         rows = check(output["rows"], tuple[tuple[str, ...], ...], "rows")

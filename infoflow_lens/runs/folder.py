@@ -25,9 +25,9 @@ from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     digest_of,
+    let_own,
     naming_file,
     open_regular,
-    owned_by,
     read_json,
     sync,
     temporary_name,
@@ -48,7 +48,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 class RunFolder:
     """The folder that one run writes to, in the run's process or in one of its workers.
 
-    While :func:`~infoflow_lens.foundation.files.owned_by` holds it, every file that is written
+    While :func:`~infoflow_lens.foundation.files.let_own` holds it, every file that is written
     below it comes from its scratch folder, takes the place of none but the run's own, and stands in
     the manifest.
 
@@ -103,10 +103,10 @@ class RunFolder:
             folder = cls(place)
             folder._rewrite()
             folder._check_own(folder.path / name for name in writes)
-            folder._check_unchanged(n for n in folder.names() if n.endswith(_READ_BY_PEOPLE))
+            folder._refuse_edits(n for n in folder.names() if n.endswith(_READ_BY_PEOPLE))
             finished = False
             try:
-                with owned_by(folder):
+                with let_own(folder):
                     yield folder
                 finished = True
             finally:
@@ -158,7 +158,7 @@ class RunFolder:
     # The files of the run
 
     def holds(self, *names: str) -> bool:
-        """Whether the files of a result exist; refuse files that this run has not written.
+        """Say whether the files of a result exist; refuse files that this run has not written.
 
         Args:
             names: of the files; without the first one there is no result.
@@ -189,8 +189,8 @@ class RunFolder:
                 with naming_file(self.path / name):
                     (self.path / name).unlink(missing_ok=True)
 
-    def below(self, name: str) -> Path:
-        """The path of a subfolder whose files have an owner of their own, such as a training.
+    def subfolder(self, name: str) -> Path:
+        """Return the path of a subfolder whose files have an owner of their own, as a training has.
 
         Raises:
             InfoFlowError: if it is a link.
@@ -204,7 +204,7 @@ class RunFolder:
         beginning = f"{below}/" if below else ""
         return sorted(name for name in self._digests if name.startswith(beginning))
 
-    def _check_unchanged(self, names: Iterable[str]) -> None:
+    def _refuse_edits(self, names: Iterable[str]) -> None:
         """Refuse files of the run that somebody has edited, as they are not the run's alone.
 
         Raises:
@@ -242,7 +242,7 @@ class RunFolder:
         if not self._is_private(target):
             self._check_own([target])
             name = target.relative_to(self.path).as_posix()
-            self._check_unchanged([name] if self._digests_of(name) else [])
+            self._refuse_edits([name] if self._digests_of(name) else [])
         return self.scratch / temporary_name(target)
 
     def replace(self, temporary: Path, target: Path, digest: str | None = None) -> None:

@@ -47,7 +47,7 @@ def certify(
     with report_errors():
         from infoflow_lens.foundation.documents import CERTIFICATE
         from infoflow_lens.foundation.errors import InfoFlowError
-        from infoflow_lens.foundation.files import with_digest
+        from infoflow_lens.foundation.files import add_digest
         from infoflow_lens.studies.certificates.documents import certificate_document
         from infoflow_lens.studies.certificates.proof import verify
 
@@ -63,7 +63,7 @@ def certify(
         if wrong:
             raise RuntimeError(f"internal error: the certificate fails its check ({wrong[0]})")
         if out is not None:
-            CERTIFICATE.write(out, with_digest(document), overwrite=overwrite)
+            CERTIFICATE.write(out, add_digest(document), overwrite=overwrite)
     if as_json:
         say(json.dumps(document))
         return

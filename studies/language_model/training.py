@@ -164,7 +164,7 @@ class _Run:
             "corpus": corpus.fingerprint,
             "tokens": fingerprint({str(split): stream for split, stream in self.streams.items()}),
         }
-        self.record = RunRecord.of_model(self.model, self.identity, config.seed)
+        self.record = RunRecord.from_model(self.model, self.identity, config.seed)
         self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         # what is fixed gets no weight decay either
         trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -26,7 +26,7 @@ from infoflow_lens.foundation.documents import (
     Document,
     check_name,
 )
-from infoflow_lens.foundation.files import read_json, with_digest
+from infoflow_lens.foundation.files import add_digest, read_json
 from infoflow_lens.foundation.saving import read_parts, write_parts
 from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.report.phase import draw_phase_diagram
@@ -38,9 +38,9 @@ KINDS = {
     "flow page": (FLOW_PAGE, '<meta name="generator" content="infoflow-lens flow">\n'),
     "probe page": (PROBE_PAGE, '<meta name="generator" content="infoflow-lens probe">\n'),
     "picture": (PICTURE, "<svg>infoflow-lens estimate --plot</svg>"),
-    "certificate": (CERTIFICATE, with_digest({"format": "infoflow-lens one-layer certificate 1"})),
-    "witness": (WITNESS, with_digest({"format": "infoflow-lens exclusion 1", "pairs": [0.5]})),
-    "result": (RESULT, with_digest({"schema": "infoflow-lens result 1"})),
+    "certificate": (CERTIFICATE, add_digest({"format": "infoflow-lens one-layer certificate 1"})),
+    "witness": (WITNESS, add_digest({"format": "infoflow-lens exclusion 1", "pairs": [0.5]})),
+    "result": (RESULT, add_digest({"schema": "infoflow-lens result 1"})),
 }
 of_each_kind = pytest.mark.parametrize(("kind", "text"), KINDS.values(), ids=KINDS)
 
@@ -111,7 +111,7 @@ def test_what_is_no_file_never_gives_way(kind, text, how, tmp_path, monkeypatch)
 @of_each_kind
 def test_a_document_of_another_kind_is_no_document_of_this(kind, text, tmp_path):
     for other, content in KINDS.values():
-        (tmp_path / "x").write_bytes(other.signed(content.encode()))
+        (tmp_path / "x").write_bytes(other.sign(content.encode()))
         assert other.recognises(tmp_path / "x")
         if other is not kind:
             assert not kind.recognises(tmp_path / "x")

@@ -19,7 +19,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
-from infoflow_lens.foundation.files import owned_by
+from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Result, ShardedPositions
@@ -259,7 +259,7 @@ def test_a_spoiled_shard_before_its_turn_is_named(config, three_from_the_end):
         run(three_from_the_end, config)
     path.write_bytes(whole)
     for spoiled in ({}, {"told": 3, "states": {}}, {"told": {}, "states": {}}):
-        with owned_by(RunFolder(three_from_the_end)):
+        with let_own(RunFolder(three_from_the_end)):
             write_state(path, spoiled, {})
         with pytest.raises(InfoFlowError, match=r"delete"):
             run(three_from_the_end, config)

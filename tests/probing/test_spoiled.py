@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
-from infoflow_lens.foundation.files import owned_by
+from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
@@ -96,7 +96,7 @@ def measured(folder):
 def test_a_spoiled_file_is_named_or_made_anew(name, out, finished, folder, monkeypatch, measured):
     monkeypatch.setattr(run_module, "load_any", lambda *args, **kwargs: measured)
     if name.startswith("."):
-        with owned_by(RunFolder(out)):
+        with let_own(RunFolder(out)):
             Checkpoint(RunFolder(out), name).save({"begun": torch.zeros(3)})
         (out / "influence.json").unlink()
     whole = (out / name).read_bytes()

@@ -9,7 +9,7 @@ import pytest
 
 from infoflow_lens.foundation import versions
 from infoflow_lens.foundation.files import write_signed
-from infoflow_lens.runs.finished import FINISHED, read_finished, write_finished
+from infoflow_lens.runs.finished import FINISHED, read_output, write_output
 from infoflow_lens.runs.folder import RunFolder
 
 ASKED = {"model": "a model", "threshold": 0.05}
@@ -29,19 +29,19 @@ def run(tmp_path):
         temporary = folder.temporary(out / "numbers.csv")
         temporary.write_text("1,2\n")
         folder.replace(temporary, out / "numbers.csv")
-        write_finished(folder, ASKED, sources, SAID)
+        write_output(folder, ASKED, sources, SAID)
     return out, sources
 
 
 def test_the_same_question_on_the_same_files_has_its_answer(run, tmp_path):
     out, sources = run
-    assert read_finished(out, ASKED, sources) == SAID
+    assert read_output(out, ASKED, sources) == SAID
     moved = shutil.copytree(out, tmp_path / "elsewhere")
     copied = {
         "model": shutil.copytree(sources["model"], tmp_path / "copy"),
         "data": sources["data"],
     }
-    assert read_finished(moved, ASKED, copied) == SAID
+    assert read_output(moved, ASKED, copied) == SAID
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_the_same_question_on_the_same_files_has_its_answer(run, tmp_path):
 def test_what_has_changed_leads_to_an_ordinary_start(run, change):
     out, sources = run
     change(out, sources["model"], sources["data"])
-    assert read_finished(out, ASKED, sources) is None
+    assert read_output(out, ASKED, sources) is None
 
 
 def test_what_another_command_would_have_written_must_be_there(run):
     out, sources = run
-    assert read_finished(out, ASKED, sources, ["numbers.csv"]) == SAID
-    assert read_finished(out, ASKED, sources, ["heads.csv"]) is None
+    assert read_output(out, ASKED, sources, ["numbers.csv"]) == SAID
+    assert read_output(out, ASKED, sources, ["heads.csv"]) is None
 
 
 @pytest.mark.parametrize(
@@ -90,21 +90,21 @@ def test_what_no_run_writes_is_never_printed(run, changed):
     del values["digest"]
     with RunFolder.open(out, "a run"):
         write_signed(out / FINISHED, schema, {**values, **changed})
-    assert read_finished(out, ASKED, sources) is None
+    assert read_output(out, ASKED, sources) is None
 
 
 def test_other_settings_and_versions_lead_to_an_ordinary_start(run, monkeypatch):
     out, sources = run
-    assert read_finished(out, {**ASKED, "threshold": 0.1}, sources) is None
+    assert read_output(out, {**ASKED, "threshold": 0.1}, sources) is None
     now = {**versions.package_versions(), "torch": "1.0"}
     monkeypatch.setattr("infoflow_lens.runs.finished.package_versions", lambda: now)
-    assert read_finished(out, ASKED, sources) is None
+    assert read_output(out, ASKED, sources) is None
 
 
 def test_names_whose_files_are_not_known_are_never_finished(tmp_path):
     with RunFolder.open(tmp_path / "out", "a run") as folder:
         folder.claim({"settings": 1})
-        write_finished(folder, ASKED, {"model": tmp_path / "on the hub"}, SAID)
+        write_output(folder, ASKED, {"model": tmp_path / "on the hub"}, SAID)
     assert not (tmp_path / "out" / FINISHED).exists()
 
 

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, owned_by, write_json, write_text
-from infoflow_lens.runs.finished import read_finished
+from infoflow_lens.foundation.files import atomic_path, let_own, write_json, write_text
+from infoflow_lens.runs.finished import read_output
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 
 
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_pipe_in_a_folder(tmp_path, name):
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     if name == "finished.json":
-        assert read_finished(tmp_path, {}, {}) is None
+        assert read_output(tmp_path, {}, {}) is None
     else:
         with pytest.raises(InfoFlowError, match="is no regular file"):
             RunFolder(tmp_path).holds("parts/0.json", "table.csv")
@@ -200,7 +200,7 @@ def test_what_a_run_removes_and_replaces_is_its_own(tmp_path):
 def test_a_worker_writes_for_the_run(tmp_path):
     with RunFolder.open(tmp_path, "a run") as folder:
         write_text(tmp_path / "x", "1")
-        with owned_by(RunFolder(tmp_path)):  # as in another process
+        with let_own(RunFolder(tmp_path)):  # as in another process
             write_text(tmp_path / "y", "2")
         assert folder.holds("y")
         write_text(tmp_path / "y", "3")

@@ -302,7 +302,7 @@ def test_damage_and_its_error_are_means_over_rows():
 def open_record():
     from infoflow_lens.foundation.record import RunRecord
 
-    return RunRecord.of_model(zoo.build("gpt2"), {"probe": "test"})
+    return RunRecord.from_model(zoo.build("gpt2"), {"probe": "test"})
 
 
 @pytest.mark.parametrize(
