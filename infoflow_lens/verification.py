@@ -12,7 +12,7 @@ from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import Data, standardised
 from infoflow_lens.tasks import VectorTask
-from infoflow_lens.theory.design import Candidate, Design, with_tokens
+from infoflow_lens.theory.design import Candidate, Design, set_length
 from infoflow_lens.training import Draw, TrainingConfig, train
 
 _FALL = 10.0  # times that the recommended model should be better than an excluded one
@@ -93,7 +93,7 @@ def verify_design(
             f"task {task.name!r} has token ids: expected one over vector tokens; the experiments "
             "varying_depth and varying_heads train models over token ids"
         )
-    small = with_tokens(task, n_tokens or design.n_tokens[0])
+    small = set_length(task, n_tokens or design.n_tokens[0])
     scale = small.sample(20_000, derive_seed("verify scale", seed))
     test = small.sample(4000, derive_seed("verify validation", seed))
 

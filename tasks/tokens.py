@@ -24,7 +24,7 @@ from infoflow_lens.tasks.splits import (
     sequence_keys,
 )
 from infoflow_lens.tasks.task import Task
-from infoflow_lens.theory.comparison import ComparisonProfile, Component, in_context_profile
+from infoflow_lens.theory.comparison import ComparisonProfile, Component, context_profile
 
 SIGN = "->"
 WORD, RESPONSE, ANSWER = "w", ">", "a"  # what stands at a position, in a layout
@@ -288,7 +288,7 @@ class InContextTask(TokenTask):
     def comparison(self) -> ComparisonProfile:
         """k - 1 comparisons of (block, answer, query)."""
         words = self.block_length
-        return in_context_profile(self.name, words + 2, words + 1, 2 * words + 1)
+        return context_profile(self.name, words + 2, words + 1, 2 * words + 1)
 
     @property
     def components(self) -> tuple[Component, ...]:

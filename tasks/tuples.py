@@ -249,7 +249,7 @@ class BestTree(RetrievalTask):
         def add_up(place: int, parent: int | None) -> tuple[Tensor, dict[int, Tensor]]:
             """Return the best worth of the places below each token at a place, and their tokens."""
             worth, found = torch.zeros_like(x[..., 0]), dict[int, Tensor]()
-            for child in self.graph.beside(place):
+            for child in self.graph.neighbours(place):
                 if child == parent:
                     continue
                 added, inner = add_up(child, place)

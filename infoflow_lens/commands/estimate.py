@@ -174,7 +174,7 @@ def _architecture(
     from infoflow_lens.theory.shapes import ModelShape
 
     if like is not None:
-        return shape_of_named(like).with_tokens(tokens)
+        return shape_of_named(like).set_length(tokens)
     n_heads = integers(heads or "", "--heads")
     if len(n_heads) > 200 or max(n_heads, default=0) > 10**6:
         raise InfoFlowError(f"--heads is {heads!r}: expected at most 200 layers of 10^6 heads")

@@ -49,7 +49,7 @@ class Part:
 def sum_of_parts(
     parts: Sequence[Part], places: Sequence[int], x: Float[Tensor, "*batch place d_token"]
 ) -> Float[Tensor, "*batch"]:
-    """What the known parts add up to for tokens at these places."""
+    """Add up the known parts of a score for the tokens at these places."""
     at = {place: number for number, place in enumerate(places)}
     known = [p.score(x[..., [at[k] for k in p.places], :]) for p in parts if p.score is not None]
     return torch.stack(known).sum(dim=0)
@@ -109,11 +109,11 @@ class Component:
             )
 
     def preference(self, x: Float[Tensor, "*batch arity d_token"]) -> Float[Tensor, "*batch"]:
-        """What is maximised: the score, or minus it."""
+        """Return what is maximised: the score, or minus it."""
         return self.score(x) if self.extremum == "max" else -self.score(x)
 
     def n_tuples(self, n_tokens: int, ordered: bool) -> int:
-        """How many tuples it compares among T tokens."""
+        """Count the tuples that it compares among T tokens."""
         if self.tuples is not None:
             return len(self.tuples)
         n = n_tokens if self.positions is None else len(self.positions)
@@ -145,7 +145,7 @@ def component_tuples(n_tokens: int, component: Component) -> Int[Tensor, "tuple 
 
 
 def all_different(tuples: Int[Tensor, "*batch arity"]) -> Bool[Tensor, "*batch"]:
-    """Whether no position of a tuple repeats."""
+    """Say of each tuple whether no position repeats."""
     ordered = tuples.sort(dim=-1).values
     return (ordered[..., 1:] != ordered[..., :-1]).all(dim=-1)
 
@@ -153,7 +153,7 @@ def all_different(tuples: Int[Tensor, "*batch arity"]) -> Bool[Tensor, "*batch"]
 def best_tuples(
     x: Float[Tensor, "batch pos d_token"], component: Component
 ) -> tuple[Int[Tensor, "batch arity"], Float[Tensor, " batch"]]:
-    """For every sequence the tuple of positions that a component retrieves, and its preference.
+    """Find for each sequence the tuple of positions that a component retrieves, and its preference.
 
     Ties go to the first tuple in lexicographic order [chosen]. Tuples are scored in chunks, so that
     triples of 128 tokens need no [batch, 128, 128, 128] tensor.
@@ -171,6 +171,7 @@ def best_tuples(
     for part in tuples.split(max(1, _MOST_SCORES_AT_ONCE // max(1, len(x) * component.arity))):
         scores = component.preference(x[:, part])
         value, index = scores.max(dim=1)
+        # strictly above, so that of equal tuples the first stays
         better = value > best
         best = torch.where(better, value, best)
         chosen = torch.where(better[:, None], part[index], chosen)
@@ -182,9 +183,9 @@ def best_inside(
     sets: Bool[Tensor, "batch holder pos"],
     component: Component,
 ) -> Float[Tensor, "batch holder"]:
-    """For every holder the largest score of a tuple inside its set; -inf for an empty one."""
+    """Find for each holder the largest score of a tuple inside its set; -inf for an empty one."""
     if component.tuples is not None:
-        return best_listed(x, sets, component)
+        return best_in_list(x, sets, component)
     if component.positions is not None:
         allowed = torch.zeros(x.shape[1], dtype=torch.bool)
         allowed[list(component.positions)] = True
@@ -207,12 +208,12 @@ def best_inside(
     return best.masked_fill(sizes == 0, -torch.inf)
 
 
-def best_listed(
+def best_in_list(
     x: Float[Tensor, "batch pos d_token"],
     sets: Bool[Tensor, "batch holder pos"],
     component: Component,
 ) -> Float[Tensor, "batch holder"]:
-    """For every holder the largest score of a listed tuple inside its set; -inf for none."""
+    """Find for each holder the largest score of a listed tuple inside its set; -inf for none."""
     tuples = component_tuples(x.shape[1], component)
     held = sets[:, :, tuples].all(dim=-1)
     scores = component.preference(x[:, tuples])
@@ -237,10 +238,10 @@ def pair_scores(
     return scores
 
 
-def shared_positions(
+def common_positions(
     component: Component,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Of listed tuples the positions that all have, and the others of each."""
+    """Return the positions that all listed tuples have, and the other positions of each."""
     assert component.tuples is not None
     common = set.intersection(*map(set, component.tuples)) if len(component.tuples) > 1 else set()
     rests = tuple(tuple(p for p in row if p not in common) for row in component.tuples)
@@ -577,8 +578,8 @@ def kth_largest_profile(depth: int) -> ComparisonProfile:
     )
 
 
-def in_context_profile(name: str, block: int, query: int, dimension: int) -> ComparisonProfile:
-    """A query looked up among the pairs of a context: one tuple for each pair [derived].
+def context_profile(name: str, block: int, query: int, dimension: int) -> ComparisonProfile:
+    """The profile of a query looked up among a context's pairs: a tuple for each pair [derived].
 
     Args:
         name: of the target.
@@ -630,8 +631,8 @@ def components_profile(
     ]
     most = sum(c.arity for c in components)
 
-    def reached(t: int) -> int:
-        """Positions that some component can retrieve."""
+    def count_reachable(t: int) -> int:
+        """Count the positions that some component can retrieve."""
         if growing:
             return t
         held: set[int] = set()
@@ -646,7 +647,7 @@ def components_profile(
         n_trees=len(components),
         paper=lambda t: sum(c.n_tuples(t, ordered=True) - 1 for c in components),
         unordered=lambda t: sum(c.n_tuples(t, ordered=False) - 1 for c in components),
-        proved=lambda t: -(-reached(t) // dimension) - most,
+        proved=lambda t: -(-count_reachable(t) // dimension) - most,
         flags=(
             Flag(
                 "[flag] of scores of one's own it is proved only that every token is compared; a "
@@ -740,14 +741,14 @@ def model_comparisons(
     return total
 
 
-def information_needed(
+def least_information(
     profile: ComparisonProfile,
     n_heads: Heads,
     n_tokens: int,
     count: Count = "paper",
     trees: int = 1,
 ) -> tuple[int, bool]:
-    """The smallest |I| with which eq (5) reaches the target's number of comparisons (step 1).
+    """Find the smallest |I| by which eq (5) reaches the target's number of comparisons (step 1).
 
     Solved exactly for the given heads, with every state holding |I| tokens [derived].
 

@@ -44,10 +44,10 @@ def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "total") 
     Raises:
         InfoFlowError: for sizes below 0 or dimensions below 1, or an unknown mode.
     """
-    return float(_in_mode(torch.tensor(size * d_token / d_model, dtype=torch.float64), mode))
+    return float(_apply_mode(torch.tensor(size * d_token / d_model, dtype=torch.float64), mode))
 
 
-def _in_mode(law: Float[Tensor, "*state"], mode: Mode) -> Float[Tensor, "*state"]:
+def _apply_mode(law: Float[Tensor, "*state"], mode: Mode) -> Float[Tensor, "*state"]:
     decoder = (law - 1).clamp(min=0)
     total = torch.where(law <= 1, 0.0, decoder.clamp(min=1))
     return {"law": law, "decoder": decoder, "total": total}[mode]
@@ -65,7 +65,7 @@ def exponents(
     """
     widths = torch.tensor(check_by_layer(d_model, "d_model", sets.n_layers), dtype=torch.float64)
     law = sets.sizes().double() * d_token / widths[:, None, None].to(sets.members.device)
-    result = _in_mode(law, mode).clone()
+    result = _apply_mode(law, mode).clone()
     result[-1, :, :-1] = math.nan
     return result
 

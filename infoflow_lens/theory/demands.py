@@ -42,7 +42,7 @@ def demands(
     components: Sequence[Component],
     tokens: Float[Tensor, "sample d_token"],
 ) -> tuple[Demand, ...]:
-    """What each layer of a schedule asks for, seen on samples of tokens.
+    """List what each layer of a schedule asks for, seen on samples of tokens.
 
     Args:
         schedule: the jobs.
@@ -67,7 +67,7 @@ def scores_inside(
     n_tokens: int,
     error: float,
 ) -> tuple[int, ...]:
-    """How many scores and products a feed-forward network makes of one state, layer by layer.
+    """Count the scores and products that a feed-forward network makes of one state, by layer.
 
     Where a state holds everything, or a block of positions, the network itself compares the tuples
     inside: all of them at CLS, those with the token itself at tokens. Where heads compare, it joins
@@ -98,7 +98,7 @@ def scores_inside(
 
 
 def _inside(component: Component, held: int, with_own: bool) -> int:
-    """How many tuples a state compares that holds so many tokens, of a block those with its own."""
+    """Count the tuples that a state of `held` tokens compares, of a block those with its own."""
     if component.tuples is not None:
         return len(component.tuples)
     if component.rank > 1:  # sorted, by pairs
@@ -110,7 +110,7 @@ def _inside(component: Component, held: int, with_own: bool) -> int:
 
 
 def _joins(job: Job, components: Sequence[Component]) -> bool:
-    """Whether a token needs a number of what it is and of what the head gave it, together."""
+    """Say whether a token needs a number of what it is and what the head gave it, together."""
     return isinstance(job, Message) or (
         isinstance(job, Max) and components[job.component].arity > 1
     )
@@ -122,16 +122,16 @@ def _rank(
     """The rank of a token head's scores; None where it is not known."""
     generator = torch.Generator().manual_seed(6)
 
-    def drawn(n: int) -> Tensor:
+    def draw(n: int) -> Tensor:
         return tokens[torch.randint(len(tokens), (_SAMPLES, n), generator=generator)].double()
 
     if isinstance(job, Message):
-        keys, queries = drawn(job.size), drawn(1)
+        keys, queries = draw(job.size), draw(1)
         score = job.score
     elif isinstance(job, Max) and components[job.component].arity == 1:
         return 1
     elif isinstance(job, Max) and components[job.component].arity == 2:
-        keys, queries = drawn(1), drawn(1)
+        keys, queries = draw(1), draw(1)
         first = components[job.component].preference
         score = first if job.reverse else lambda x: first(x.flip(-2))
     else:

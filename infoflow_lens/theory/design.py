@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def measures(self) -> tuple[float, ...]:
-        """What the front weighs: layers, heads in all, width, exponent, scores inside a state."""
+        """The numbers that the front weighs: layers, heads, width, exponent, scores in a state."""
         return len(self.n_heads), sum(self.n_heads), self.d_model, self.exponent, self.inside
 
 
@@ -160,11 +160,11 @@ def design(
         InfoFlowError: for sizes below 1, eps outside (0, 1), or a target without anything to
             retrieve or read.
     """
-    cases = [with_tokens(task, t) for t in sorted(set(n_tokens))]
+    cases = [set_length(task, t) for t in sorted(set(n_tokens))]
     largest = cases[-1]
     questions = [Question.of(case, seed) for case in cases]
     d_token = getattr(largest, "d_token", 1)
-    positional = positional or questions[-1].fixed
+    positional = positional or questions[-1].positional
     choices, left_out = head_choices(questions[-1].components, max_layers, max_heads)
     found: list[tuple[tuple[int, ...], Answer, tuple[int, ...]]] = []
     for heads in choices:
@@ -195,7 +195,7 @@ def design(
         if parameters is None or candidate.parameters <= parameters
     ]
     front = _front(candidates)
-    checked = tuple(_verified(candidate, largest, positional, verify, seed) for candidate in front)
+    checked = tuple(_verify(candidate, largest, positional, verify, seed) for candidate in front)
     sound = [c for c in checked if c.verified in (None, 1.0)]
     # what fits comes first: an exponent's constant is not known
     recommended = min(
@@ -216,8 +216,8 @@ def design(
     )
 
 
-def with_tokens(task: Any, n_tokens: int) -> Any:
-    """The task on sequences of T tokens.
+def set_length(task: Any, n_tokens: int) -> Any:
+    """Return the task on sequences of T tokens.
 
     Raises:
         InfoFlowError: where its T follows from other sizes, and is another.
@@ -262,7 +262,7 @@ def _whole(question: Question) -> tuple[tuple[int, ...], Answer] | None:
     """
     components = question.components
     n = question.task.n_tokens
-    if question.fixed or not components or any(c.tuples or c.rank > 1 for c in components):
+    if question.positional or not components or any(c.tuples or c.rank > 1 for c in components):
         return None
     if max(c.arity for c in components) < 2:
         return None
@@ -279,7 +279,7 @@ def _candidates(
     d_token: int,
     error: float,
 ) -> list[Candidate]:
-    """One architecture at the width that holds everything, and at shares of it."""
+    """List one architecture at the width that holds everything, and at shares of that width."""
     needed = max(sizes) * d_token
     schedule, reading = answer.schedule, answer.reading
     assert schedule is not None
@@ -296,6 +296,7 @@ def _candidates(
         width = max(1, -(-needed // share))
         k = exponent(max(sizes), d_token, width, "total")
         digits = k * -math.log10(error)
+        # beyond what a float holds
         further = math.inf if digits > 300 else (10**digits if k else 0.0)
         weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2 + 2 * width * sum(inside)
         result.append(
@@ -306,7 +307,7 @@ def _candidates(
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other one beats in everything."""
+    """Keep the candidates that no other one beats in everything."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.measures, c.n_heads)):
         if not any(
@@ -321,9 +322,7 @@ def _shape(heads: tuple[int, ...], d_model: int, n_tokens: int, positional: bool
     return ModelShape(heads, (d_model,) * len(heads), n_tokens, positional)
 
 
-def _verified(
-    candidate: Candidate, task: Any, positional: bool, verify: int, seed: int
-) -> Candidate:
+def _verify(candidate: Candidate, task: Any, positional: bool, verify: int, seed: int) -> Candidate:
     shape = _shape(candidate.n_heads, candidate.d_model, task.n_tokens, positional)
     found = estimate(shape, task, verify=verify, seed=seed)
     return replace(candidate, verified=found.verified)
@@ -332,7 +331,7 @@ def _verified(
 def neighbours(
     candidate: Candidate, task: Any, positional: bool, count: Count, verify: int, seed: int
 ) -> tuple[Neighbour, ...]:
-    """What lies just below a candidate: a head less in a layer, or a layer less."""
+    """List what lies just below a candidate: a head less in a layer, or a layer less."""
     options: dict[tuple[int, ...], str] = {}
     for layer, heads in enumerate(candidate.n_heads):
         if heads > 1:

@@ -18,10 +18,10 @@ from torch import Tensor
 from infoflow_lens.theory.comparison import Component, Part, Score
 from infoflow_lens.theory.score_graph import (
     ASKED,
-    collapsed,
+    collapse,
     graph_of,
     order_of,
-    placed,
+    permute,
     reverses,
 )
 from infoflow_lens.theory.trees import Plan, plans
@@ -83,12 +83,12 @@ def readings(
         for splits in (False, True):
             kept, notes = list(components), list[str]()
             if outer is not None and values is not None:
-                used = _used(outer, values)
+                used = _find_used(outer, values)
                 if len(used) < len(kept):
                     notes.append("the outer function reads some components only")
                 kept = [components[i] for i in used]
                 if joins:
-                    kept = _joined(outer, values, components, used, tokens, notes)
+                    kept = _join_served(outer, values, components, used, tokens, notes)
             if splits:
                 kept = [part for c in kept for part in _split(c, tokens, notes)]
             kept = _different(kept, tokens, notes)
@@ -102,19 +102,20 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6)
 
 
-def _used(outer: Outer, values: Float[Tensor, "batch component"]) -> list[int]:
-    """Components that the outer function depends on; the first if on none."""
+def _find_used(outer: Outer, values: Float[Tensor, "batch component"]) -> list[int]:
+    """List the components that the outer function depends on; the first if on none."""
     whole = outer(values)
     used = []
     for index in range(values.shape[1]):
         changed = values.clone()
+        # exchange the values of this component alone among the samples
         changed[:, index] = values[:, index].roll(1)
         if not _same(outer(changed), whole):
             used.append(index)
     return used or [0]
 
 
-def _joined(
+def _join_served(
     outer: Outer,
     values: Float[Tensor, "batch component"],
     components: Sequence[Component],
@@ -122,7 +123,7 @@ def _joined(
     tokens: Float[Tensor, "sample d_token"],
     notes: list[str],
 ) -> list[Component]:
-    """Components that one tuple serves, whatever the others are, as one: largest of several, say.
+    """Join components that one tuple serves, whatever the others are: the largest of several.
 
     It does where the outer function of values at two tuples, some of each, is never above that of
     one tuple alone. Components with shorter tuples look at their first tokens.
@@ -247,7 +248,7 @@ def _split(
     """
     if component.arity == 1 or component.distinct:
         return [component]
-    fewer = collapsed(component, tokens)
+    fewer = collapse(component, tokens)
     if fewer.arity < component.arity:
         notes.append("places of a tuple may hold the same token")
     graph, parts = graph_of(fewer, tokens), list[Component]()
@@ -282,7 +283,7 @@ def _ends(
     parts = []
     for place in places:
         others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)
-        scores = _at(component.preference, others, place, tokens[-_ENDS:, None])
+        scores = _score_at(component.preference, others, place, tokens[-_ENDS:, None])
         signs = [
             (s[:, None] - s).sign() * ((s[:, None] - s).abs() > 1e-4 * s.std()) for s in scores.T
         ]
@@ -298,21 +299,23 @@ def _ends(
     return parts
 
 
-def _at(score: Score, others: Tensor, place: int, x: Tensor) -> Float[Tensor, "*batch filling"]:
-    """Scores of single tokens x [..., 1, d_token] at a place, by fillings of the other places."""
+def _score_at(
+    score: Score, others: Tensor, place: int, x: Tensor
+) -> Float[Tensor, "*batch filling"]:
+    """Score single tokens x [..., 1, d_token] at a place, by fillings of the other places."""
     filled = others.to(x).expand(*x.shape[:-2], *others.shape).clone()
     filled[..., place, :] = x
     return score(filled)
 
 
 def _end(score: Score, others: Tensor, place: int, sign: float, x: Tensor) -> Tensor:
-    return sign * _at(score, others, place, x)[..., 0]
+    return sign * _score_at(score, others, place, x)[..., 0]
 
 
 def _different(
     components: Sequence[Component], tokens: Float[Tensor, "sample d_token"], notes: list[str]
 ) -> list[Component]:
-    """One component of all that put tuples in the same order; of ranks the one farthest in."""
+    """Keep one component of all that order tuples alike; of ranks the one farthest in."""
     kept: list[Component] = []
     for component in components:
         for number, other in enumerate(kept):
@@ -338,5 +341,5 @@ def _same_order(one: Component, other: Component, tokens: Float[Tensor, "sample 
     orders = itertools.islice(itertools.permutations(everywhere), _MOST_ORDERS)
     return any(
         not reverses(one.preference, one.arity, everywhere, (), tokens, 50 * ASKED, turned)
-        for turned in (partial(placed, other.preference, order) for order in orders)
+        for turned in (partial(permute, other.preference, order) for order in orders)
     )

@@ -20,13 +20,13 @@ from infoflow_lens.theory.comparison import (
     Component,
     Count,
     Heads,
-    information_needed,
     least,
+    least_information,
     model_comparisons,
 )
 from infoflow_lens.theory.cost import MODES, exponent
 from infoflow_lens.theory.demands import Demand, demands
-from infoflow_lens.theory.exclusion import Document, carried_over, describe, excluding
+from infoflow_lens.theory.exclusion import Document, carry_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
 from infoflow_lens.theory.samples import Samples
@@ -167,7 +167,7 @@ def phase_diagram(
     count: Count = "paper",
     trees: Number = 1,
 ) -> list[dict[str, Any]]:
-    """For all heads and T the verdict on max-position retrieval alone, heads of one role.
+    """Judge max-position retrieval alone, heads of one role, for all heads and T.
 
     Args:
         task: a target with `comparison` and `components`; its own T does not matter.
@@ -183,7 +183,7 @@ def phase_diagram(
         InfoFlowError: as :func:`estimate`.
     """
     asked = Question.of(task, seed=0)
-    cases = {tokens: _at(task, tokens) for tokens in n_tokens}
+    cases = {tokens: _resize(task, tokens) for tokens in n_tokens}
     found: dict[tuple[Heads, int], Verdict] = {}
     witnesses: list[Document] = []
     # the most heads and the fewest tokens first: what is proved of them holds for fewer and longer
@@ -207,8 +207,8 @@ def phase_diagram(
     ]
 
 
-def _at(task: Any, n_tokens: int) -> Any:
-    """The task on sequences of T tokens; None where its T follows from other sizes."""
+def _resize(task: Any, n_tokens: int) -> Any:
+    """Return the task on sequences of T tokens; None where its T follows from other sizes."""
     try:
         return task if task.n_tokens == n_tokens else replace(task, n_tokens=n_tokens)
     except (TypeError, ValueError):
@@ -255,8 +255,8 @@ def estimate(
     profile = asked.profile_of(alone.reading)
     needed = profile.number(n_tokens, count)
     capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
-    size, saturated = information_needed(profile, n_heads, n_tokens, count, trees)
-    proved_size, _ = information_needed(
+    size, saturated = least_information(profile, n_heads, n_tokens, count, trees)
+    proved_size, _ = least_information(
         profile, n_heads, n_tokens, "proved", max(trees, profile.n_trees)
     )
     if asked.least_trees < profile.n_trees:  # a count of them is then no lower bound
@@ -265,7 +265,7 @@ def estimate(
     if best.schedule is not None:  # a lower bound does not exceed what some schedule holds
         proved_size = min(proved_size, best.schedule.size)
     d_token = getattr(task, "d_token", 1)
-    sure = [held for held in (case.held(best), case.held(alone)) if held is not None]
+    sure = [held for held in (case.run(best), case.run(alone)) if held is not None]
     schedule = best.schedule
     widest = max(shape.d_model)
     result = Estimate(
@@ -278,7 +278,7 @@ def estimate(
         trees=trees,
         needed=needed,
         capacity=capacity,
-        mechanisms="all mechanisms" if asked.fixed else "max-position retrieval alone",
+        mechanisms="all mechanisms" if asked.positional else "max-position retrieval alone",
         verdict=verdict,
         why=why,
         witness=witness,
@@ -299,13 +299,13 @@ def estimate(
         d_head=tuple(demand.d_head for demand in case.demands),
         products=tuple(demand.products for demand in case.demands),
         width=asked.width,
-        routed=_routed_error(shape, task, asked.components, samples),
+        routed=_find_routed_error(shape, task, asked.components, samples),
         left_out=tuple(dict.fromkeys((*best.found.left_out, *alone.found.left_out))),
         reasons=(),
         flags=flags_of(profile, n_heads, count, trees),
     )
     reasons = _reasons(result, profile, shape, alone, asked)
-    return replace(result, reasons=reasons, flags=(*result.flags, *_own_flags(result, profile)))
+    return replace(result, reasons=reasons, flags=(*result.flags, *_flag_result(result, profile)))
 
 
 def _fitting(architecture: Any, task: Any) -> ModelShape:
@@ -327,7 +327,7 @@ def _fitting(architecture: Any, task: Any) -> ModelShape:
             f"the task has d_token {getattr(task, 'd_token', None)}, the architecture {d_token}: "
             "use the same d"
         )
-    return shape if shape.n_tokens == task.n_tokens else shape.with_tokens(task.n_tokens)
+    return shape if shape.n_tokens == task.n_tokens else shape.set_length(task.n_tokens)
 
 
 class _Case:
@@ -349,7 +349,7 @@ class _Case:
     @cached_property
     def best(self) -> Answer:
         """The schedule with the smallest sets, by any mechanism."""
-        found = self._own(False)
+        found = self._search_own(False)
         smaller = self.alone.schedule
         if smaller is not None and (found.schedule is None or smaller.size < found.schedule.size):
             return self.alone
@@ -357,15 +357,15 @@ class _Case:
 
     @cached_property
     def alone(self) -> Answer:
-        """One by max-position retrieval alone, by all mechanisms where positions are told apart."""
-        if self.asked.fixed or not self.reachable:
-            return self._own(False)
+        """The answer by max-position retrieval alone, by all mechanisms where positions matter."""
+        if self.asked.positional or not self.reachable:
+            return self._search_own(False)
         answers = self.asked.answers(self.shape, self.n_tokens, True)
-        right = (each for each in answers if each.is_believed(self.held(each)))
-        return next(right, None) or self._own(True)
+        right = (each for each in answers if each.serves(self.run(each)))
+        return next(right, None) or self._search_own(True)
 
-    def _own(self, max_position_only: bool) -> Answer:
-        """The search for the target's own list."""
+    def _search_own(self, max_position_only: bool) -> Answer:
+        """Search for the target's own list."""
         own = self.asked.readings[0]
         if not self.reachable:
             return Answer(Found(None, True), own)
@@ -373,14 +373,14 @@ class _Case:
 
     @cached_property
     def demands(self) -> tuple[Demand, ...]:
-        """What the schedule of the verdict asks of each layer; none without tokens."""
+        """The demands of the verdict's schedule on each layer; none without tokens."""
         answer = self.alone
         if answer.schedule is None or answer.reading.tokens is None:
             return ()
         return demands(answer.schedule, answer.reading.components, answer.reading.tokens)
 
     def lacks(self) -> str | None:
-        """What the architecture has too little of for the schedule, in words; None if nothing."""
+        """Say what the architecture has too little of for the schedule; None if nothing."""
         given = self.shape.d_head or ()
         for layer, (demand, n) in enumerate(zip(self.demands, given, strict=False), start=1):
             if demand.d_head is not None and demand.d_head > n:
@@ -391,27 +391,28 @@ class _Case:
             return "feed-forward networks, which join what a token holds"
         return None
 
-    def held(self, answer: Answer) -> float | None:
-        """How often a schedule holds the active set on samples; None where it was not run."""
+    def run(self, answer: Answer) -> float | None:
+        """Return the share of samples on which a schedule holds the active set; None if not run."""
         if answer not in self._held:
             self._held[answer] = answer.run(self.samples, self.shape)
         return self._held[answer]
 
     @cached_property
-    def routed(self) -> Answer | None:
-        """A schedule of heads with several roles, where one does not do and queries can route."""
+    def routing(self) -> Answer | None:
+        """The schedule of heads with several roles, where one does not do and queries can route."""
         shape = self.shape
         pairs = [c for c in self.asked.components if c.arity == 2 and c.tuples is None]
         if (
             not self.reachable
             or self.alone.schedule is not None
-            or self.asked.fixed
+            or self.asked.positional
             or len(pairs) < 2
         ):
             return None
         able = [shape.routes, *[shape.has_mlp] * (shape.n_layers - 1)]
         if shape.n_layers < 2 or not any(able):
             return None
+        # a pair can be looked up from either of its tokens
         roles = [2 * len(pairs) if yes else 1 for yes in able]
         found = self.asked.search(shape, self.n_tokens, True, roles)
         several = found.schedule is not None and found.schedule.roles > 1
@@ -426,14 +427,14 @@ class _Case:
         witnesses of other sizes, which may serve here as well.
         """
         asked, case = self.asked, None if self.samples is None else self.task
-        positions_matter = asked.fixed and (self.shape.positional or self.shape.causal)
+        positions_matter = asked.positional and (self.shape.positional or self.shape.causal)
         if case is not None and not (self.reachable and positions_matter):
-            witness = carried_over(known, case, self.shape)
+            witness = carry_over(known, case, self.shape)
             unserved = self.alone.schedule is None
-            witness = witness or excluding(case, self.shape, seed, asked.fixed, unserved)
+            witness = witness or excluding(case, self.shape, seed, asked.positional, unserved)
             if witness is not None:
                 return "excluded, proved", describe(witness), witness
-        allowed = self.alone.schedule is not None and self.alone.is_believed(self.held(self.alone))
+        allowed = self.alone.schedule is not None and self.alone.serves(self.run(self.alone))
         lacking = self.lacks() if allowed else None
         if lacking is not None:
             return (
@@ -442,12 +443,12 @@ class _Case:
                 None,
             )
         if allowed:
-            return "allowed by construction", self._allowed(self.alone), None
-        if self.routed is not None and self.held(self.routed) == 1.0:
+            return "allowed by construction", self._explain(self.alone), None
+        if self.routing is not None and self.run(self.routing) == 1.0:
             why = "by routed heads, each with several roles, "
-            return "allowed by construction", why + self._allowed(self.routed)[3:], None
+            return "allowed by construction", why + self._explain(self.routing)[3:], None
         missing = self.alone.schedule is None
-        counted = missing and self.reachable and not asked.fixed
+        counted = missing and self.reachable and not asked.positional
         if counted and asked.counts_out(self.shape, self.n_tokens, count, trees):
             if asked.unmet:
                 return "open", (
@@ -472,7 +473,7 @@ class _Case:
         assert answer.schedule is not None
         return self.samples.number(answer.schedule, answer.reading.components)
 
-    def _allowed(self, answer: Answer) -> str:
+    def _explain(self, answer: Answer) -> str:
         assert answer.schedule is not None
         why = f"by a schedule with |I| <= {answer.schedule.size}"
         if answer.reading.notes or answer.schedule.roles > 1 or answer.schedule.has_messages:
@@ -498,10 +499,10 @@ def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[s
     }
 
 
-def _routed_error(
+def _find_routed_error(
     shape: ModelShape, task: Any, components: Sequence[Component], samples: Samples | None
 ) -> RoutedError | None:
-    """What routing leaves, where fewer heads than pairs stand in the first of two layers."""
+    """Measure what routing leaves, where the first of two layers has fewer heads than pairs."""
     pairs = len(components) > 1 and all(c.arity == 2 and c.tuples is None for c in components)
     if not pairs or shape.n_layers != 2 or shape.n_heads[0] >= len(components):
         return None
@@ -649,8 +650,8 @@ def flags_of(
     return tuple(flags)
 
 
-def _own_flags(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...]:
-    """The limits that only this estimate's own numbers show."""
+def _flag_result(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...]:
+    """List the limits that only this estimate's own numbers show."""
     flags = []
     if result.saturated:
         flags.append(

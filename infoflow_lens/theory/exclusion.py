@@ -62,18 +62,18 @@ def excluding(
     samples = Samples(task, _INPUTS, seed)
     candidates: list[Iterator[Document]] = [_out_of_reach(shape, samples)]
     if fixed:
-        candidates.append(_reordered(shape, samples))
+        candidates.append(_orders(shape, samples))
     elif _INPUTS * samples.n_scores <= _MOST_SCORES and not any(shape.windows):
         if shape.n_layers == 1:
             candidates.append(_pigeonholes(shape, samples))
         candidates.append(_growths(shape, samples))
         if thorough:
-            candidates.append(_tied(shape, samples))
+            candidates.append(_ties(shape, samples))
     return next((found for each in candidates for found in each if is_witness(found, task)), None)
 
 
-def carried_over(documents: Sequence[Document], task: Any, shape: ModelShape) -> Document | None:
-    """A witness of more heads or fewer tokens that serves here; None if none does."""
+def carry_over(documents: Sequence[Document], task: Any, shape: ModelShape) -> Document | None:
+    """Find a witness of more heads or fewer tokens that serves here; None if none does."""
     if task.n_tokens > _LONGEST or _CHECKED * Samples(task, 1, 0).n_scores > _MOST_CHECKED:
         return None
     for document in documents:
@@ -104,7 +104,7 @@ def _longer(document: Document, n_tokens: int, shape: ModelShape) -> Iterator[Do
 
 
 def is_witness(document: Document, task: Any) -> bool:
-    """Whether the document holds, by the verifier outside of theory."""
+    """Say whether the document holds, by the verifier outside of theory."""
     return not verify_exclusion(document, lambda rows: values_of(task, rows))
 
 
@@ -124,7 +124,7 @@ def values_of(task: Any, sequences: list[Any]) -> list[Any]:
 
 
 def describe(document: Document) -> str:
-    """What a witness shows, in a sentence."""
+    """Say in a sentence what a witness shows."""
     kind = document["kind"]
     if kind == "pigeonhole":
         return (
@@ -183,11 +183,11 @@ def _out_of_reach(shape: ModelShape, samples: Samples) -> Iterator[Document]:
         )  # fmt: skip
 
 
-def _reordered(shape: ModelShape, samples: Samples) -> Iterator[Document]:
-    """Pairs of the same tokens in two orders."""
+def _orders(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """Yield pairs of the same tokens in two orders."""
     if shape.positional or shape.causal:
         return
-    pair = samples.swapped()
+    pair = samples.find_swap()
     if pair is not None:
         yield _document("order", shape, samples, first=pair[0], second=pair[1])
 
@@ -215,8 +215,8 @@ def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             )  # fmt: skip
 
 
-def _tied(shape: ModelShape, samples: Samples) -> Iterator[Document]:
-    """Inputs at which more disjoint tuples tie than CLS can hold, and no choice sees two of them.
+def _ties(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """Yield inputs at which more disjoint tuples tie than CLS can hold, and no choice sees two.
 
     High tuples of random tokens are moved so that the least of them is as far as possible above all
     others of the same tokens; then the others are lowered to it. All other tokens are copies of the
@@ -227,12 +227,13 @@ def _tied(shape: ModelShape, samples: Samples) -> Iterator[Document]:
     for component in getattr(samples.task, "components", ()):
         a, m, plain = component.arity, held // component.arity + 1, component.tuples is None
         n = a * m
+        # where a choice may see all of two tuples, ties exclude nothing
         if before + 2 * token >= 2 * a or not plain or component.positions is not None:
             continue
         if m < 2 or n > samples.task.n_tokens or n**a > _MOST_TIED:
             continue
         for seed in range(_TIED_TRIES):
-            x = _apart(component, samples.tokens(_POOL), m, samples.seed + seed)
+            x = _draw_ties(component, samples.tokens(_POOL), m, samples.seed + seed)
             if x is None:
                 continue
             rest = samples.task.n_tokens - n
@@ -251,7 +252,7 @@ def _tied(shape: ModelShape, samples: Samples) -> Iterator[Document]:
 def _along(
     component: Component, x: Float[Tensor, "tuple arity d"]
 ) -> Float[Tensor, "tuple arity d"]:
-    """By how much preferences grow with each token, along the sphere that it lies on."""
+    """Return the growth of preferences with each token, along the sphere that it lies on."""
     with torch.enable_grad():
         x = x.detach().requires_grad_(True)
         (gradient,) = torch.autograd.grad(component.preference(x).sum(), x)
@@ -261,10 +262,10 @@ def _along(
     return gradient - (gradient * outwards).sum(dim=-1, keepdim=True) * outwards
 
 
-def _apart(
+def _draw_ties(
     component: Component, pool: Float[Tensor, "sample d"], m: int, seed: int
 ) -> Float[Tensor, "token d"] | None:
-    """Tokens of m tuples that tie above all other tuples of these tokens; None if not found."""
+    """Draw tokens of m tuples that tie above all others of these tokens; None if not found."""
     a, generator = component.arity, torch.Generator().manual_seed(seed)
     drawn = pool[torch.randint(len(pool), (_POOL * m, a), generator=generator)]
     best = component.preference(drawn).topk(m).indices
@@ -280,6 +281,7 @@ def _apart(
     def margin(x: Tensor) -> Tensor:
         return component.preference(x[own]).amin() - component.preference(x[others]).amax()
 
+    # raise the tuples of `own` above all others, by gradient ascent at fixed norms
     for step in range(_TIED_STEPS):
         with torch.enable_grad():
             x = x.detach().requires_grad_(True)
@@ -300,7 +302,7 @@ def _apart(
 
 
 def _worst(component: Component, x: Float[Tensor, "token d"], samples: Samples) -> Tensor:
-    """Of some tokens the one with which tuples of x and itself are the worst."""
+    """Find the token with which tuples of x and itself are the worst."""
     tuples = tuple_indices(len(x) + 1, component.arity, False)
     with_it = tuples[(tuples == len(x)).any(dim=1)]
     found = [
@@ -346,7 +348,7 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples.seed))
     for rows in order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES]:
         for around in (_active_alone, _all_but_some):
-            document = _assembled(rows.tolist(), x, active, shape, samples, around)
+            document = _assemble(rows.tolist(), x, active, shape, samples, around)
             if document is not None:
                 yield document
 
@@ -357,7 +359,7 @@ Around = Callable[[Tensor, Tensor, int, torch.Generator], Tensor | None]
 def _active_alone(
     x: Tensor, active: Tensor, room: int, generator: torch.Generator
 ) -> Tensor | None:
-    """What is active beside the first active token of an input, the last of it repeated."""
+    """Keep what is active beside the first active token of an input, the last of it repeated."""
     rest = x[active][1:]
     if not 0 < len(rest) <= room:
         return None
@@ -367,14 +369,14 @@ def _active_alone(
 def _all_but_some(
     x: Tensor, active: Tensor, room: int, generator: torch.Generator
 ) -> Tensor | None:
-    """All others but as many as there must be room for, in several ways."""
+    """Keep as many of the other tokens as there is room for, chosen in several ways."""
     own = int(active.int().argmax())
     others = torch.cat([x[:own], x[own + 1 :]])
     ways = [torch.randperm(len(others), generator=generator)[:room] for _ in range(_MOST_WAYS)]
     return others[torch.stack(ways)] if room <= len(others) else None
 
 
-def _assembled(
+def _assemble(
     rows: Sequence[int],
     x: Tensor,
     active: Tensor,
@@ -382,7 +384,7 @@ def _assembled(
     samples: Samples,
     around: Around,
 ) -> Document | None:
-    """A token of each of several inputs first, then what stands around it in its own input."""
+    """Put a token of each of several inputs first, then what stands around it in its own input."""
     task, n_places = samples.task, len(rows)
     room = task.n_tokens - n_places
     generator = torch.Generator().manual_seed(samples.seed)
@@ -394,6 +396,7 @@ def _assembled(
             return None
         first = torch.cat([base.expand(len(found), -1, -1), found], dim=1)
         second = first.clone()
+        # a token that the sequence has elsewhere, too, so that no score tells more from it
         second[:, place] = first[:, -1]
         gap = (task.target(first) - task.target(second)).double().abs().amax(dim=1)
         best = int(gap.argmax())

@@ -88,7 +88,7 @@ class InformationSets(Savable):
         return self.members.shape[3]
 
     def of(self, layer: int, sequence: int, position: int) -> set[int]:
-        """One information set as a Python set of source positions."""
+        """Return one information set as a Python set of source positions."""
         return set(self.members[layer, sequence, position].nonzero().flatten().tolist())
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class GradedSets(Savable):
         return self.strengths.shape[3]
 
     def at(self, level: float = 0.0) -> InformationSets:
-        """The sets of the sources whose strength is above a level.
+        """Return the sets of the sources whose strength is above a level.
 
         Raises:
             InfoFlowError: for a level below 0.
@@ -168,7 +168,7 @@ class GradedSets(Savable):
         return InformationSets(self.strengths > level, self.lengths)
 
     def of(self, layer: int, sequence: int, position: int) -> dict[int, float]:
-        """The strengths of the sources that one state may hold, the strongest first."""
+        """Return the strengths of the sources that one state may hold, the strongest first."""
         row = self.strengths[layer, sequence, position]
         order = row.argsort(descending=True, stable=True).tolist()
         return {source: float(row[source]) for source in order if row[source] > 0}
@@ -200,7 +200,7 @@ class MovesKeys(Protocol):
 
     @property
     def moved_keys(self) -> Sequence[Tensor]:
-        """For every layer integers [batch, head, pos] or [batch, head, pos, rank]."""
+        """The keys of every layer: integers [batch, head, pos] or [batch, head, pos, rank]."""
         ...
 
 
@@ -233,10 +233,10 @@ def initial_sets(
     return sets
 
 
-def _united(
+def _apply_rules(
     words: Int[Tensor, "row word"], rules: Sequence[Rule], batch: int, n_sources: int
 ) -> Int[Tensor, "row word"]:
-    """One layer on packed sets; the last row is the empty set of "no position"."""
+    """Move packed sets through one layer; the last row is the empty set of "no position"."""
     sets = PackedSets(words, words.clone(), batch, n_sources)
     for rule in rules:
         rule.apply(sets)
@@ -248,7 +248,7 @@ def update(
 ) -> Bool[Tensor, "batch pos source"]:
     """The sets after one layer. All positions read the sets of the layer before."""
     packed = torch.nn.functional.pad(pack(sets.flatten(0, 1)), (0, 0, 0, 1))
-    words = _united(packed, rules, sets.shape[0], sets.shape[2])
+    words = _apply_rules(packed, rules, sets.shape[0], sets.shape[2])
     return unpack(words[:-1], sets.shape[2]).view_as(sets)
 
 
@@ -362,12 +362,12 @@ def propagate(
     if strength is not None:
         given = _strengths(strength, by_layer, (batch, n_pos, n_sources))
         path = check(path, Path, "path")
-        return GradedSets(_graded(by_layer, given, path, batch, n_pos, n_sources, device), lengths)
+        return GradedSets(_grade(by_layer, given, path, batch, n_pos, n_sources, device), lengths)
     words = pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
     words = torch.nn.functional.pad(words, (0, 0, 0, 1))
     members = torch.empty((len(by_layer), batch, n_pos, n_sources), dtype=torch.bool, device=device)
     for layer, rules in enumerate(by_layer):
-        words = _united(words, rules, batch, n_sources)
+        words = _apply_rules(words, rules, batch, n_sources)
         members[layer] = unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
     return InformationSets(members, lengths)
 
@@ -436,7 +436,7 @@ def _strengths(
     return found
 
 
-def _graded(
+def _grade(
     by_layer: Sequence[tuple[Rule, ...]],
     strength: Sequence[Sequence[Tensor | None]],
     path: Path,
@@ -445,7 +445,7 @@ def _graded(
     n_sources: int,
     device: torch.device,
 ) -> Float[Tensor, "layer batch pos source"]:
-    """How strongly each state holds each source."""
+    """Return how strongly each state holds each source."""
     double = any(
         one is not None and one.dtype == torch.float64 for each in strength for one in each
     )

@@ -21,11 +21,11 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import (
     Component,
     Score,
+    best_in_list,
     best_inside,
-    best_listed,
+    common_positions,
     least,
     pair_scores,
-    shared_positions,
     tuple_holders,
 )
 from infoflow_lens.theory.roles import choose_roles, roles_of
@@ -102,7 +102,7 @@ class Job(ABC):
         return 1
 
     def gain(self, n_tokens: int) -> int:
-        """How many sets a query gains."""
+        """Count the sets that a query gains."""
         return 1
 
     def check(self, n_components: int, for_tokens: bool) -> None:
@@ -119,11 +119,11 @@ class Job(ABC):
 
     @abstractmethod
     def rule(self, run: Progress, for_tokens: bool) -> Rule:
-        """How the head moves sets on these inputs."""
+        """Make the rule by which the head moves sets on these inputs."""
 
     @abstractmethod
     def describe(self) -> tuple[str, str]:
-        """In words: what it does, and to what; jobs that do the same are said together."""
+        """Say in words what it does, and to what; jobs that do the same are said together."""
 
 
 class Retrieval(Job):
@@ -168,7 +168,7 @@ class Max(Retrieval):
         else:
             if not for_tokens:  # across two positions: the listed tuple that both together hold
                 held = held | run.sets[:, run.n_tokens :]
-            best = best_listed(run.x, held, component)
+            best = best_in_list(run.x, held, component)
         if for_tokens:
             return run.best_seen(best[:, None])
         return best.argmax(dim=-1, keepdim=True)
@@ -197,7 +197,7 @@ class Routed(Retrieval):
 
     @property
     def roles(self) -> int:
-        """As many as components."""
+        """The number of components, each of which is a role."""
         return len(self.components)
 
     def check(self, n_components: int, for_tokens: bool) -> None:
@@ -300,7 +300,7 @@ class Message(Retrieval):
 
     @property
     def size(self) -> int:
-        """How many tokens it carries."""
+        """The number of tokens that it carries."""
         return 1 + sum(need.size for need, _ in self.needs)
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
@@ -346,7 +346,7 @@ class FixedReads(Job):
 
     @abstractmethod
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
-        """Which keys are read by which queries."""
+        """Mark the keys that each query reads."""
 
     def rule(self, run: Progress, for_tokens: bool) -> Rule:
         """See :meth:`Job.rule`."""
@@ -398,7 +398,7 @@ class ReadTuples(FixedReads):
         """The listed tuples at tokens, what they share at CLS."""
         n = run.n_tokens
         reads = torch.zeros(n + 1, n + 1, dtype=torch.bool)
-        common, rests = shared_positions(run.components[self.component])
+        common, rests = common_positions(run.components[self.component])
         if not for_tokens:
             reads[n, list(common)] = True
             return reads
@@ -422,7 +422,7 @@ class ReadPositions(FixedReads):
     positions: Sequence[int]
 
     def gain(self, n_tokens: int) -> int:
-        """As many as positions."""
+        """Count the positions that are read."""
         return len(self.positions)
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
@@ -445,7 +445,7 @@ class Global(Job):
     mechanism: ClassVar[str] = "global aggregation"
 
     def gain(self, n_tokens: int) -> int:
-        """All of them."""
+        """Count all tokens, since all are read."""
         return n_tokens
 
     def rule(self, run: Progress, for_tokens: bool) -> Rule:

@@ -31,8 +31,8 @@ class PackedSets:
         """Positions of a sequence."""
         return (len(self.before) - 1) // self.batch
 
-    def by_position(self, words: Int[Tensor, "row word"]) -> Int[Tensor, "batch pos word"]:
-        """A view of `before` or `after`, without the empty set."""
+    def view_by_position(self, words: Int[Tensor, "row word"]) -> Int[Tensor, "batch pos word"]:
+        """View `before` or `after` by sequence and position, without the empty set."""
         return words[:-1].view(self.batch, self.n_pos, -1)
 
 

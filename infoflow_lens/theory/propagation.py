@@ -117,7 +117,7 @@ def _through(
 
 
 def _ranges(there: Tensor) -> list[tuple[int, int]]:
-    """For each row where its first entry is and behind its last; equal numbers if it has none."""
+    """Find for each row where its first entry is and behind its last; equal numbers for none."""
     n = there.shape[1]
     first = there.int().argmax(dim=1)
     end = n - there.flip(1).int().argmax(dim=1)
@@ -126,7 +126,7 @@ def _ranges(there: Tensor) -> list[tuple[int, int]]:
 
 
 def _may_vanish(above: Tensor, below: Tensor) -> bool:
-    """Whether a product of two positive strengths may be too small for the dtype."""
+    """Say whether a product of two positive strengths may be too small for the dtype."""
     least = [float(part.masked_fill(part <= 0, 1).min()) if part.numel() else 1.0
              for part in (above, below)]  # fmt: skip
     return least[0] * least[1] < torch.finfo(above.dtype).tiny
@@ -222,7 +222,7 @@ def propagate_edges(
     queries: Int[Tensor, "batch asked"] | None = None,
     below: Float[Tensor, "batch pos source"] | None = None,
 ) -> Float[Tensor, "layer batch asked source"]:
-    """How strongly states behind every layer hold the sources, over all paths.
+    """Return how strongly states behind every layer hold the sources, over all paths.
 
     Args:
         edges: strengths at least 0, the lowest layer first; the residual connection stands on the
@@ -253,7 +253,7 @@ def propagate_back(
     queries: Int[Tensor, "batch asked"],
     layer: int = -1,
 ) -> Float[Tensor, "layer batch asked pos"]:
-    """How strongly the asked states of one layer hold every state below them, over all paths.
+    """Return how strongly the asked states of one layer hold each state below, over all paths.
 
     One state costs n^2 a layer, where :func:`propagate_edges` takes n^3 for all.
 

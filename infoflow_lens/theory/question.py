@@ -52,13 +52,13 @@ class Answer:
         return self.found.schedule
 
     def run(self, samples: Samples | None, shape: ModelShape) -> float | None:
-        """How often the schedule holds the active set on samples; None where it was not run."""
+        """Return the share of samples whose active set the schedule holds; None if not run."""
         if samples is None or self.schedule is None:
             return None
         return samples.learns(self.schedule, self.reading.components, shape)
 
-    def is_believed(self, held: float | None) -> bool:
-        """Whether the schedule serves the target; one that rests on samples must have been run."""
+    def serves(self, held: float | None) -> bool:
+        """Say whether the schedule serves the target; one that rests on samples must be run."""
         asked = self.schedule is not None and self.schedule.has_messages
         return held == 1.0 or (held is None and not self.reading.notes and not asked)
 
@@ -89,7 +89,7 @@ class Question:
 
     @classmethod
     def of(cls, task: Any, seed: int) -> "Question":
-        """The counts, components and fixed positions of a target.
+        """Read the counts, components and fixed positions of a target.
 
         Raises:
             InfoFlowError: for nothing to retrieve or read, and counts that do not fit.
@@ -134,8 +134,8 @@ class Question:
         return self.readings[0].components
 
     @property
-    def fixed(self) -> bool:
-        """Whether it tells positions apart."""
+    def positional(self) -> bool:
+        """Say whether the target tells positions apart."""
         return bool(len(self.reads)) or needs_order(self.components, self.reads, self.task.n_tokens)
 
     def answers(
@@ -190,7 +190,7 @@ class Question:
 
     @cached_property
     def unmet(self) -> tuple[str, ...]:
-        """What the paper's count assumes and the target was seen not to have, in words."""
+        """The assumptions of the paper's count that the target was seen not to meet, in words."""
         reading = self.readings[-1]
         if reading.tokens is None:
             return ()
@@ -210,7 +210,7 @@ class Question:
         return tuple(unmet)
 
     def counts_out(self, shape: ModelShape, n_tokens: int, count: Count, trees: int) -> bool:
-        """Whether fewer comparisons are made than the least number of trees needs.
+        """Say whether fewer comparisons are made than the least number of trees needs.
 
         One layer asks one question, so that there a witness decides, and no count.
         """
@@ -219,6 +219,7 @@ class Question:
         for reading in self.readings:
             profile = self.profile_of(reading)
             needed = profile.number(n_tokens, count)
+            # the count is of the profile's trees, of which fewer may serve
             needed = needed * min(self.least_trees, profile.n_trees) // profile.n_trees
             if max_position_capacity(profile, shape.n_heads, n_tokens, trees) >= needed:
                 return False

@@ -62,7 +62,7 @@ def choose_roles(
     x: Float[Tensor, "batch pos d_token"],
     reference: Float[Tensor, "sample d_token"],
 ) -> Int[Tensor, "batch pos choice"]:
-    """For every token the roles from best to worst, as indices: a function of the token alone.
+    """Order the roles for every token from best to worst, as indices, by the token alone.
 
     A role is good for a token if few reference tokens could reach a higher score in it; beyond all
     of them, the distance to the best of them in standard deviations decides.
@@ -74,6 +74,7 @@ def choose_roles(
         own = attainable(given, reverse, x, reference, x.shape[1])
         ordered = pool.sort().values
         higher = 1 - torch.searchsorted(ordered, own.contiguous()).to(x.dtype) / len(pool)
+        # ranks tie above the whole pool; there the distance to it decides
         beyond = (own - ordered[-1]) / pool.std().clamp(min=1e-12)
         ranks.append(higher - torch.where(higher <= 0, beyond, torch.zeros_like(beyond)) / 1e6)
     return torch.stack(ranks, dim=-1).argsort(dim=-1, stable=True)

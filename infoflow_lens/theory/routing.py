@@ -65,7 +65,7 @@ def routed_error(
     *,
     one_role: bool = False,
 ) -> RoutedError:
-    """The error that `n_heads` routed heads of the first of two layers leave on a task of pairs.
+    """Measure the error that `n_heads` routed heads of the first of two layers leave on pairs.
 
     Every token retrieves by its `n_heads` best roles; CLS then takes for each component the largest
     score of a pair that some token holds, and the target's outer function is applied to these.
@@ -128,7 +128,7 @@ def nmse_of(reached: Tensor, y: Tensor) -> Tensor:
 
 
 def interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
-    """Where 95% of the NMSE lie when sequences are drawn again, with replacement."""
+    """Bound 95% of the NMSE of sequences that are drawn again, with replacement."""
     generator = torch.Generator().manual_seed(derive_seed("routed error", seed))
     rows = torch.randint(len(y), (_RESAMPLES, len(y)), generator=generator)
     values = nmse_of(reached[rows], y[rows]).sort().values

@@ -19,18 +19,18 @@ class Rule(ABC):
 
     @property
     @abstractmethod
-    def given(self) -> Tensor:
-        """What it was made of."""
+    def tensor(self) -> Tensor:
+        """The tensor that the rule was made of."""
 
     @property
     def device(self) -> torch.device:
-        """Where that is."""
-        return self.given.device
+        """The device of that tensor."""
+        return self.tensor.device
 
     @property
     def sizes(self) -> tuple[int | None, int]:
         """Number of sequences, None for any, and of positions."""
-        return None, len(self.given)
+        return None, len(self.tensor)
 
     @abstractmethod
     def check(self, layer: int, batch: int, n_pos: int) -> None:
@@ -82,7 +82,7 @@ class MaxPosition(Rule):
         return self.positions.shape[0], self.positions.shape[2]
 
     @property
-    def given(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The positions."""
         return self.positions
 
@@ -123,7 +123,7 @@ class MaxPosition(Rule):
             sets.after[:-1] |= sets.before.index_select(0, index)
 
     def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
-        """One strength for each position that is moved."""
+        """Return the shape of one strength for each position that is moved."""
         return [tuple(self.positions.shape)]
 
     def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:
@@ -159,7 +159,7 @@ class SpecificPositions(Rule):
     reads: Bool[Tensor, "pos key"]
 
     @property
-    def given(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The reads."""
         return self.reads
 
@@ -173,13 +173,13 @@ class SpecificPositions(Rule):
 
     def apply(self, sets: PackedSets) -> None:
         """See :meth:`Rule.apply`."""
-        before, after = sets.by_position(sets.before), sets.by_position(sets.after)
+        before, after = sets.view_by_position(sets.before), sets.view_by_position(sets.after)
         for key in self.reads.any(dim=0).nonzero().flatten().tolist():
             readers = self.reads[:, key].nonzero().flatten()
             after[:, readers] |= before[:, key : key + 1]
 
     def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
-        """One strength for each query and key, in all sequences or in each."""
+        """Return the shapes of one strength for each query and key, in all sequences or in each."""
         return [(n_pos, n_pos), (batch, n_pos, n_pos)]
 
     def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:
@@ -208,7 +208,7 @@ class GlobalAggregation(Rule):
     queries: Bool[Tensor, " pos"]
 
     @property
-    def given(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The queries."""
         return self.queries
 
@@ -223,10 +223,10 @@ class GlobalAggregation(Rule):
     def apply(self, sets: PackedSets) -> None:
         """See :meth:`Rule.apply`."""
         everything = torch.ones(1, sets.n_sources, dtype=torch.bool, device=sets.after.device)
-        sets.by_position(sets.after)[:, self.queries] = pack(everything)
+        sets.view_by_position(sets.after)[:, self.queries] = pack(everything)
 
     def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
-        """One strength for each query and input position, in all sequences or in each."""
+        """Return the shapes of a strength for each query and input, in all sequences or in each."""
         return [(n_pos, n_sources), (batch, n_pos, n_sources)]
 
     def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:

@@ -35,7 +35,7 @@ class Samples:
 
     @classmethod
     def draw(cls, task: Any, n: int, seed: int, at: int | None = None) -> "Samples | None":
-        """At the task's T or at `at`, at 64 where that is long; None if it cannot be drawn."""
+        """Prepare samples at T or `at`, at 64 where that is long; None if they cannot be drawn."""
         n_tokens = task.n_tokens if at is None else at
         wanted = n_tokens if n_tokens <= _LARGEST_RUN else _RUN_AT
         if n < 1:
@@ -57,7 +57,7 @@ class Samples:
     def learns(
         self, schedule: Schedule, components: Sequence[Component], shape: ModelShape
     ) -> float:
-        """How often a schedule that retrieves these components holds the active set."""
+        """Return how often a schedule that retrieves these components holds the active set."""
         return learns(
             self.task, schedule, self.number(schedule, components), self.seed,
             components=components, positional=shape.positional, causal=shape.causal,
@@ -78,17 +78,18 @@ class Samples:
         )
 
     def tokens(self, n: int) -> Float[Tensor, "sample d_token"]:
-        """Some tokens."""
+        """Draw some tokens."""
         return reference_tokens(self.task, self.seed, n)
 
     def sequences(self, n: int) -> Tensor:
-        """Some inputs."""
+        """Draw some inputs."""
         return inputs(self.task, n, self.seed)
 
-    def swapped(self) -> tuple[Tensor, Tensor] | None:
-        """Two inputs that differ in the places of two tokens and in the value, if any was seen."""
+    def find_swap(self) -> tuple[Tensor, Tensor] | None:
+        """Find two inputs that differ in the places of two tokens and in the value, if any."""
         x, y = self.task.sample(min(self.n, 5), self.seed)
         last = x.shape[1] - int(x.ndim == 2)  # the response sign stays where it is
+        # one swap is enough to show that positions matter
         for first, second in itertools.islice(itertools.combinations(range(last), 2), 2000):
             swapped = x.clone()
             swapped[:, [first, second]] = x[:, [second, first]]
@@ -106,6 +107,6 @@ class Samples:
         return int(self.task.active_index_set(self.sequences(50)).sum(dim=1).max())
 
     def component_values(self) -> Float[Tensor, "batch component"]:
-        """What the components of some inputs are worth, each in its own preference."""
+        """Return what the components of some inputs are worth, each in its own preference."""
         x = as_vectors(self.sequences(48))
         return torch.stack([best_tuples(x, c)[1] for c in self.task.components], dim=1)

@@ -34,7 +34,7 @@ class Target(Protocol):
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """What the target retrieves."""
+        """The components that the target retrieves."""
         ...
 
     def sample(self, n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class LayerSchedule:
     cls: tuple[Job, ...] = ()
 
     def describe(self) -> list[str]:
-        """What tokens do, and what CLS does, in words; those without jobs are left out."""
+        """Say what tokens do, and what CLS does; leave out those without jobs."""
         said = []
         for queries, jobs in (("tokens", self.token), ("CLS", self.cls)):
             ordered = sorted(jobs, key=lambda job: not job.first_in_words)
@@ -82,19 +82,19 @@ class Schedule:
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """All jobs."""
+        """The jobs of all layers."""
         return tuple(job for layer in self.layers for job in (*layer.token, *layer.cls))
 
     @property
     def mechanism(self) -> str:
-        """What it rests on: of its jobs' mechanisms the one that asks for most."""
+        """The mechanism that it rests on: of its jobs' mechanisms the one that asks for most."""
         used = {job.mechanism for job in self.jobs}
         order = ("global aggregation", "fixed positions")
         return next((name for name in order if name in used), "max-position retrieval")
 
     @property
     def needs_positions(self) -> bool:
-        """Whether a head reads fixed positions, which takes a positional encoding."""
+        """Say whether a head reads fixed positions, which takes a positional encoding."""
         return any(job.mechanism == "fixed positions" for job in self.jobs)
 
     @property
@@ -104,7 +104,7 @@ class Schedule:
 
     @property
     def adaptive(self) -> bool:
-        """Whether what a head looks for depends on what was found before.
+        """Say whether what a head looks for depends on what was found before.
 
         A first step of such a search is that for the largest or the smallest, and depends on none.
         """
@@ -113,7 +113,7 @@ class Schedule:
 
     @property
     def has_messages(self) -> bool:
-        """Whether it rests on the graph of a score, which was asked on samples or declared."""
+        """Say whether it rests on the graph of a score, which was asked on samples or declared."""
         return any(isinstance(job, Message) for job in self.jobs)
 
     def describe(self) -> str:
@@ -181,7 +181,7 @@ def learns(
     causal: bool = False,
     batch_size: Number = 50,
 ) -> float:
-    """How often the active index set lies inside the final CLS set, over `n` sampled inputs.
+    """Return how often the active set lies inside the final CLS set, over `n` sampled inputs.
 
     1.0 says that the schedule learns the target, as far as `n` samples can say (eq 4: for almost
     every input; where scores tie, which token counts as active is a convention).

@@ -43,27 +43,27 @@ class ScoreGraph:
     n_places: int
     edges: frozenset[tuple[int, int]]
 
-    def beside(self, place: int) -> list[int]:
-        """The places that are joined with a place, in order."""
+    def neighbours(self, place: int) -> list[int]:
+        """List the places that are joined with a place, in order."""
         return sorted(i + j - place for i, j in self.edges if place in (i, j))
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Its connected parts, each in order."""
         return tuple(
-            sorted({self._reached(place, range(self.n_places)) for place in range(self.n_places)})
+            sorted({self._reach(place, range(self.n_places)) for place in range(self.n_places)})
         )
 
     @property
     def is_forest(self) -> bool:
-        """Whether no places stand in a circle."""
+        """Say whether no places stand in a circle."""
         return len(self.edges) == self.n_places - len(self.parts)
 
-    def _reached(self, start: int, through: Iterable[int]) -> tuple[int, ...]:
-        """Where paths from a place lead that go through these alone."""
+    def _reach(self, start: int, through: Iterable[int]) -> tuple[int, ...]:
+        """List the places to which paths from a place lead that go through these alone."""
         found, left, inside = {start}, [start], set(through)
         while left:
-            for place in self.beside(left.pop()):
+            for place in self.neighbours(left.pop()):
                 if place in inside - found:
                     found.add(place)
                     left.append(place)
@@ -92,9 +92,9 @@ class ScoreGraph:
         return best[frozenset(range(self.n_places))]
 
     def _outside(self, place: int, gone: frozenset[int]) -> set[int]:
-        """What is beside a place once others are eliminated."""
-        reached = self._reached(place, gone)
-        return {other for p in reached for other in self.beside(p)} - gone
+        """Return the neighbours of a place once others are eliminated."""
+        reached = self._reach(place, gone)
+        return {other for p in reached for other in self.neighbours(p)} - gone
 
     def among(self, places: Sequence[int]) -> "ScoreGraph":
         """The graph of some places, numbered anew."""
@@ -153,7 +153,7 @@ def reversals(
     seed: int = 0,
     other: Score | None = None,
 ) -> float:
-    """How often two fillings of some places change their order with the tokens at the rest.
+    """Return how often two fillings of some places change their order with the rest's tokens.
 
     Sees through every increasing function of a score, but no noise: differences below the rounding
     of 32-bit numbers count as ties.
@@ -191,7 +191,7 @@ def reverses(
     n: int,
     other: Score | None = None,
 ) -> bool:
-    """Whether :func:`reversals` sees any, in a few draws or else in all."""
+    """Say whether :func:`reversals` sees any, in a few draws or else in all."""
     draws = (_FIRST, n)
     return any(reversals(score, arity, places, fixed, tokens, m, m, other) > 0 for m in draws)
 
@@ -214,7 +214,7 @@ def mixed_differences(
     n: int = ASKED,
     seed: int = 0,
 ) -> Float[Tensor, "place other"]:
-    """By how much two places interact in a score, over what its rounding or noise makes of it.
+    """Measure how two places interact in a score, over what its rounding or noise makes of it.
 
     ``s(x) - s(x_i') - s(x_j') + s(x_ij')`` is zero for all tokens if and only if the score is a sum
     of parts none of which has both places (Moebius inversion). Entries above 1 are interactions.
@@ -242,8 +242,8 @@ def mixed_differences(
     return found + found.T
 
 
-def collapsed(component: Component, tokens: Float[Tensor, "sample d_token"]) -> Component:
-    """The component with places left out that may hold the same token as another.
+def collapse(component: Component, tokens: Float[Tensor, "sample d_token"]) -> Component:
+    """Leave out places of a component that may hold the same token as another.
 
     They may where ``s(.. p .. q ..) <= max(s(.. p .. p ..), s(.. q .. q ..))`` for all tokens, as
     for ``x'P y`` with P positive semidefinite; the largest score is then reached with one token at
@@ -260,16 +260,16 @@ def collapsed(component: Component, tokens: Float[Tensor, "sample d_token"]) -> 
         if bool((scores <= best + _ROUNDING * (scores.std() + 1e-9)).all()):
             kept = [place for place in range(component.arity) if place != j]
             at = [kept.index(i if place == j else place) for place in range(component.arity)]
-            preference = partial(placed, component.preference, at)
+            preference = partial(permute, component.preference, at)
             fewer = replace(
                 component, arity=component.arity - 1, score=preference, extremum="max", parts=None
             )
-            return collapsed(fewer, tokens)
+            return collapse(fewer, tokens)
     return component
 
 
-def placed(score: Score, at: Sequence[int], x: Tensor) -> Tensor:
-    """A score of the tokens at some places, in another order."""
+def permute(score: Score, at: Sequence[int], x: Tensor) -> Tensor:
+    """Score the tokens at some places, in another order."""
     return score(x[..., list(at), :])
 
 
@@ -288,30 +288,30 @@ def order_of(component: Component, places: Sequence[int], n_filled: int, tokens:
         preference, averaged over a few fillings of the rest.
     """
     if len(places) == component.arity:
-        return partial(placed, component.preference, [places.index(p) for p in range(len(places))])
+        return partial(permute, component.preference, [places.index(p) for p in range(len(places))])
     inside = [part for part in component.parts or () if set(part.places) <= set(places)]
     if inside and all(part.score for part in inside):
         said = partial(sum_of_parts, inside, places)
-        whole = partial(placed, said, places)
+        whole = partial(permute, said, places)
         filled, given = places[:n_filled], places[n_filled:]
         score, n = component.preference, 5 * ASKED
         if not reverses(score, component.arity, filled, given, tokens, n, whole):
             return said
     generator = torch.Generator().manual_seed(4)
     return partial(
-        _averaged, component.preference, places,
+        _average, component.preference, places,
         _fillings(tokens, _ANCHORS, component.arity, generator),
     )  # fmt: skip
 
 
-def _averaged(score: Score, places: Sequence[int], anchors: Tensor, x: Tensor) -> Tensor:
+def _average(score: Score, places: Sequence[int], anchors: Tensor, x: Tensor) -> Tensor:
     filled = anchors.to(x).expand(*x.shape[:-2], *anchors.shape).clone()
     filled[..., list(places), :] = x.unsqueeze(-3)
     return score(filled).mean(dim=-1)
 
 
 def partners_grow(component: Component, tokens: Float[Tensor, "sample d_token"]) -> bool:
-    """Whether more tokens are the best partner of some query among 256 keys than among 16.
+    """Say whether more tokens are some query's best partner among 256 keys than among 16.
 
     Where they do not, a few single tokens serve as partners, as the farthest ones do for convex
     scores, and no head has to look up pairs.

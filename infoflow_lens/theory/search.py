@@ -14,7 +14,7 @@ import numpy as np
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, check_by_layer, checked
-from infoflow_lens.theory.comparison import Component, Heads, shared_positions, tuple_holders
+from infoflow_lens.theory.comparison import Component, Heads, common_positions, tuple_holders
 from infoflow_lens.theory.jobs import (
     Global,
     Job,
@@ -147,7 +147,7 @@ def _kinds(
         below.append(component.rank > n - component.rank + 1)
     rest, common = 0, 0
     for index in groups["listed"]:
-        shared, rests = shared_positions(components[index])
+        shared, rests = common_positions(components[index])
         common = max(common, len(shared))
         held: dict[int, set[int]] = {}
         for holder, row in zip(tuple_holders(n_tokens, rests), rests, strict=True):
@@ -188,7 +188,7 @@ class _Problem:
     coarse: bool = False  # whether only few numbers of heads are tried for each kind
 
     def _numbers(self, most: int, *others: int) -> Iterable[int]:
-        """How many of a kind a layer may take."""
+        """List how many of a kind a layer may take."""
         if not self.coarse:
             return range(most + 1)
         return sorted({0, most, *(n for n in others if 0 < n < most)})
@@ -199,24 +199,24 @@ class _Problem:
         return len(self.n_heads)
 
     @property
-    def by_position(self) -> bool:
-        """Whether heads may read fixed positions."""
+    def reads_positions(self) -> bool:
+        """Say whether heads may read fixed positions."""
         return self.positional and not self.max_position_only
 
     def token_actions(self, state: _State, layer: int) -> Iterator[_TokenAction]:
-        """What token heads can do in a layer."""
+        """Yield what token heads can do in a layer."""
         kinds, heads = self.kinds, self.n_heads[layer]
         if layer == len(self.n_heads) - 1 or not self.usable[layer]:
             yield _TokenAction()
             return
         covers = [0]
-        if self.by_position and not self.causal and kinds.max_arity > state.covered:
+        if self.reads_positions and not self.causal and kinds.max_arity > state.covered:
             arities = {kinds.max_arity}
             if kinds.pairs:
                 arities.add(2)
             covers += sorted(a for a in arities if a > state.covered)
         listed = [0]
-        if self.by_position and kinds.listed and not state.listed_tok:
+        if self.reads_positions and kinds.listed and not state.listed_tok:
             listed += [len(kinds.listed)]
         many = self.roles[layer]
         climbs = [0, 1] if kinds.ranked and not self.causal and state.run_tok < kinds.rank else [0]
@@ -225,6 +225,7 @@ class _Problem:
             left = heads - (cover > 0) - some - climb * len(kinds.ranked)
             if left < 0:
                 continue
+            # the heads that are left prepare pairs first; single tokens take what remains
             most = min(missing, left * many // kinds.sides) if not cover else 0
             for pairs in self._numbers(most, -(-missing // max(1, self.n_layers - 1))):
                 used = -(-pairs * kinds.sides // many)
@@ -233,7 +234,7 @@ class _Problem:
                     yield _TokenAction(pairs, singles, climb, cover, some)
 
     def cls_actions(self, state: _State, layer: int, listing: int) -> Iterator[_ClsAction | None]:
-        """What CLS heads can do in a layer; None for aggregating everything."""
+        """Yield what CLS heads can do in a layer; None for aggregating everything."""
         kinds, heads = self.kinds, self.cls_heads[layer]
         last = layer == len(self.n_heads) - 1
         heads -= listing if kinds.common else 0
@@ -248,30 +249,30 @@ class _Problem:
         pairs = (len(kinds.pairs) if state.covered >= 2 else state.prepared) - state.pair_cls
         wide = (len(kinds.wide) if state.covered >= kinds.max_arity else 0) - state.wide_cls
         listed = state.listed_tok - state.listed_cls
-        reads = [0, 1] if self.reads and self.by_position and not state.read else [0]
+        reads = [0, 1] if self.reads and self.reads_positions and not state.read else [0]
         climbs = [0, 1] if kinds.ranked and state.run_cls < kinds.rank else [0]
         for climb, read in itertools.product(climbs, reads):
             left = heads - climb * len(kinds.ranked) - read
             if left < 0:
                 continue
             most = (max(singles, 0), pairs, max(wide, 0), listed)
-            for taken in self._shared_out(left, most):
+            for taken in self._share_out(left, most):
                 yield _ClsAction(*taken, climb=climb, read=read)  # type: ignore[misc]
             # one head that takes over what all tokens hold
             if state.single_tok > state.single_inh and left and not singles:
                 yield _ClsAction(singles=1, climb=climb, read=read)
 
-    def _shared_out(self, heads: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """All ways to give at most so many heads to kinds with so many components."""
+    def _share_out(self, heads: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield all ways to give at most so many heads to kinds with so many components."""
         if not most:
             yield ()
             return
         for number in self._numbers(min(most[0], heads)):
-            for rest in self._shared_out(heads - number, most[1:]):
+            for rest in self._share_out(heads - number, most[1:]):
                 yield number, *rest
 
     def following(self, state: _State, layer: int) -> Iterator[_State]:
-        """All that one layer can do."""
+        """Yield all states that one layer can lead to."""
         for tokens in self.token_actions(state, layer):
             for cls in self.cls_actions(state, layer, tokens.listed):
                 yield self._after(state, layer, tokens, cls)
@@ -395,11 +396,12 @@ class _Problem:
         )
 
 
-def _undominated(states: Iterable[_State]) -> list[_State]:
-    """States for which no other has come as far at no more cost in anything."""
+def _keep_best(states: Iterable[_State]) -> list[_State]:
+    """Keep the states than which no other has come as far at no more cost in anything."""
     best: dict[tuple[Any, ...], _State] = {}
     for state in states:  # equal but for the jobs
         best.setdefault(state[:-2], state)
+    # whatever beats a state stands before it in this order, so one pass is enough
     order = sorted(best.values(), key=lambda s: (s.costs, tuple(-p for p in s.progress)))
     if not order:
         return []
@@ -437,7 +439,7 @@ def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, boo
             if weighed + len(candidates) > _MOST_WEIGHED:
                 return None, False
         weighed += len(candidates)
-        states = _undominated(candidates)
+        states = _keep_best(candidates)
         if len(states) > most:
             states, exhaustive = _spread(states, most), False
     done = [state for state in states if problem.is_done(state)]
@@ -445,7 +447,7 @@ def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, boo
 
 
 def needs_order(components: Sequence[Component], reads: Sequence[int], n_tokens: int) -> bool:
-    """Whether the target tells positions apart, so that a model without them cannot learn it."""
+    """Say whether the target tells positions apart, so that a model must, too, to learn it."""
     return bool(reads and len(reads) < n_tokens) or any(
         c.tuples is not None or (c.positions is not None and len(c.positions) < n_tokens)
         for c in components
@@ -537,7 +539,7 @@ def find(
         usable=tuple(usable) if usable is not None else (True,) * len(n_heads),
         reads=reads,
     )
-    best, exhaustive = _solved(problem)
+    best, exhaustive = _solve(problem)
     if not exhaustive:
         left_out.append(f"partial schedules beyond the best {_MOST_KEPT} of a layer")
     if best is not None:
@@ -546,12 +548,12 @@ def find(
         left_out.append("messages of longer tuples in a causal model")
     if causal:
         return Found(None, exhaustive, tuple(left_out))
-    planned = (_planned(plan, problem, components) for plan in plans())
+    planned = (_plan(plan, problem, components) for plan in plans())
     return Found(next(filter(None, planned), None), exhaustive, tuple(left_out))
 
 
-def _solved(problem: _Problem) -> tuple[_State | None, bool]:
-    """The best partial schedule that does all, and whether all were weighed."""
+def _solve(problem: _Problem) -> tuple[_State | None, bool]:
+    """Find the best partial schedule that does all, and say whether all were weighed."""
     # a quick pass gives an upper bound, by which the full one drops most partial schedules
     first, _ = _run(replace(problem, coarse=True), _BEAM, float("inf"))
     bound = float("inf") if first is None else first.worst
@@ -560,8 +562,8 @@ def _solved(problem: _Problem) -> tuple[_State | None, bool]:
     return min(candidates, key=lambda s: (s.worst, s.total), default=None), exhaustive
 
 
-def _planned(plan: Plan, problem: _Problem, components: Sequence[Component]) -> Schedule | None:
-    """A schedule of a plan's messages, and of other jobs for the components that it leaves."""
+def _plan(plan: Plan, problem: _Problem, components: Sequence[Component]) -> Schedule | None:
+    """Schedule a plan's messages, and other jobs for the components that it leaves."""
     able = [heads * use for heads, use in zip(problem.n_heads, problem.usable, strict=True)]
     hidden = able if problem.cls_hidden else [*[0] * (problem.n_layers - 1), able[-1]]
     kinds = _kinds(components, problem.n_tokens, problem.causal, plan.components)
@@ -573,20 +575,21 @@ def _planned(plan: Plan, problem: _Problem, components: Sequence[Component]) -> 
             )
             for layer in range(problem.n_layers)
         ]
+        # messages take their heads first; all other jobs share what is left
         others = replace(
             problem,
             kinds=kinds,
             n_heads=tuple(n - len(own.token) for n, own in zip(problem.n_heads, jobs, strict=True)),
             cls_heads=tuple(n - len(own.cls) for n, own in zip(problem.n_heads, jobs, strict=True)),
         )
-        state, _ = _solved(others)
+        state, _ = _solve(others)
         if state is not None:
-            return _joined(jobs, others.schedule(state), problem.n_tokens)
+            return _join(jobs, others.schedule(state), problem.n_tokens)
     return None
 
 
-def _joined(jobs: Sequence[LayerSchedule], others: Schedule, n_tokens: int) -> Schedule:
-    """One schedule of two; a state holds what messages carry to it beside all else."""
+def _join(jobs: Sequence[LayerSchedule], others: Schedule, n_tokens: int) -> Schedule:
+    """Join two schedules; a state holds what messages carry to it beside all else."""
     layers, sizes, at_tokens, at_cls = [], [], 0, 0
     for number, (own, other, size) in enumerate(
         zip(jobs, others.layers, others.sizes, strict=True)

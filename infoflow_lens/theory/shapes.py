@@ -92,7 +92,7 @@ class ModelShape:
         return tuple(window is None or window > n_tokens for window in self.windows)
 
     def reach(self, n_tokens: int) -> int:
-        """How many of the T tokens before the read-out can reach it through all windows."""
+        """Count the tokens, of T before the read-out, that can reach it through all windows."""
         if not self.windows:
             return n_tokens
         far = 0
@@ -102,8 +102,8 @@ class ModelShape:
             far += window - 1
         return min(n_tokens, far)
 
-    def with_tokens(self, n_tokens: int) -> "ModelShape":
-        """The same model on sequences of T tokens.
+    def set_length(self, n_tokens: int) -> "ModelShape":
+        """Return the same model on sequences of T tokens.
 
         Raises:
             InfoFlowError: for more than the model takes.
@@ -162,10 +162,10 @@ def shape_of(model: Any) -> ModelShape:
     if hasattr(model, "n_heads") and isinstance(model.n_heads, (tuple, list)):
         return _from_ours(model)
     for name in ("cfg", "config"):
-        inner = _of_texts(getattr(model, name, None))
+        inner = _text_config(getattr(model, name, None))
         if not isinstance(inner, Mapping) and _first(inner, "layers"):
             return _from_config(inner, type(model).__name__)
-    config = _of_texts(model)
+    config = _text_config(model)
     if _first(config, "layers") is not None:
         return _from_config(config, _name_of(config))
     raise InfoFlowError(
@@ -190,8 +190,8 @@ def _first(config: Any, what: str) -> Any:
     return next((v for v in (_get(config, name) for name in _NAMES[what]) if v is not None), None)
 
 
-def _by_layer(config: Any, what: str, n: int) -> list[Any]:
-    """A number of every layer; some configs name the layers where it is another, as of Gemma 4."""
+def _list_by_layer(config: Any, what: str, n: int) -> list[Any]:
+    """List a number of every layer; some configs name the layers where it differs, as Gemma 4's."""
     own = _get(config, "per_layer_config")
     if own is None:
         return [_first(config, what)] * n
@@ -201,8 +201,8 @@ def _by_layer(config: Any, what: str, n: int) -> list[Any]:
     return [named.get(layer) or _first(config, what) for layer in range(n)]
 
 
-def _of_texts(config: Any) -> Any:
-    """The config of the part that reads texts, where a model reads pictures, too."""
+def _text_config(config: Any) -> Any:
+    """Return the config of the part that reads texts, where a model reads pictures, too."""
     inner = _get(config, "text_config")
     return config if inner is None or _first(config, "layers") is not None else inner
 
@@ -255,8 +255,8 @@ def _from_config(config: Any, source: str) -> ModelShape:
     direction = _get(config, "attention_dir")
     causal = direction != "bidirectional" if direction else model_type not in _BIDIRECTIONAL
     heads = int(sizes["heads"])
-    shared = _by_layer(config, "key_value_heads", n)
-    widths = _by_layer(config, "head_width", n)
+    shared = _list_by_layer(config, "key_value_heads", n)
+    widths = _list_by_layer(config, "head_width", n)
     kind = _get(config, "positional_embedding_type")
     return ModelShape(
         n_heads=(heads,) * n,
@@ -321,7 +321,7 @@ def _from_folder(path: Path) -> ModelShape:
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "
             "save_pretrained writes it"
         )
-    values = _of_texts(_read_json(file))
+    values = _text_config(_read_json(file))
     return replace(_from_config(values, _name_of(values)), source=path.name)
 
 

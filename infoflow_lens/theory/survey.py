@@ -70,7 +70,7 @@ def _row(shape: ModelShape, task: Any, count: Count, verify: int) -> dict[str, A
         parts = f"k={task.k}"
     row: dict[str, Any] = {"task": task.name, "n_tokens": task.n_tokens, "components": parts}
     try:
-        found = estimate(shape.with_tokens(task.n_tokens), task, count=count, verify=verify)
+        found = estimate(shape.set_length(task.n_tokens), task, count=count, verify=verify)
     except InfoFlowError as error:
         return {**row, "verdict": "not asked", "information": None, "exponent": None,
                 "why": str(error)}  # fmt: skip

@@ -21,7 +21,7 @@ from infoflow_lens.theory.score_graph import (
     ScoreGraph,
     graph_of,
     order_of,
-    placed,
+    permute,
     reverses,
 )
 
@@ -51,21 +51,22 @@ class Plan:
         left = {False: list(token_heads), True: list(cls_heads)}
         at: dict[Message, int] = {}
 
-        def filled(rest: Sequence[Message]) -> Iterator[Mapping[Message, int]]:
+        def fill(rest: Sequence[Message]) -> Iterator[Mapping[Message, int]]:
             if not rest:
                 yield dict(at)
                 return
             job, read = rest[0], rest[0].parent is None
             first = max([at[need] + 1 for need, _ in job.needs], default=0)
+            # a message stands above those that it needs; where heads run out, an earlier one moves
             for layer in range(first, last + read):
                 if left[read][layer]:
                     left[read][layer] -= 1
                     at[job] = layer
-                    yield from filled(rest[1:])
+                    yield from fill(rest[1:])
                     del at[job]
                     left[read][layer] += 1
 
-        return itertools.islice(filled((*self.messages, *self.reads)), _MOST_PLACEMENTS)
+        return itertools.islice(fill((*self.messages, *self.reads)), _MOST_PLACEMENTS)
 
 
 def plans(
@@ -90,7 +91,7 @@ def plans(
     for roots in itertools.islice(choices, _MOST_ROOTS):
         messages: list[Message] = []
         reads = [
-            makers.made(index, graph, root, None, messages)[0]
+            makers.make(index, graph, root, None, messages)[0]
             for (index, graph), root in zip(asked.items(), roots, strict=True)
         ]
         yield Plan(frozenset(asked), tuple(messages), tuple(reads))
@@ -107,16 +108,16 @@ class _Maker:
         self._made: dict[tuple[int, int, int | None], Message] = {}
         self._alike: dict[tuple[Message, Message], tuple[int, ...] | None] = {}
 
-    def made(
+    def make(
         self, index: int, graph: ScoreGraph, place: int, parent: int | None, known: list[Message]
     ) -> tuple[Message, tuple[int, ...]]:
-        """The message of a place, and the order in which it carries the places below.
+        """Make the message of a place, and the order in which it carries the places below.
 
         Those that it needs, and itself if it is no read, are added to the known ones; one of them
         that puts candidates in the same order stands for it.
         """
-        below = [p for p in graph.beside(place) if p != parent]
-        needs = tuple(self.made(index, graph, child, place, known) for child in below)
+        below = [p for p in graph.neighbours(place) if p != parent]
+        needs = tuple(self.make(index, graph, child, place, known) for child in below)
         key = (index, place, parent)
         if key not in self._made or self._made[key].needs != needs:
             component = self.components[index]
@@ -128,6 +129,7 @@ class _Maker:
         own = tuple(range(message.size))
         if parent is None:
             return message, own
+        # a message that puts candidates in the same order does the same work
         for other in known:
             order = own if other is message else self._order(other, message)
             if order is not None:
@@ -138,10 +140,10 @@ class _Maker:
     def _order(self, one: Message, two: Message) -> tuple[int, ...] | None:
         """The order of what the first carries in which the second asks for it; None if unlike."""
         if (one, two) not in self._alike:
-            self._alike[one, two] = self._asked(one, two)
+            self._alike[one, two] = self._find_order(one, two)
         return self._alike[one, two]
 
-    def _asked(self, one: Message, two: Message) -> tuple[int, ...] | None:
+    def _find_order(self, one: Message, two: Message) -> tuple[int, ...] | None:
         alike = ("positions", "distinct")
         first, second = (self.components[job.component] for job in (one, two))
         if one.size != two.size or any(getattr(first, n) != getattr(second, n) for n in alike):
@@ -149,7 +151,7 @@ class _Maker:
         filled = range(one.size)
         for rest in itertools.permutations(filled[1:]):
             order = (0, *rest)
-            other = partial(placed, two.score, [*order, one.size])
+            other = partial(permute, two.score, [*order, one.size])
             if not reverses(
                 one.score, one.size + 1, filled, [one.size], self.tokens, 5 * ASKED, other
             ):
@@ -159,5 +161,5 @@ class _Maker:
 
 def _subtree(graph: ScoreGraph, place: int, parent: int | None) -> list[int]:
     """A place and all below it, in the order in which messages carry them."""
-    below = [p for p in graph.beside(place) if p != parent]
+    below = [p for p in graph.neighbours(place) if p != parent]
     return [place, *(p for child in below for p in _subtree(graph, child, place))]

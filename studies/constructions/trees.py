@@ -41,7 +41,7 @@ def best_tree(
 
     def order(place: int, parent: int | None) -> tuple[int, list[tuple[int, int, int]]]:
         """The height of a place, and (height, place, parent) of those below it."""
-        below = [order(child, place) for child in graph.beside(place) if child != parent]
+        below = [order(child, place) for child in graph.neighbours(place) if child != parent]
         height = max([1 + high for high, _ in below], default=0)
         own = [] if parent is None else [(height, place, parent)]
         return height, [edge for _, found in below for edge in found] + own
@@ -69,7 +69,7 @@ def best_tree(
 
     def messages(place: int, parent: int | None) -> list[int]:
         """The coordinates that add up to the messages that a candidate for a place holds."""
-        held = [places[child] + d for child in graph.beside(place) if child != parent]
+        held = [places[child] + d for child in graph.neighbours(place) if child != parent]
         return [coordinate for first in held for coordinate in (first, first + 1)]
 
     with torch.no_grad():

@@ -15,7 +15,7 @@ from infoflow_lens.studies.bounds import (
     softmin_gap,
     triangle_limit,
 )
-from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
+from infoflow_lens.theory.comparison import least_information, triangle_center_profile
 from tests.reference.pigeonholes import (
     ball_centres,
     largest_radius,
@@ -114,7 +114,7 @@ def test_proposition_2():
     assert sizes[2] / sizes[1] == pytest.approx(4)
     profile = triangle_center_profile()
     for t in (1000, 8000):  # weaker than counting exactly
-        exact, _ = information_needed(profile, (4, 4), t, "proved")
+        exact, _ = least_information(profile, (4, 4), t, "proved")
         assert growing_information(1 / 6, 3, 3, 4, 2, t) <= exact
     with pytest.raises(InfoFlowError, match="order is 2"):
         growing_information(1.0, 2, 2, 1, 2, 100)

@@ -19,8 +19,8 @@ from infoflow_lens.theory.comparison import (
     d_retrieval_profile,
     depth_separation_profile,
     growth_sizes,
-    information_needed,
     intrinsic_dimension_profile,
+    least_information,
     model_comparisons,
     pair_scores,
     root_ceiling,
@@ -224,7 +224,7 @@ def test_example_2_two_layers_on_pairs(heads, capacities, needed):
     sizes = growth_sizes(heads, 64)
     assert tuple(model_comparisons(heads, 64, sizes, 2, k) for k in (1, 4)) == capacities
     profile = intrinsic_dimension_profile(4)
-    found = [information_needed(profile, heads, 64, "paper", k) for k in (1, 4)]
+    found = [least_information(profile, heads, 64, "paper", k) for k in (1, 4)]
     assert found == [(m, False) for m in needed]
 
 
@@ -234,15 +234,13 @@ def test_example_2_two_layers_on_pairs(heads, capacities, needed):
 )
 def test_example_3_information_for_triples(n_tokens, proved, paper):
     profile = triangle_center_profile()
-    assert information_needed(profile, (4, 4), n_tokens, "proved") == (proved, False)
-    assert information_needed(profile, (4, 4), n_tokens, "paper") == (paper, False)
+    assert least_information(profile, (4, 4), n_tokens, "proved") == (proved, False)
+    assert least_information(profile, (4, 4), n_tokens, "paper") == (paper, False)
 
 
 def test_example_1_saturates_with_few_heads():
     profile = d_retrieval_profile(4)
-    found = [
-        information_needed(profile, (h,), 64, "paper", k) for h in (1, 2, 3, 4) for k in (1, 4)
-    ]
+    found = [least_information(profile, (h,), 64, "paper", k) for h in (1, 2, 3, 4) for k in (1, 4)]
     assert found == [
         (64, True), (44, False), (64, True), (28, False),
         (48, False), (12, False), (0, False), (0, False),
@@ -257,7 +255,7 @@ def test_example_1_saturates_with_few_heads():
 )
 def test_the_information_needed_is_the_least_that_meets_eq_5(heads, n_tokens, trees, d):
     profile = intrinsic_dimension_profile(d)
-    size, saturated = information_needed(profile, heads, n_tokens, "paper", trees)
+    size, saturated = least_information(profile, heads, n_tokens, "paper", trees)
     needed = profile.number(n_tokens, "paper")
 
     def met(m):
@@ -282,7 +280,7 @@ def test_comparisons_of_a_position_by_position_count():
 def test_large_t_is_counted_without_large_memory():
     n = 10**6
     assert model_comparisons((4, 4), n, 5, 3) == n * (4 * n + 125) + 2 * (4 * n + 125)
-    size, _ = information_needed(triangle_center_profile(), (4, 4), n, "paper")
+    size, _ = least_information(triangle_center_profile(), (4, 4), n, "paper")
     assert size == 10**4
 
 

@@ -15,7 +15,7 @@ from infoflow_lens.tasks import Target
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate, phase_diagram
-from infoflow_lens.theory.exclusion import _tied, values_of
+from infoflow_lens.theory.exclusion import _ties, values_of
 from infoflow_lens.theory.samples import Samples
 from infoflow_lens.theory.shapes import ModelShape
 
@@ -219,7 +219,7 @@ def test_allowed_says_where_a_score_jumps():
 def test_a_choice_must_see_two_whole_tuples(name, parameters, heads):
     """|I_CLS| + 2 |I_tok| before the last layer is less than 2 a: tied tuples prove it out."""
     task = load_task(name, n_tokens=16, **parameters)
-    found = next(_tied(shape(heads, 16), Samples(task, 120, 0)))
+    found = next(_ties(shape(heads, 16), Samples(task, 120, 0)))
     witness = json.loads(json.dumps(found))
     check = lambda document: verify_exclusion(document, lambda rows: values_of(task, rows))  # noqa: E731
     assert check(witness) == []

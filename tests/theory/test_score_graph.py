@@ -12,7 +12,7 @@ from infoflow_lens.theory.comparison import Component, Part
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.score_graph import (
     ScoreGraph,
-    collapsed,
+    collapse,
     graph_of,
     mixed_differences,
     reversals,
@@ -110,7 +110,7 @@ def test_places_collapse_where_one_token_serves_both():
     definite = MATRICES[0] @ MATRICES[0].T
     for a, left in ((definite, 1), (MATRICES[0], 2), (-definite, 2)):
         component = Component(2, lambda z, a=a: form(a, z[..., 0, :], z[..., 1, :]))
-        fewer = collapsed(component, TOKENS)
+        fewer = collapse(component, TOKENS)
         assert fewer.arity == left
         x = TOKENS[:60].view(3, 20, D)
         every = component.preference(x[:, torch.cartesian_prod(torch.arange(20), torch.arange(20))])
