@@ -78,7 +78,7 @@ def model() -> Any:
 def finished() -> Path:
     """A folder of a finished run, and what it holds of an unfinished one."""
     from infoflow_lens.foundation.files import let_own
-    from infoflow_lens.probing.checkpoint import Checkpoint
+    from infoflow_lens.runs.checkpoint import Checkpoint
     from infoflow_lens.runs.folder import RunFolder
 
     out = home() / "finished"

@@ -150,6 +150,9 @@ FOLDERS = {
         p, CONFIG, corpus=CORPUS, progress=False
     ),
     "summarise": lambda m, p: summarised(p),
+    "ask(resume=)": lambda m, p: ask(
+        m["folder"], "w4 w5 w6", quick=True, progress=False, resume=p
+    ),
 }  # fmt: skip
 # What reads: how to make what lies at a path, and the call.
 READERS = {

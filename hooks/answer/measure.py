@@ -1,6 +1,6 @@
 """measure_answer(): the steps of an answer, one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.code import code_digest
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
@@ -24,6 +25,8 @@ from infoflow_lens.hooks.answer.steps import (
     measure_tokens,
     measure_units,
 )
+from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, identify
+from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import check_one_device
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
 from infoflow_lens.hooks.readouts import LogitDifference, Readout
@@ -47,6 +50,8 @@ def measure_answer(
     batch_size: int = 16,
     progress: bool = True,
     spans: Sequence[Span] | None = None,
+    resume: Mapping[str, Any] | None = None,
+    after: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> AnswerNumbers:
     """Answer a question of one text; :func:`infoflow_lens.ask` with everything at hand.
 
@@ -62,15 +67,22 @@ def measure_answer(
         batch_size: rows in a pass.
         progress: whether to show a bar.
         spans: of all tokens, in their order, that are replaced at once; default, each by itself.
+        resume: what `after` was last given, of the same text, model and readout.
+        after: called after each pass of exchanges with all that was measured so far.
 
     Raises:
-        InfoFlowError: for texts that differ in length or nowhere, and models that do not show what
-            is needed.
+        InfoFlowError: for texts that differ in length or nowhere, models that do not show what is
+            needed, and `resume` of another run.
     """
     check_one_device(model)
     notes: list[str] = []
+    kept = None
+    if resume is not None or after is not None:
+        asked = {"readout": str(readout), "code of the readout": code_digest(readout)}
+        identity = identify(model, asked, inputs=read_inputs(model, text[None], name="text"))
+        kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("asking", None, progress) as advance:
-        question = Question(model, text, instead, readout, batch_size)
+        question = Question(model, text, instead, readout, batch_size, kept)
         tokens = None
         if instead is None or not quick:
             tokens = measure_tokens(question, seed, advance, spans)

@@ -11,9 +11,11 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.hooks.answer.question import Advance, Question
@@ -56,6 +58,11 @@ class Path(NamedTuple):
     writer: Node
     reader: Node | None
     kind: str
+
+
+def _order(path: Path) -> tuple[Any, ...]:
+    """Order paths, those to the answer first among those of a writer."""
+    return path.writer, path.reader or (), path.kind
 
 
 @dataclass
@@ -131,7 +138,7 @@ def find_circuit(
         left = {path: min(each) for path, each in measured.items()}
         cost = {path: min(both) - left[path] for path in found}
         fine = [path for path in found if left[path] >= target]
-        fine.sort(key=lambda p: (-(left[p] + 0.02 * (len(found) - len(without[p]))), p))
+        fine.sort(key=lambda p: (-(left[p] + 0.02 * (len(found) - len(without[p]))), _order(p)))
         if not fine or len(found) == 1:
             break
         fewer = connect(found - set(fine[: max(1, len(found) // 10)]))
@@ -343,6 +350,12 @@ def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list
         jobs: connected sets, each with whether to measure what is lost when they alone have the
             other text's values.
     """
+    in_order = [(sorted(paths, key=_order), swap) for paths, swap in jobs]
+    asked = ["shares", in_order]
+    return streams.question.once(asked, lambda: _share(streams, in_order), len(jobs)).tolist()
+
+
+def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Float[Tensor, " job"]:
     running = [_Job.of(streams, paths, swap) for paths, swap in jobs]
     for layer in range(streams.question.n_layers):
         read = [
@@ -373,7 +386,7 @@ def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list
         left = _step(streams, layer, moved).get("out", ())
         for (job, stream, _), state in zip(moved, left, strict=True):
             job.states[stream] = state
-    found = [0.0] * len(running)
+    found = torch.zeros(len(running), dtype=torch.float64)
     ends = []
     for number, job in enumerate(running):
         end = job.readers.get(None, {}).get(("answer", streams.end))
@@ -419,6 +432,14 @@ def cut_paths(
     The reader's input takes what it would be with the other text's value of the writer; all that
     follows the reader goes free.
     """
+    measure = partial(_cut_paths, streams, paths, advance)
+    found = streams.question.once(["cuts", paths], measure, len(paths))
+    return dict(zip(paths, found.tolist(), strict=True))
+
+
+def _cut_paths(
+    streams: Streams, paths: Sequence[Path], advance: Advance | None
+) -> Float[Tensor, " path"]:
     question, base = streams.question, streams.clean
     changes, direct = {}, {}
     for path in paths:
@@ -448,7 +469,8 @@ def cut_paths(
         _, of_head = question.of_head(layer, head)
         rows.append([(question.z(layer), (position, of_head), z)])
     measured = question.measure(rows, advance=advance).tolist()
-    return direct | dict(zip(changes, measured, strict=True))
+    effect = direct | dict(zip(changes, measured, strict=True))
+    return torch.tensor([effect[path] for path in paths], dtype=torch.float64)
 
 
 def _random_shares(

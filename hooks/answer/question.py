@@ -8,6 +8,7 @@ of it are spoiled).
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.record import hash_values
+from infoflow_lens.hooks.mechanisms.driver import KeptNumbers
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points, layer_count
@@ -55,6 +58,7 @@ class Question:
         instead: token ids [pos], the other text; None if it is not known yet.
         readout: bound to the model.
         batch_size: rows that run together.
+        kept: where what is measured is kept, and taken from.
 
     Attributes:
         clean, other: the two runs.
@@ -75,7 +79,9 @@ class Question:
         instead: Int[Tensor, " pos"] | None,
         readout: Readout,
         batch_size: int = 16,
+        kept: KeptNumbers | None = None,
     ) -> None:
+        self._kept = kept
         self.model, self.readout, self.batch_size = model, readout, batch_size
         self.forwards = 0.0
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
@@ -171,18 +177,49 @@ class Question:
         for first in range(0, len(rows), self.batch_size):
             these = order[first : first + self.batch_size]
             some = [rows[row] for row in these]
-            by_point: dict[str, list[tuple[int, Any, Tensor]]] = {}
-            for row, changes in enumerate(some):
-                for point, place, value in changes:
-                    by_point.setdefault(point, []).append((row, place, value))
-            edits: list[NamedHook] = [(point, _writer(these)) for point, these in by_point.items()]
-            with self.starting(starts[these[0]] if tokens is None else 0) as share:
-                output = call(self.model, Batch(texts[these]), edit=edits, output=True).output
-            found[these] = self.readout.read(output).detach().double().cpu()
-            self.forwards += len(some) * share
+            start = starts[these[0]] if tokens is None else 0
+            asked = ["passes", texts[these], some]
+            run = partial(self._read, texts[these], some, start)
+            found[these] = self.once(asked, run, len(some))
             if advance is not None:
                 advance(len(some))
         return found - self.clean.value
+
+    def once(
+        self, asked: Any, measure: Callable[[], Float[Tensor, " number"]], n: int
+    ) -> Float[Tensor, " number"]:
+        """Measure some numbers, unless a run that was stopped has measured them.
+
+        Args:
+            asked: all that they depend on, beside the model and the readout.
+            measure: gives them.
+            n: how many they are.
+        """
+        if self._kept is None:
+            return measure()
+        before = self.forwards
+
+        def count() -> Float[Tensor, " number"]:
+            found = measure()
+            return torch.cat([found, found.new_tensor([self.forwards - before])])
+
+        found = self._kept.once(hash_values(asked), count, n + 1)
+        self.forwards = before + float(found[-1])
+        return found[:-1]
+
+    def _read(
+        self, tokens: Int[Tensor, "row pos"], rows: Sequence[Sequence[Change]], start: int
+    ) -> Float[Tensor, " row"]:
+        """Run changed texts from a layer on, and read them."""
+        by_point: dict[str, list[tuple[int, Any, Tensor]]] = {}
+        for row, changes in enumerate(rows):
+            for point, place, value in changes:
+                by_point.setdefault(point, []).append((row, place, value))
+        edits: list[NamedHook] = [(point, _writer(these)) for point, these in by_point.items()]
+        with self.starting(start) as share:
+            output = call(self.model, Batch(tokens), edit=edits, output=True).output
+        self.forwards += len(rows) * share
+        return self.readout.read(output).detach().double().cpu()
 
     def replace_tokens(
         self, spans: Sequence[Span] | None = None, advance: Advance | None = None

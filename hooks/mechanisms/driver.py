@@ -147,6 +147,48 @@ def check_kept(value: Any, shape: Sequence[int], dtype: torch.dtype, name: str) 
     )
 
 
+_IDENTITY = "identity"
+
+
+class KeptNumbers:
+    """Numbers by name, each measured once, also by a run that was stopped and goes on.
+
+    Args:
+        identity: what the numbers depend on (:func:`identify`).
+        resume: those of the run before.
+        after: called after each that is measured, with all so far.
+
+    Raises:
+        InfoFlowError: if those of the run before depend on something else.
+    """
+
+    def __init__(
+        self,
+        identity: Mapping[str, Any],
+        resume: Mapping[str, Any] | None,
+        after: Callable[[Mapping[str, Any]], None] | None,
+    ) -> None:
+        if resume is not None:
+            check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
+        self._found = {_IDENTITY: dict(identity), **(resume or {})}
+        self._after = after
+
+    def once(self, name: str, measured: Callable[[], Tensor], *shape: int) -> Tensor:
+        """The numbers of that name, float64 of a shape, measured unless they are there.
+
+        Raises:
+            InfoFlowError: if what is there are no such numbers.
+        """
+        if name in self._found:
+            check_kept(self._found[name], shape, torch.float64, name)
+        else:
+            self._found[name] = measured()
+            if self._after is not None:
+                self._after(dict(self._found))
+        found: Tensor = self._found[name]
+        return found
+
+
 def mean_patterns(
     model: nn.Module,
     batches: Batches,

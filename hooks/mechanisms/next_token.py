@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.mechanisms.damage import Read, next_token_losses, places_of
-from infoflow_lens.hooks.mechanisms.driver import check_kept, check_resumed, layer_with_later_keys
+from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, layer_with_later_keys
 from infoflow_lens.hooks.model.call import output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import (
@@ -46,20 +46,12 @@ class NextTokenResult(Result):
         return float(self.bare.sum() / self.n_tokens.sum())
 
 
-_IDENTITY = "identity"
-
-
-class KeptLosses:
+class KeptLosses(KeptNumbers):
     """Losses by name, each measured once, also by a run that was stopped and goes on.
 
     Args:
-        identity: what the losses depend on (:func:`~.driver.identify`).
-        resume: those of the run before.
-        after: called after each that is measured, with all so far.
+        identity, resume, after: as of :class:`~.driver.KeptNumbers`.
         n: how many sequences there are.
-
-    Raises:
-        InfoFlowError: if those of the run before depend on something else.
     """
 
     def __init__(
@@ -69,28 +61,18 @@ class KeptLosses:
         after: Callable[[Losses], None] | None,
         n: int | None,
     ) -> None:
-        if resume is not None:
-            check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
-        self._found = {_IDENTITY: dict(identity), **(resume or {})}
-        self._after, self._n = after, n
+        super().__init__(identity, resume, after)
+        self._n = n
 
     def once(self, name: str, measured: Callable[[], Tensor], *points: int) -> Tensor:
-        """The loss of that name, measured unless it is there.
+        """The loss of that name [*point, sequence], measured unless it is there.
 
         Args:
             name: of the loss.
-            measured: gives it, float64 [*point, sequence].
+            measured: gives it, float64.
             points: how many it has beside the sequences.
-
-        Raises:
-            InfoFlowError: if what is there is no such loss.
         """
-        if name not in self._found:
-            self._found[name] = measured()
-            if self._after is not None:
-                self._after(dict(self._found))
-        check_kept(self._found[name], (*points, self._n or 0), torch.float64, name)
-        return self._found[name]
+        return super().once(name, measured, *points, self._n or 0)
 
 
 class NextTokenLoss:

@@ -55,6 +55,10 @@ def ask(
         str | None, typer.Option(help="words: tokens of a word are replaced at once.")
     ] = None,
     seed: Seed = 0,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="A folder that keeps what was measured; the same command goes on there."),
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     as_json: AsJson = False,
@@ -72,8 +76,8 @@ def ask(
 
         found = measure(
             model, text, answer, against, instead,
-            quick=quick, exact=exact, units=units, seed=seed, device=device, dtype=dtype,
-            progress=not quiet,
+            quick=quick, exact=exact, units=units, seed=seed, resume=resume, device=device,
+            dtype=dtype, progress=not quiet,
         )  # fmt: skip
         if out is not None:
             found.to_html(out, overwrite=overwrite)

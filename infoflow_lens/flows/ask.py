@@ -1,7 +1,8 @@
 """Why this answer and not that one? Of a model by name or in memory, and a text."""
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +20,10 @@ from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
+from infoflow_lens.runs.checkpoint import Checkpoint
+from infoflow_lens.runs.folder import RunFolder
+
+_KEPT = "measured.safetensors"
 
 
 @checked
@@ -35,6 +40,7 @@ def ask(
     units: Units | None = None,
     seed: Seed = 0,
     batch_size: Count = 16,
+    resume: str | os.PathLike[str] | None = None,
     tokenizer: Any | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
@@ -69,13 +75,16 @@ def ask(
             tokens as one reads them. Tokens outside of spans stand alone; default, each does.
         seed: of the draws.
         batch_size: texts in a pass.
+        resume: a folder that keeps what was measured, so that the same question goes on where it
+            was stopped; the runs of the two texts and what gradients estimate are made again.
         tokenizer, device, dtype: as for `load_any`.
         progress: whether to show a bar.
 
     Raises:
         InfoFlowError: for texts of different length, spans that are none of the text, answers that
-            are no tokens, a readout beside an answer, and models that do not show their states and
-            heads.
+            are no tokens, a readout beside an answer, models that do not show their states and
+            heads, and a folder that keeps another question's.
+        KeyboardInterrupt: when it is stopped, with what to do to go on where `resume` is given.
 
     Example:
         >>> import infoflow_lens as il
@@ -98,18 +107,21 @@ def ask(
     end = torch.tensor(prefix, dtype=ids.dtype)
     whole = torch.cat([ids, end])
     second = None if instead is None else torch.cat([_ids(opened, instead, "instead"), end])
-    numbers = measure_answer(
-        opened,
-        whole,
-        second,
-        _bind(readout, opened),
-        quick=quick,
-        exact=exact,
-        seed=seed,
-        batch_size=batch_size,
-        progress=progress,
-        spans=find_units(opened, whole, units),
-    )
+    spans = find_units(opened, whole, units)
+    with _keeping(resume) as kept:
+        numbers = measure_answer(
+            opened,
+            whole,
+            second,
+            _bind(readout, opened),
+            quick=quick,
+            exact=exact,
+            seed=seed,
+            batch_size=batch_size,
+            progress=progress,
+            spans=spans,
+            **kept,
+        )
     return Answer(**{item.name: getattr(numbers, item.name) for item in fields(numbers)})
 
 
@@ -119,6 +131,33 @@ def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -
         found = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend="opened")
     assert isinstance(found.model, NamedModel)
     return found.model
+
+
+@contextmanager
+def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
+    """Give what a folder keeps as `resume`, and as `after` what keeps more there."""
+    if folder is None:
+        yield {}
+        return
+    with RunFolder.open(folder, "ask()", (_KEPT,)) as run:
+        checkpoint = Checkpoint(run, _KEPT)
+        last: list[Any] = []
+
+        def keep(state: Any) -> None:
+            last[:] = [state]
+            if checkpoint.keep(lambda: state):
+                last.clear()
+
+        try:
+            yield {"resume": checkpoint.load(), "after": keep}
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "what was measured is kept; ask the same with "
+                f"resume={os.fspath(folder)!r} to go on"
+            ) from None
+        finally:
+            if last:
+                checkpoint.save(last[0])
 
 
 def _ids(model: NamedModel, text: Any, name: str) -> Tensor:

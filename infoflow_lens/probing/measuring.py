@@ -8,13 +8,13 @@ from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.passes.run import check_extent
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.own_settings import check_named, with_own_settings
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
 from infoflow_lens.probing.patience import warn_if_long
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.shards import run_in_shards
+from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import RunFolder
 
 

@@ -24,7 +24,6 @@ from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import read_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.patience import warn_if_long
 from infoflow_lens.probing.room import SpaceCheck
@@ -39,6 +38,7 @@ from infoflow_lens.probing.shard import (
     states_of,
     write_growing,
 )
+from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Unit
 
 _MOST_STRETCHES = 128

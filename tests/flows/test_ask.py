@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model
 from infoflow_lens.cli import app
 from infoflow_lens.flows.units import find_units
+from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import LogProbability
 from tests.conftest import make_token_model
 from tests.reference import zoo
@@ -95,6 +96,33 @@ def test_a_masked_word_is_asked_at_the_mask(tmp_path):
         logits = zoo.build("bert")(ids).logits[0, 1]
     assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
     assert folder.is_dir()
+
+
+def test_a_question_goes_on_in_its_folder(folder, found, tmp_path, monkeypatch):
+    """Ctrl-C in a pass; the command says what it prints without an interruption."""
+    place, calls = tmp_path / "kept", []
+    read = Question._read
+
+    def stopping(self, *given):
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return read(self, *given)
+
+    monkeypatch.setattr(Question, "_read", stopping)
+    given = (TEXT, "w9", "w23", OTHER)
+    with pytest.raises(KeyboardInterrupt, match=r"ask the same with resume='.*kept' to go on"):
+        ask(folder, *given, progress=False, resume=place)
+    again = ask(folder, *given, progress=False, resume=place)
+    assert again.token_mean.equal(found.token_mean)
+    assert again.path_effect.equal(found.path_effect)
+    n = len(calls)
+    line = ["ask", str(folder), TEXT, "--answer", "w9", "--against", "w23", "--instead", OTHER]
+    shown = CliRunner().invoke(app, [*line, "--quiet", "--resume", str(place)])
+    assert found.summary() in shown.output.replace("\n", "")
+    assert len(calls) == n  # all is kept
+    with pytest.raises(InfoFlowError, match="resume is of another run: inputs"):
+        ask(folder, TEXT + " w8", "w9", "w23", quick=True, progress=False, resume=place)
 
 
 @pytest.mark.parametrize(

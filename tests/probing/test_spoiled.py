@@ -20,10 +20,10 @@ from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.probing.store import store_sequences
+from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from tests.conftest import some_of
 from tests.fuzz import OF_A_RUN, SPOILS, spoiled

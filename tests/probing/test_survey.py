@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, save_model
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.survey import run_survey
 from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs import memory
+from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import some_of
 from tests.reference import zoo

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from infoflow_lens.hooks import HeadLabels, LayerCapabilities, label_heads
 from infoflow_lens.hooks.interventions.heads import COLOURS, OWN
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.parts.mechanisms import lost_edits
 from infoflow_lens.report.charts import Table
 from infoflow_lens.report.heads import by_head, by_head_in_colours
+from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from infoflow_lens.report.charts import Chart

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head, by_head_in_colours
+from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,12 +12,12 @@ from infoflow_lens.hooks import (
     Result,
     baselines,
 )
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.report.charts import Lines, Table
+from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,9 +13,9 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     SufficiencyResult,
     measure_sufficiency,
 )
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import NextTokenPart, RunContext
 from infoflow_lens.report.charts import Lines
+from infoflow_lens.runs.checkpoint import Checkpoint
 
 _DRAWS = 3  # of random mechanisms
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
-from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import NextTokenPart, RunContext
+from infoflow_lens.runs.checkpoint import Checkpoint
 
 
 class TopKPart(NextTokenPart):

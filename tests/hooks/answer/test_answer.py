@@ -1,12 +1,14 @@
 """Questions of a model, beside exchanges in plain transformers."""
 
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.paths import Node, Path, connect, cut_paths, find_circuit, share
 from infoflow_lens.hooks.answer.question import Question
@@ -338,6 +340,49 @@ def test_the_same_question_has_the_same_answer():
     for name in ("token_mean", "unit_effect", "places", "path_effect"):
         torch.testing.assert_close(getattr(one, name), getattr(two, name), equal_nan=True)
     assert (one.kept, one.lost, one.random) == (two.kept, two.lost, two.random)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.95])
+def test_a_question_that_was_stopped_goes_on_to_the_same_bits(at):
+    """Between two passes, with nothing that was measured lost."""
+    whole, states = measured(batch_size=3), []
+    measured(batch_size=3, after=states.append)
+    assert len(states) > 20
+    stop, kept = int(at * len(states)), []
+
+    def stopping(state):
+        kept.append(state)
+        if len(kept) > stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(batch_size=3, after=stopping)
+    state, more = state_from_bytes(state_to_bytes(kept[-1])), []
+    again = measured(batch_size=3, resume=state, after=more.append)
+    assert len(kept) + len(more) == len(states)
+    for field in fields(whole):
+        one, two = getattr(whole, field.name), getattr(again, field.name)
+        if isinstance(one, torch.Tensor):
+            assert one.nan_to_num(7.5).equal(two.nan_to_num(7.5)), field.name
+        else:
+            assert one == two, field.name
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"texts": two_texts(5)}, "inputs"),
+        ({"readout": LogitDifference(ANSWER, 7)}, "readout"),
+        ({"name": "gpt2"}, "model"),
+        ({"resume": {"identity": None}}, "readout"),
+        ({"resume": 3}, "readout"),
+    ],
+)
+def test_another_question_does_not_go_on(change, name):
+    states = []
+    measured(quick=True, after=states.append)
+    with pytest.raises(InfoFlowError, match=f"resume is of another run: {name}"):
+        measured(**{"quick": True, "resume": states[-1], **change})
 
 
 def test_exact_measures_all_heads_and_quick_fewer_passes():
