@@ -153,6 +153,9 @@ class EmbeddingCosine(Readout):
         pooling: what the embedding is of the last states: their "mean", their largest values
             ("max"), the "first" or the "last" one; default, what the model's folder says, else the
             mean.
+
+    Raises:
+        InfoFlowError: for another vector that is none.
     """
 
     to: Float[Tensor, " d_model"]
@@ -162,15 +165,30 @@ class EmbeddingCosine(Readout):
 
     def __post_init__(self) -> None:
         check(self.pooling, Pooling | None, "pooling")
+        if not isinstance(self.to, Tensor) or self.to.ndim != 1:
+            what = list(self.to.shape) if isinstance(self.to, Tensor) else type(self.to).__name__
+            raise InfoFlowError(
+                f"the other embedding is {what}: expected a tensor [d_model], one vector, such as "
+                "a row of what the model's encoder gives"
+            )
 
     def bind(self, model: nn.Module) -> "EmbeddingCosine":
         """Take the pooling of a model."""
         return replace(self, pooling=self.pooling or getattr(model, "pooling", None))
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
-        """Read the cosine off last states [batch, pos, d_model]."""
+        """Read the cosine off last states [batch, pos, d_model].
+
+        Raises:
+            InfoFlowError: if the other vector has another width.
+        """
         states = logits_of(getattr(output, "last_hidden_state", output))
         embedding = _POOLED[self.pooling or "mean"](states)
+        if embedding.shape[-1] != len(self.to):
+            raise InfoFlowError(
+                f"the other embedding has {len(self.to)} numbers, this model's have "
+                f"{embedding.shape[-1]}: expected as many; make it with this model"
+            )
         return torch.cosine_similarity(embedding, self.to.to(embedding), dim=-1)
 
     def __str__(self) -> str:
@@ -236,9 +254,11 @@ def tokens_of_answer(model: nn.Module, answer: str | int) -> list[int]:
     """Make token ids of a word, which may be several; an id is its own.
 
     Raises:
-        InfoFlowError: for a word without a tokenizer.
+        InfoFlowError: for a word without a tokenizer, and a negative id.
     """
     if not isinstance(answer, str):
+        if answer < 0:
+            raise InfoFlowError(f"the answer is {answer}: expected an id from 0 on, or a word")
         return [int(answer)]
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None:

@@ -26,7 +26,7 @@ from infoflow_lens.hooks.model.call import (
 )
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
-from infoflow_lens.hooks.model.starts import is_stream
+from infoflow_lens.hooks.model.starts import AXES, is_stream
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
 _LINEAR = 1e-4  # of a derivative: how much of it may point elsewhere where scores are not capped
@@ -77,6 +77,12 @@ class Streams:
                 f"{type(self.model).__name__}: expected what open_model gives"
             )
         self.blocks = [block.module for block in self.model.anatomy.blocks]  # type: ignore[union-attr]
+        if any(block.axes != AXES for block in self.model.anatomy.blocks):  # type: ignore[union-attr]
+            raise InfoFlowError(
+                f"the blocks of {type(self.model.original_model).__name__} pass states on in "
+                "another order than [batch, pos, width]: paths cannot be followed on single "
+                "positions"
+            )
         position = getattr(question.readout, "position", -1)
         self.end = int(position) % question.n_pos
         self._names = [self._points_of(layer) for layer in range(question.n_layers)]
@@ -258,7 +264,7 @@ class Streams:
                 far = max(
                     float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in pairs
                 )
-            except (RuntimeError, TypeError, StopIteration, KeyError, InfoFlowError) as error:
+            except (RuntimeError, TypeError, StopIteration, LookupError, ValueError) as error:
                 far, reason = torch.inf, f" ({str(error).splitlines()[0][:120]})"
             else:
                 reason = ""

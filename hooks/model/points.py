@@ -331,5 +331,5 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
         if n_ctx is not None and inputs.shape[1] > n_ctx:
             raise InfoFlowError(
                 f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
-                f"{n_ctx}: cut them with max_length, or split them"
+                f"{n_ctx}: expected shorter ones; split them, or cut them where max_length is taken"
             )

@@ -14,7 +14,7 @@ from infoflow_lens.hooks.model.points import layer_of
 
 Give: TypeAlias = Callable[[Tensor], Any]  # what a block returns, from the states that it leaves
 
-_AXES = (0, 1, 2)  # of batch, position and width in the states of blocks that may be left out
+AXES = (0, 1, 2)  # of batch, position and width in the states of blocks that may be left out
 _BEHIND = ("ln_final", "unembed")  # hook points behind the blocks
 
 _turns = threading.RLock()  # the forward of a block is replaced by one thread at a time
@@ -39,7 +39,7 @@ class BlockStarts:
         """Find the blocks of an opened model; other models have none here."""
         anatomy: Any = getattr(model, "anatomy", None)
         blocks = [] if anatomy is None else anatomy.blocks
-        is_usual = all(block.axes == _AXES for block in blocks)
+        is_usual = all(block.axes == AXES for block in blocks)
         return cls([block.module for block in blocks] if is_usual else [])
 
     @contextmanager

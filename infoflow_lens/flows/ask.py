@@ -106,6 +106,8 @@ def ask(
         readout = LogitDifference(one, other, _place(opened, ids))
     end = torch.tensor(prefix, dtype=ids.dtype)
     whole = torch.cat([ids, end])
+    if prefix:
+        read_inputs(opened, whole[None], name="text, with what the answers share,")
     second = None if instead is None else torch.cat([_ids(opened, instead, "instead"), end])
     spans = find_units(opened, whole, units)
     with _keeping(resume) as kept:

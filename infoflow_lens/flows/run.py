@@ -27,6 +27,7 @@ from infoflow_lens.flows.settings import (
     RuleName,
     as_list,
     check_enough,
+    check_places,
     layers_of,
     positions_of,
 )
@@ -138,6 +139,7 @@ def flow(
     layers = layers_of(layer, layer_count(host))
     positions = positions_of(position, rows, int(reads_vectors(host)))
     longest = max(map(len, rows))
+    check_places(without, longest)
     n_keys = key_count(host, longest) - sum(-longest <= place < longest for place in without)
     if rule_name == "top_k" and k > n_keys:
         raise InfoFlowError(f"k is {k}: expected 1 to {n_keys}, the keys that a query has")

@@ -192,6 +192,10 @@ class AnswerServer:
                     self.set_status(refused[0])
                     self.finish(refused[1])
 
+            def log_exception(self, kind: Any, value: Any, trace: Any) -> None:
+                if not isinstance(value, server._web.HTTPError):  # a bad request is no news
+                    super().log_exception(kind, value, trace)
+
             def _number(self) -> int:
                 return int(self.request.path.rpartition("/")[2])
 

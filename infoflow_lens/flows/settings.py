@@ -89,6 +89,20 @@ def positions_of(asked: Place, rows: Sequence[Tensor], n_more: int) -> tuple[int
     return asked
 
 
+def check_places(without: Sequence[int], longest: int) -> None:
+    """Refuse positions to leave out that no text has.
+
+    Raises:
+        InfoFlowError: naming the first of them.
+    """
+    for place in without:
+        if not -longest <= place < longest:
+            raise InfoFlowError(
+                f"without has position {place}, but the longest text has {longest} tokens: "
+                f"expected 0 to {longest - 1}, or -1 to -{longest} from the last backwards"
+            )
+
+
 def _one(values: tuple[int, ...]) -> str:
     return str(values[0]) if len(values) == 1 else str(list(values))
 

@@ -134,12 +134,23 @@ def test_a_question_goes_on_in_its_folder(folder, found, tmp_path, monkeypatch):
         ({"instead": "w5 w6"}, "have 6 and 2 tokens"),
         ({"instead": TEXT}, "the two texts are one"),
         ({"text": ""}, "text"),
+        ({"answer": -9}, "the answer is -9: expected an id from 0 on"),
+        ({"answer": 9, "against": 2300}, "expected ids from 0 to 49"),
         ({"batch_size": 0}, "batch_size"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused(folder, given, match):
     with pytest.raises(InfoFlowError, match=match):
         ask(**{"model": folder, "text": TEXT, "progress": False, **given})
+
+
+@pytest.mark.parametrize("answers", [(), ("w9 w10", "w9 w12")])
+def test_a_text_that_is_too_long_is_refused_with_what_ask_takes(answers):
+    """It advised a setting that ask has not; what answers share counts, too."""
+    model = zoo.build("gpt2")
+    long = " ".join(["w5"] * (zoo.N_CTX - len(answers) // 2 + 1))
+    with pytest.raises(InfoFlowError, match=f"at most n_ctx {zoo.N_CTX}: expected shorter ones"):
+        ask(model, long, *answers, tokenizer=zoo.tokenizer(), quick=True, progress=False)
 
 
 def test_words_need_a_tokenizer():

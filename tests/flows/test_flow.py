@@ -462,6 +462,13 @@ def test_texts_that_do_not_fit(host):
         quick(zoo.build("gpt2"), TEXT)
 
 
+@pytest.mark.parametrize("without", [(99,), (0, -9)])
+def test_a_position_to_leave_out_that_no_text_has_is_refused(host, without):
+    """It was left out of nothing, in silence."""
+    with pytest.raises(InfoFlowError, match=f"without has position {without[-1]}, but the longest"):
+        quick(host, [TEXT, "w5"], without=without)
+
+
 def test_one_token_alone(host):
     found = quick(host, [[5]])
     assert found.sets.of(1, 0, 0) == {0}

@@ -296,6 +296,24 @@ def test_errors_of_ours_and_of_memory_end_no_server(measure, said, capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/x-www-form-urlencoded", "text=%ff"),
+        ("application/x-www-form-urlencoded", "&" * 5000),
+        ("multipart/form-data", "x"),
+        ("multipart/form-data; boundary=x", "x"),
+    ],
+)
+def test_a_bad_request_is_refused_and_says_nothing_on_the_terminal(
+    server, capfd, caplog, kind, body
+):
+    """Nor the address, which holds the token."""
+    assert request(server, "POST", headers={"Content-Type": kind}, body=body)[0] == 400
+    assert capfd.readouterr() == ("", "")
+    assert caplog.text == ""
+
+
 def test_texts_are_no_markup(server):
     evil = (
         '\n\n</textarea></form>"><script>alert(1)</script><img src=x onerror=alert(1)> {{ 7 * 7 }}'

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertModel
 
-from infoflow_lens import InfoFlowError, ask, load_any
+from infoflow_lens import InfoFlowError, ask, load_any, open_model
 from infoflow_lens.hooks import EmbeddingCosine
 from tests.reference import zoo
 
@@ -94,3 +94,15 @@ def test_a_pooling_that_is_no_json_is_named(folder):
     (folder / "1_Pooling" / "config.json").write_text("mean")
     with pytest.raises(InfoFlowError, match="is no pooling of an embedding model"):
         EmbeddingCosine(torch.ones(16)).bind(load_any(folder, backend="opened").model)
+
+
+@pytest.mark.parametrize("to", [torch.ones(2, 16), torch.ones(1, 16), [1.0], torch.tensor(1.0)])
+def test_what_is_no_vector_is_no_embedding(to):
+    with pytest.raises(InfoFlowError, match=r"expected a tensor \[d_model\], one vector"):
+        EmbeddingCosine(to)
+
+
+def test_an_embedding_of_another_width_is_refused():
+    model = open_model(zoo.build("bert").bert)
+    with pytest.raises(InfoFlowError, match="has 7 numbers, this model's have 16"):
+        ask(model, torch.tensor([7, 34, 29]), readout=EmbeddingCosine(torch.ones(7)))

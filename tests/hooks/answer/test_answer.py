@@ -478,6 +478,28 @@ def test_one_block_in_several_layers_has_paths():
     torch.testing.assert_close(at_last, question.measure(row), atol=1e-5, rtol=1e-4)
 
 
+def test_blocks_that_have_positions_first_have_no_paths():
+    """As in XLNet: states that were read as single positions were the whole text."""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    torch.manual_seed(0)
+    config = XLNetConfig(
+        vocab_size=zoo.N_VOCAB, d_model=16, n_layer=2, n_head=4, d_inner=32, attn_type="uni",
+        initializer_range=0.4,
+    )  # fmt: skip
+    plain = XLNetLMHeadModel(config).eval()
+    for length in (4, 7, 16):
+        clean, other = two_texts(length)
+        with torch.no_grad():
+            values = [float(difference(plain(ids[None]).logits[0])) for ids in (clean, other)]
+        read = READOUT if values[0] > 0 else LogitDifference(AGAINST, ANSWER)
+        found = measure_answer(open_model(plain), clean, other, read, progress=False)
+        assert abs(found.value) == near(abs(values[0]))
+        if abs(found.gap) >= 1:
+            assert "pass states on in another order" in " ".join(found.notes)
+        assert not len(found.places)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
