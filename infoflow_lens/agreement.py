@@ -53,7 +53,7 @@ class SetAgreement(Savable):
         jaccard: size of the intersection over size of the union; 1 for two empty sets.
         exact_match: share of states whose two sets are equal.
         influence_inside: share of the squared influence that lies inside the predicted set, over
-            all states; :func:`explained` counts influence, beside chance.
+            all states; :func:`explain` counts influence, beside chance.
         predicted_size: mean size of the predicted set.
         measured_size: mean size of the measured set.
     """
@@ -99,7 +99,7 @@ class Agreement(Savable):
         return asdict(self)
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer with and without self, and one for the read-out position."""
+        """Return a row for each layer with and without self, and one for the read-out position."""
         import pandas as pd
 
         rows: list[Mapping[str, Any]] = []
@@ -200,7 +200,7 @@ class Explained(Savable):
         return {**asdict(self), "n_informative": self.n_informative, "reason": self.reason()}
 
     def __str__(self) -> str:
-        """In a sentence without a full stop."""
+        """Say it in a sentence without a full stop."""
         if self.reason():
             return f"{self.states}: the predicted sets say nothing of influence ({self.reason()})"
         what = "squared influence" if self.squared else "influence"
@@ -405,7 +405,7 @@ def explained(
     candidates: Bool[Tensor, "batch pos source"] | None = None,
     without: BothEnds = (),
 ) -> Explained:
-    """How much of the influence lies inside the predicted sets, of one layer.
+    """Measure how much of the influence lies inside the predicted sets, of one layer.
 
     Args:
         predicted, measured, lengths: as for :func:`compare`. Of an `InfluenceResult` the measured
@@ -423,16 +423,16 @@ def explained(
     """
     states = _States(sets_of(predicted, measured), measured, 1.0, lengths, without)
     chosen = states.asked & (states.is_last if last else states.exists)
-    return states.explained(layer, chosen, with_self, squared, candidates)
+    return states.explain(layer, chosen, with_self, squared, candidates)
 
 
-def explained_by_position(
+def explain_positions(
     predicted: Predicted, measured: Measured | InformationSets, without: BothEnds = ()
 ) -> list[list[Explained]]:
-    """The same by layer and position; of what was not measured it says so.
+    """Measure the same by layer and position; where nothing was measured it says so.
 
     Args:
-        predicted, measured, without: as for :func:`explained`.
+        predicted, measured, without: as for :func:`explain`.
 
     Raises:
         InfoFlowError: as :func:`compare`.
@@ -442,14 +442,14 @@ def explained_by_position(
     places = torch.arange(n_pos, device=states.scores.device)
     return [
         [
-            states.explained(layer, states.asked & states.exists & (places == position))
+            states.explain(layer, states.asked & states.exists & (places == position))
             for position in range(n_pos)
         ]
         for layer in range(n_layers)
     ]
 
 
-def _check_measured(measured: Any) -> None:
+def _check_influence(measured: Any) -> None:
     """Refuse what no probe of influence gave.
 
     Raises:
@@ -468,16 +468,16 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
     Raises:
         InfoFlowError: for what is no prediction.
     """
-    _check_measured(measured)
+    _check_influence(measured)
     if isinstance(predicted, InformationSets):
-        return of_measured_layers(predicted, measured)
+        return select_layers(predicted, measured)
     if isinstance(predicted, Tensor):
-        return of_measured_layers(InformationSets(predicted), measured)
+        return select_layers(InformationSets(predicted), measured)
     if isinstance(predicted, MovesKeys):
         if isinstance(measured, InformationSets):
             return propagate(predicted, measured.n_sources)
         scores = measured.influence if isinstance(measured, InfluenceResult) else measured
-        return of_measured_layers(propagate(predicted, scores.shape[-1]), measured)
+        return select_layers(propagate(predicted, scores.shape[-1]), measured)
     hint = "; what was measured comes second" if isinstance(predicted, InfluenceResult) else ""
     if isinstance(predicted, GradedSets):
         hint = "; give the sets at a level, predicted.at(0.1), or rank all with compare_rankings"
@@ -487,8 +487,8 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
     )
 
 
-def of_measured_layers(predicted: SetsT, measured: Any) -> SetsT:
-    """The sets of the layers that a result holds, in its order, where all layers are predicted.
+def select_layers(predicted: SetsT, measured: Any) -> SetsT:
+    """Select the sets of the layers that a result holds, in its order, of all predicted ones.
 
     Sets of all layers are in the model's order. Others are taken to be those of the result's
     layers, in its order; so are all sets where sources enter above the input, which sets of the
@@ -561,13 +561,13 @@ class _States:
     def _candidates(
         self, with_self: bool, reachable: Bool[Tensor, "*batch pos source"] | None = None
     ) -> Bool[Tensor, "batch pos source"]:
-        """What each state could hold."""
+        """Mark what each state could hold."""
         reachable = self._reachable if reachable is None else reachable.to(self.scores.device)
         n_pos, n_source = reachable.shape[-2:]
         is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=reachable.device)
         return (reachable & (with_self | ~is_self)) & self._sources[:, None]
 
-    def explained(
+    def explain(
         self,
         layer: int,
         chosen: Bool[Tensor, "batch pos"],
@@ -575,11 +575,12 @@ class _States:
         squared: bool = False,
         candidates: Bool[Tensor, "batch pos source"] | None = None,
     ) -> Explained:
-        """Over some states of a layer, those of which the prediction could be wrong."""
+        """Measure some states of a layer, as far as the prediction could be wrong there."""
         candidate = self._candidates(with_self, candidates)[chosen]
         members = self._predicted[layer][chosen] & candidate
         scores = self.scores[layer][chosen] * candidate
         others, size = candidate.sum(1), members.sum(1)
+        # states of which no prediction could be wrong are counted by their reason, and left out
         silent = (others == 0) | (scores.sum(1) == 0)
         empty, full = ~silent & (size == 0), ~silent & (size == others) & (size > 0)
         rest = ~(silent | empty | full)
@@ -602,7 +603,7 @@ class _States:
         )
 
     def _place(self, chosen: Bool[Tensor, "batch pos"]) -> str:
-        """Which positions these are, in words."""
+        """Say in words which positions these are."""
         places = chosen.any(dim=0).nonzero().flatten().tolist()
         if not places:
             return "no position"
@@ -624,7 +625,7 @@ def real_states(
     n_source: int,
     device: torch.device,
 ) -> tuple[Bool[Tensor, "batch pos"], Bool[Tensor, "batch source"], Bool[Tensor, "batch pos"]]:
-    """Which states and sources exist, and which state is the last of its sequence.
+    """Mark the states and sources that exist, and the last state of each sequence.
 
     Raises:
         InfoFlowError: for lengths that do not fit.
@@ -652,7 +653,7 @@ def _scores(
         InfoFlowError: for lengths that contradict each other, and for states without any influence
             where lengths are not known.
     """
-    _check_measured(measured)
+    _check_influence(measured)
     own = None if isinstance(measured, Tensor) else measured.lengths
     known = [torch.as_tensor(one).cpu() for one in (lengths, own, of_predicted) if one is not None]
     if any(not one.equal(known[0]) for one in known):
@@ -709,12 +710,12 @@ class CoverageCurve(Savable):
     numbers: tuple[int, ...] = ()
 
     def by_layer(self, k: int) -> dict[int, float]:
-        """The shares inside where heads pass k positions, by the number of the layer."""
+        """Return the shares inside where heads pass k positions, by the number of the layer."""
         shares = self.layers[k - 1]
         return dict(zip(self.numbers or range(len(shares)), shares, strict=True))
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each k."""
+        """Return one row for each k."""
         import pandas as pd
 
         rows = [
@@ -754,7 +755,7 @@ def coverage_curve(
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
     counted = positions.lengths if isinstance(positions, PositionsResult) else None
-    positions, measured = _by_rank(positions), influence
+    positions, measured = _split_ranks(positions), influence
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
     if counted is not None:
@@ -773,11 +774,11 @@ def coverage_curve(
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
         sets = replace(sets, lengths=counted)
-        states = _States(of_measured_layers(sets, measured), measured, 1.0, lengths, without)
+        states = _States(select_layers(sets, measured), measured, 1.0, lengths, without)
         states.asked &= asked
         chosen = states.exists & states.asked
-        layers = tuple(states.explained(i, chosen).inside for i in range(n_layers))
-        last = states.explained(states.last_layer, states.is_last & states.asked)
+        layers = tuple(states.explain(i, chosen).inside for i in range(n_layers))
+        last = states.explain(states.last_layer, states.is_last & states.asked)
         curve.append((layers, last))
     return CoverageCurve(
         layers=tuple(shares for shares, _ in curve),
@@ -788,8 +789,8 @@ def coverage_curve(
     )
 
 
-def _by_rank(positions: Any) -> Sequence[Tensor]:
-    """The positions of ranks 1, 2, .. of every layer.
+def _split_ranks(positions: Any) -> Sequence[Tensor]:
+    """Return the positions of ranks 1, 2, .. of every layer.
 
     Raises:
         InfoFlowError: for a result of other ranks, or what has no ranks.

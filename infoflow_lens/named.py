@@ -21,16 +21,16 @@ _WIDTH = 32  # of every layer, where head counts alone are given, as in the comm
 def estimate(architecture: Any, task: Any, **settings: Any) -> _estimate.Estimate:  # noqa: D103
     if _is_heads(task) and not _is_heads(architecture):
         architecture, task = task, architecture
-    target = named_task(task)
+    target = resolve_task(task)
     if _is_heads(architecture):
-        architecture = _of_heads(architecture, target.n_tokens)
+        architecture = _make_shape(architecture, target.n_tokens)
     return _estimate.estimate(architecture, target, **settings)
 
 
 @wraps(_design.design)
 def design(task: Any, n_tokens: Any, *args: Any, **settings: Any) -> _design.Design:  # noqa: D103
     lengths: Any = [n_tokens] if isinstance(n_tokens, Integral) else n_tokens
-    return _design.design(named_task(task), lengths, *args, **settings)
+    return _design.design(resolve_task(task), lengths, *args, **settings)
 
 
 @wraps(_schedule.learns)
@@ -40,11 +40,11 @@ def learns(task: Any, schedule: Any, *args: Any, **settings: Any) -> float:  # n
             f"schedule is a {type(schedule).__name__}: expected a Schedule, such as "
             "estimate(architecture, task).schedule"
         )
-    return _schedule.learns(named_task(task), schedule, *args, **settings)
+    return _schedule.learns(resolve_task(task), schedule, *args, **settings)
 
 
-def named_task(task: Any) -> Any:
-    """The task of that name with its own sizes; what is no name, as it is.
+def resolve_task(task: Any) -> Any:
+    """Load the task of that name with its own sizes; return what is no name as it is.
 
     Raises:
         InfoFlowError: for an unknown name, and for a class in the place of a task.
@@ -66,6 +66,6 @@ def _is_heads(value: Any) -> bool:
     )
 
 
-def _of_heads(heads: Any, n_tokens: int) -> ModelShape:
+def _make_shape(heads: Any, n_tokens: int) -> ModelShape:
     counts = check((heads,) if isinstance(heads, Integral) else tuple(heads), Heads, "heads")
     return ModelShape(n_heads=counts, d_model=(_WIDTH,) * len(counts), n_tokens=n_tokens)

@@ -131,11 +131,11 @@ class CrossEntropy:
         if fast is not None:
             return fast
 
-        def at_the_last_position(x: Tensor) -> Tensor:
+        def read_last(x: Tensor) -> Tensor:
             logits: Tensor = model(x)
             return logits[:, -1] if logits.ndim == 3 else logits
 
-        return at_the_last_position
+        return read_last
 
     def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
         """The loss and the accuracy."""
@@ -202,7 +202,7 @@ def _are_labels(y: Tensor) -> bool:
 def outputs_of(
     model: nn.Module, predict: Predict, x: Tensor, batch_size: int = 2048
 ) -> Float[Tensor, "batch output"]:
-    """What `predict` makes of `x`, on the CPU, with the model's mode and gradients untouched."""
+    """Return what `predict` makes of `x`, on the CPU; the model keeps its mode and gradients."""
     device = next(model.parameters()).device
     with eval_mode(model):
         return torch.cat([predict(part.to(device)).cpu() for part in x.split(batch_size)])
@@ -290,12 +290,12 @@ def evaluate_labels(model: nn.Module, data: Data, batch_size: Count = 2048) -> L
 
 
 def is_finite(row: Mapping[str, float | int]) -> bool:
-    """Whether every number of a history row is."""
+    """Say whether every number of a history row is finite."""
     return all(math.isfinite(value) for value in row.values())
 
 
-def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
-    """Both with the targets' mean and deviation in training taken out; NMSE stays what it is.
+def standardise(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
+    """Take the targets' mean and deviation in training out of both; NMSE stays what it is.
 
     Sequences [sample, ...] and targets [sample, d_output], which must not be constant.
     """

@@ -16,8 +16,8 @@ from infoflow_lens.agreement import (
     auroc,
     check_norms,
     check_real,
-    of_measured_layers,
     real_states,
+    select_layers,
     sets_of,
 )
 from infoflow_lens.foundation.display import panel, plain_label
@@ -87,7 +87,7 @@ class RankingAgreement(Savable):
 
     @checked
     def to_frame(self, starts: Starts = (0,), *, confidence: Confidence = 0.95) -> "pd.DataFrame":
-        """One row for each size, layer, range of positions and method.
+        """Return one row for each size, layer, range of positions and method.
 
         ``n_states`` take part; at ``n_empty`` others the set that gives the size is empty, at
         ``n_whole`` it holds every candidate; ``n_ranked`` have metrics of whole rankings
@@ -108,7 +108,7 @@ class RankingAgreement(Savable):
 
     @checked
     def ahead(self, starts: Starts = (0,), *, confidence: Confidence = 0.95) -> "pd.DataFrame":
-        """By how much a set is ahead of each score at its own sizes, in the same sequences.
+        """Return by how much a set is ahead of each score at its own sizes, in the same sequences.
 
         The rows are those of :meth:`to_frame` without the sets; each metric is the set's minus the
         method's, so below 0 the set loses.
@@ -152,15 +152,15 @@ class RankingAgreement(Savable):
                             "n_empty": int((there & (sizes == 0)).sum()),
                             "n_whole": int((there & (sizes == candidates)).sum()),
                             "n_ranked": int(found["spearman"].isfinite().sum()),
-                            "mean_size": _of(sizes.where(takes_part, math.nan))[0],
-                            "mean_candidates": _of(candidates.where(takes_part, math.nan))[0],
+                            "mean_size": _average(sizes.where(takes_part, math.nan))[0],
+                            "mean_candidates": _average(candidates.where(takes_part, math.nan))[0],
                         }
                         | {
                             name: value
                             for metric, values in found.items()
                             for name, value in zip(
                                 (metric, f"{metric}_low", f"{metric}_high"),
-                                _interval(_of(values)[1], confidence),
+                                _interval(_average(values)[1], confidence),
                                 strict=True,
                             )
                         }
@@ -228,8 +228,8 @@ def _ranges(starts: tuple[int, ...], n_pos: int) -> Iterator[tuple[int, int]]:
     yield from zip(starts, [*starts[1:], n_pos], strict=True)
 
 
-def _of(values: Float[Tensor, "batch pos"]) -> tuple[float, Float[Tensor, " sequence"]]:
-    """The mean over sequences of their means over states, and these; NaN left out."""
+def _average(values: Float[Tensor, "batch pos"]) -> tuple[float, Float[Tensor, " sequence"]]:
+    """Average over sequences their means over states, and return these means; leave NaN out."""
     by_sequence = values.double().nanmean(dim=1)
     by_sequence = by_sequence[~by_sequence.isnan()]
     return float(by_sequence.mean()) if len(by_sequence) else math.nan, by_sequence
@@ -327,8 +327,7 @@ def compare_rankings(
             )
         asked = asked & also
     chosen_sets = {
-        name: of_measured_layers(sets_of(given, influence), measured)
-        for name, given in sets.items()
+        name: select_layers(sets_of(given, influence), measured) for name, given in sets.items()
     }
     for name, predicted in chosen_sets.items():
         _same_shape(name, predicted.members, influence)
@@ -351,20 +350,20 @@ def compare_rankings(
     states = _States(influence, above, candidate, exists & asked)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
-    whole = {name: states.ranked(score) for name, score in everything.items()}
+    whole = {name: states.rank(score) for name, score in everything.items()}
     for size_of, predicted in chosen_sets.items():
         sizes[size_of], chosen = states.sizes(predicted.members)
         size = sizes[size_of].to(chosen.device)[chosen]
         for method, score in {size_of: predicted.members.float(), **everything}.items():
-            found = states.measured(chosen, size, score)
+            found = states.measure(chosen, size, score)
             at_size = {metric: states.spread(chosen, value) for metric, value in found.items()}
             values[size_of, method] = at_size | (
-                whole[method] if method in whole else states.ranked(score)
+                whole[method] if method in whole else states.rank(score)
             )
     return RankingAgreement(
         sets=tuple(sets),
         scores=tuple(scores),
-        n_candidates=states.counted(candidate.expand(n_layers, -1, -1, -1)),
+        n_candidates=states.count(candidate.expand(n_layers, -1, -1, -1)),
         sizes=sizes,
         values=values,
         numbers=getattr(measured, "layers", ()),
@@ -391,9 +390,9 @@ def _full(
             full = full[[values.layers.index(layer) for layer in wanted]]
         return full, values.lengths, values.asked
     if isinstance(values, InformationSets):
-        values = of_measured_layers(values, measured).members.float()
+        values = select_layers(values, measured).members.float()
     elif isinstance(values, GradedSets):
-        values = of_measured_layers(values, measured).strengths
+        values = select_layers(values, measured).strengths
     if not isinstance(values, Tensor) or values.ndim != 4:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InfoFlowError(
@@ -431,22 +430,24 @@ class _Cut(NamedTuple):
     among: Float[Tensor, " state"]
 
     @classmethod
-    def at(
+    def choose(
         cls,
         scores: Float[Tensor, "state source"],
         candidate: Bool[Tensor, "state source"],
         size: Float[Tensor, " state"],
     ) -> "_Cut":
-        """The `size` candidates of the largest scores."""
+        """Choose the `size` candidates of the largest scores."""
         ranked = scores.double().masked_fill(~candidate, -torch.inf)
         last = ranked.sort(dim=1, descending=True).values.gather(1, size.long()[:, None] - 1)
         sure, tied = ranked > last, (ranked == last) & candidate
+        # equal scores at the cut share the places that are left
         left, among = size - sure.sum(dim=1), tied.sum(dim=1).double()
         return cls(sure + tied * (left / among)[:, None], tied, left, among)
 
     def both(self) -> Float[Tensor, "state source source"]:
         """The probability that two sources are in the set together."""
         pairs = self.member[:, :, None] * self.member[:, None]
+        # two of the tied ones, drawn without replacement
         alike = self.left * (self.left - 1) / (self.among * (self.among - 1)).clamp(min=1)
         tied = self.tied[:, :, None] & self.tied[:, None]
         pairs = torch.where(tied, alike[:, None, None], pairs)
@@ -462,36 +463,36 @@ class _States:
     candidate: Bool[Tensor, "batch pos source"]
     exists: Bool[Tensor, "batch pos"]
 
-    def counted(
+    def count(
         self, members: Bool[Tensor, "layer batch pos source"]
     ) -> Float[Tensor, "layer batch pos"]:
-        """How many candidates are in a set; NaN for states that are not measured."""
+        """Count the candidates in a set; NaN for states that are not measured."""
         counts = (members & self.candidate).sum(dim=-1).double()
         return counts.masked_fill(~self.exists, math.nan).cpu()
 
     def sizes(
         self, members: Bool[Tensor, "layer batch pos source"]
     ) -> tuple[Float[Tensor, "layer batch pos"], Bool[Tensor, "layer batch pos"]]:
-        """How many candidates a set holds, and where it holds some and leaves some out."""
-        sizes = self.counted(members)
-        chooses = (sizes > 0) & (sizes < self.counted(torch.ones_like(members)))
+        """Count the candidates that a set holds; mark where it holds some and leaves some out."""
+        sizes = self.count(members)
+        chooses = (sizes > 0) & (sizes < self.count(torch.ones_like(members)))
         return sizes, chooses.to(members.device)
 
     def spread(
         self, chosen: Bool[Tensor, "layer batch pos"], values: Float[Tensor, " state"]
     ) -> Float[Tensor, "layer batch pos"]:
-        """At their places, NaN elsewhere."""
+        """Put the values of the chosen states in their places, NaN elsewhere."""
         full = torch.full(chosen.shape, math.nan, dtype=torch.float64, device=chosen.device)
         full[chosen] = values.double()
         return full.cpu()
 
-    def measured(
+    def measure(
         self,
         chosen: Bool[Tensor, "layer batch pos"],
         size: Float[Tensor, " state"],
         scores: Float[Tensor, "layer batch pos source"],
     ) -> dict[str, Float[Tensor, " state"]]:
-        """The metrics of the states that take part."""
+        """Compute the metrics of the states that take part."""
         candidate = self.candidate.expand_as(self.above)[chosen]
         rows = max(1, _ROOM // candidate.shape[1] ** 2)
         parts = [
@@ -508,10 +509,10 @@ class _States:
         at_size = [metric for metric in METRICS if metric not in OF_RANKINGS]
         return {metric: torch.cat([part[metric] for part in parts]) for metric in at_size}
 
-    def ranked(
+    def rank(
         self, scores: Float[Tensor, "layer batch pos source"]
     ) -> dict[str, Float[Tensor, "layer batch pos"]]:
-        """The metrics of whole rankings, wherever two candidates or more have some influence."""
+        """Compute the metrics of whole rankings, where two candidates have some influence."""
         candidate = self.candidate.expand_as(self.above)
         chosen = self.exists & (candidate.sum(dim=-1) > 1)
         chosen = chosen & ((self.influence > 0) & candidate).any(dim=-1)
@@ -541,7 +542,7 @@ def _metrics(
     scores: Float[Tensor, "state source"],
 ) -> dict[str, Float[Tensor, " state"]]:
     """Expectations over the order of equal scores."""
-    cut = _Cut.at(scores, candidate, size)
+    cut = _Cut.choose(scores, candidate, size)
     both = cut.both() * (candidate[:, :, None] & candidate[:, None])
     more = influence[:, :, None] - influence[:, None]  # of the first over the second
     inside_only = (cut.member[:, :, None] - both) * candidate[:, None]
@@ -551,7 +552,7 @@ def _metrics(
     shown = (at_least & candidate[:, None]).sum(dim=2)
     found = (both * at_least).sum(dim=2) / shown.clamp(min=1)
     energy = influence.square() * candidate
-    top = _Cut.at(influence, candidate, size)
+    top = _Cut.choose(influence, candidate, size)
     return {
         "auroc": (inside_only * wins).sum(dim=(1, 2)) / (size * n_out),
         "average_precision": found.sum(dim=1) / size,

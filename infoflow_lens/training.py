@@ -230,7 +230,7 @@ class Ledger:
         done = len(self.history)
         return self.config.learning_rate(done * steps + step, self.config.epochs * steps)
 
-    def trained(self, means: Mapping[str, float], lr: float) -> None:
+    def note_training(self, means: Mapping[str, float], lr: float) -> None:
         """Note an epoch; `means` are over its sequences.
 
         Raises:
@@ -240,8 +240,8 @@ class Ledger:
             raise TrainingDivergedError(self.finish("diverged"), lr)
         self.history.append({"epoch": len(self.history) + 1, "lr": lr, **means})
 
-    def validated(self, output: Tensor, y: Tensor) -> bool:
-        """Note the validation errors of the epoch; whether they are the best so far.
+    def note_validation(self, output: Tensor, y: Tensor) -> bool:
+        """Note the validation errors of the epoch; say whether they are the best so far.
 
         Raises:
             TrainingDivergedError: if they are not finite.
@@ -259,8 +259,8 @@ class Ledger:
     def status(self) -> str:
         return self.objective.status(self.history[-1], self.best_score)
 
-    def ended(self) -> bool:
-        """Whether no epoch is left, the error is low enough, or patience has run out."""
+    def is_over(self) -> bool:
+        """Say whether no epoch is left, the error is low enough, or patience has run out."""
         config, done = self.config, len(self.history)
         if done == config.epochs:
             return True
@@ -344,7 +344,7 @@ class _Run(Ledger):
         self.history = state["history"]
 
     def epoch(self, x: Tensor, y: Tensor) -> None:
-        """One pass over the data, in an order that depends on the seed and the epoch alone."""
+        """Pass over the data once, in an order that depends on the seed and the epoch alone."""
         config = self.config
         batches = self.order(len(x)).to(x.device).split(config.batch_size)
         predict, lr = self.objective.predict(self.model), config.lr
@@ -363,12 +363,13 @@ class _Run(Ledger):
                 nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
             self.optimizer.step()
             for name, mean in measures.items():
+                # weighed by the sequences, as the last batch may be smaller
                 part = mean.detach() * len(rows)
                 totals[name] = totals[name] + part if name in totals else part
-        self.trained({name: float(total) / len(x) for name, total in totals.items()}, lr)
+        self.note_training({name: float(total) / len(x) for name, total in totals.items()}, lr)
 
     def validate(self, x: Tensor, y: Tensor) -> None:
-        if self.validated(outputs_of(self.model, self.objective.predict(self.model), x), y):
+        if self.note_validation(outputs_of(self.model, self.objective.predict(self.model), x), y):
             self.best_state = _copy_state(self.model)
 
 
@@ -410,8 +411,8 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
-    """What a run depends on that no state_dict holds."""
+def _describe_model(model: nn.Module) -> dict[str, Any]:
+    """Describe what a run depends on that no state_dict holds."""
     layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
     patterns = [getattr(layer, "hook_pattern", None) for layer in layers]
     return {
@@ -441,7 +442,7 @@ class TrainingData:
 
     @classmethod
     def of(cls, model: nn.Module, train_data: Data | Draw, validation_data: Any) -> "TrainingData":
-        """Data as :func:`train` takes them.
+        """Check and split data as :func:`train` takes them.
 
         Raises:
             InfoFlowError: for data that no model can learn from, or that are not this model's.
@@ -463,17 +464,17 @@ class TrainingData:
         return cls(x, y, validation_x, validation_y.cpu(), objective, draw)
 
     def identity(self, model: nn.Module, config: TrainingConfig) -> dict[str, Any]:
-        """All that the numbers of a run depend on beside the initial weights."""
+        """Describe all that the numbers of a run depend on beside the initial weights."""
         names = ("x", "y", "validation_x", "validation_y")
         return {
             "training": asdict(config),
             "data": fingerprint({name: getattr(self, name) for name in names}),
-            "model": _beside_the_weights(model),
+            "model": _describe_model(model),
             **({"data_of_epochs": "drawn anew"} if self.draw else {}),
         }
 
-    def of_epoch(self, epoch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Sequences and targets of an epoch (from 1), on a device, where those of all stay."""
+    def draw_epoch(self, epoch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return sequences and targets of an epoch (from 1), on a device, where fixed ones stay."""
         if self.draw is None:
             self.x, self.y = self.x.to(device), self.y.to(device)
             return self.x, self.y
@@ -628,14 +629,14 @@ def _epochs(
     done, device = len(run.history), next(run.model.parameters()).device
     try:
         with progress_bar("training", config.epochs, progress, done) as advance:
-            while not run.ended():
-                run.epoch(*data.of_epoch(len(run.history) + 1, device))
+            while not run.is_over():
+                run.epoch(*data.draw_epoch(len(run.history) + 1, device))
                 run.validate(data.validation_x, data.validation_y)
                 advance(status=run.status())
                 if after_epoch is not None:
                     # before the checkpoint, so that no epoch is passed over
                     after_epoch(len(run.history), copy.deepcopy(run.model).eval())
-                if checkpoint and (run.ended() or len(run.history) % checkpoint_every == 0):
+                if checkpoint and (run.is_over() or len(run.history) % checkpoint_every == 0):
                     run.save(checkpoint)
     except KeyboardInterrupt:
         raise TrainingInterrupted(run.finish("interrupted"), checkpoint) from None
@@ -643,7 +644,7 @@ def _epochs(
 
 
 def restored(model: ModuleT, state: State) -> ModuleT:
-    """A copy of `model` that holds `state`, for comparing weights side by side."""
+    """Copy `model` and load `state` into the copy, for comparing weights side by side."""
     twin = copy.deepcopy(model)
     twin.load_state_dict(state)
     return twin

@@ -10,7 +10,7 @@ from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
-from infoflow_lens.objectives import Data, standardised
+from infoflow_lens.objectives import Data, standardise
 from infoflow_lens.tasks import VectorTask
 from infoflow_lens.theory.design import Candidate, Design, set_length
 from infoflow_lens.training import Draw, TrainingConfig, train
@@ -99,16 +99,16 @@ def verify_design(
 
     def draw(epoch: int) -> Data:
         part = small.sample(n_train, derive_seed("verify train", seed, epoch))
-        return standardised(scale, part)[1]
+        return standardise(scale, part)[1]
 
-    validation = standardised(scale, test)[1]
+    validation = standardise(scale, test)[1]
     cases: list[tuple[tuple[int, ...], str]] = [(design.recommended.n_heads, "recommended")]
     cases += [(n.n_heads, n.verdict) for n in design.neighbours]
     errors: list[float] = []
     for heads, _ in cases:
         architecture = _architecture(design.recommended, small, heads)
         best = min(
-            _trained(architecture, draw, validation, epochs, seed + number)
+            _train_model(architecture, draw, validation, epochs, seed + number)
             for number in range(seeds)
         )
         errors.append(best)
@@ -119,11 +119,11 @@ def verify_design(
         for (heads, predicted), error in zip(cases, errors, strict=True)
     )
     learnt = errors[0] <= design.error
-    return Verification(small.n_tokens, design.error, models, learnt, *judged(models, design.error))
+    return Verification(small.n_tokens, design.error, models, learnt, *judge(models, design.error))
 
 
-def judged(models: Sequence[Measured], target: float) -> tuple[bool | None, str]:
-    """Whether the models are as predicted, and why not.
+def judge(models: Sequence[Measured], target: float) -> tuple[bool | None, str]:
+    """Say whether the models are as predicted, and why not.
 
     Args:
         models: the recommended one, then its neighbours.
@@ -165,7 +165,7 @@ def _architecture(recommended: Candidate, task: VectorTask, heads: tuple[int, ..
     )
 
 
-def _trained(
+def _train_model(
     architecture: Architecture, draw: Draw, validation: Data, epochs: int, seed: int
 ) -> float:
     config = TrainingConfig(

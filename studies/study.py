@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
-from infoflow_lens.objectives import Pair, standardised
+from infoflow_lens.objectives import Pair, standardise
 from infoflow_lens.runs.memory import run_bytes
 from infoflow_lens.studies.claims import Claim, Verdict, judge_claims
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
@@ -241,7 +241,7 @@ class VectorStudy(Study):
     ) -> tuple[Pair, Pair]:
         """Standardised sequences to train on, and `n` of another part; each length has its own."""
         length = task.n_tokens
-        return standardised(
+        return standardise(
             self.drawn(task, f"train {length}", settings["n_train"], seed),
             self.drawn(task, f"{part} {length}", n, seed),
         )
@@ -328,7 +328,7 @@ class FreshStudy(TrainedStudy):
         """What draws sequences for a part, so many of a seed; targets of mean 0, deviation 1."""
         task = self.task(settings)
         scale = self.drawn(task, "scale", 20000, 0)
-        return lambda part, n, seed: standardised(scale, self.drawn(task, part, n, seed))[1]
+        return lambda part, n, seed: standardise(scale, self.drawn(task, part, n, seed))[1]
 
     def training(self, settings: Settings) -> TrainingConfig:
         """Along a cosine, at full length from the start."""

@@ -127,7 +127,7 @@ def train_together(
         while stack.runs:
             stack.epoch()
             stack.validate()
-            stack.keep([index for index, run in enumerate(stack.runs) if not run.ended()])
+            stack.keep([index for index, run in enumerate(stack.runs) if not run.is_over()])
             advance(status=f"{len(stack.runs)} of {len(runs)} seeds")
     return tuple(run.trained() for run in runs)
 
@@ -149,8 +149,8 @@ class _Seed:
         self.data = data
         self.diverged: TrainingDivergedError | None = None
 
-    def ended(self) -> bool:
-        return self.diverged is not None or self.ledger.ended()
+    def is_over(self) -> bool:
+        return self.diverged is not None or self.ledger.is_over()
 
     def trained(self) -> Trained:
         model = self.ledger.model
@@ -204,7 +204,7 @@ class _Stack:
         of_seeds = {name: (total / n).tolist() for name, total in totals.items()}
         for index, run in enumerate(self.runs):
             own = {name: values[index] for name, values in of_seeds.items()}
-            _noted(run, partial(run.ledger.trained, own, lr))
+            _noted(run, partial(run.ledger.note_training, own, lr))
 
     def _step(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
         """A step of all seeds; what it measures before the update."""
@@ -219,7 +219,7 @@ class _Stack:
         """What the seeds are trained on in the next epoch."""
         if self.data is None or any(run.data.draw is not None for run in self.runs):
             epoch = len(self.runs[0].ledger.history) + 1
-            pairs = [run.data.of_epoch(epoch, self.device) for run in self.runs]
+            pairs = [run.data.draw_epoch(epoch, self.device) for run in self.runs]
             self.data = _stacked(pairs)
         return self.data
 
@@ -246,7 +246,7 @@ class _Stack:
 
     def _validated(self, index: int, output: Tensor, y: Tensor) -> None:
         ledger = self.runs[index].ledger
-        if ledger.validated(output, y):
+        if ledger.note_validation(output, y):
             buffers = ledger.initial_state  # which holds what is no weight, too
             own = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
             ledger.best_state = State({**buffers, **own})

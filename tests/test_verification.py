@@ -4,7 +4,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.design import design
-from infoflow_lens.verification import Measured, judged, verify_design
+from infoflow_lens.verification import Measured, judge, verify_design
 
 
 def test_recommended_and_neighbours_are_trained_alike():
@@ -36,7 +36,7 @@ def test_recommended_and_neighbours_are_trained_alike():
 def test_the_rule_is_ten_times(rows, confirmed, words):
     models = (Measured((2,), "recommended", 1e-3, 1.0),)
     models += tuple(Measured((1,), verdict, times * 1e-3, times) for verdict, times in rows)
-    found, why = judged(models, 1e-2)
+    found, why = judge(models, 1e-2)
     assert found is confirmed
     assert words in why
 
@@ -45,7 +45,7 @@ def test_the_rule_is_ten_times(rows, confirmed, words):
 def test_what_is_not_learnt_is_said(verdict):
     """An NMSE of .675 was "nothing is owed" where no neighbour was excluded (T2)."""
     models = (Measured((2,), "recommended", 0.675, 1.0), Measured((1,), verdict, 0.7, 1.04))
-    confirmed, why = judged(models, 1e-2)
+    confirmed, why = judge(models, 1e-2)
     assert confirmed is False
     assert "not learnt" in why
     assert "NMSE of 0.68, above 0.01" in why

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infoflow_lens.agreement import CoverageCurve, Explained, explained_by_position
+from infoflow_lens.agreement import CoverageCurve, Explained, explain_positions
 from infoflow_lens.hooks import PositionsResult
 from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.heads import examples, heads_table
@@ -142,7 +142,7 @@ def _by_place(result: Findings) -> Iterator[HeatMap]:
         or len(influence.positions[0]) < 2
     ):
         return
-    rows = explained_by_position(result.predicted["max_position"], influence, result.config.without)
+    rows = explain_positions(result.predicted["max_position"], influence, result.config.without)
     for values, title in (
         (
             [[each.inside for each in row] for row in rows],

@@ -25,7 +25,7 @@ from infoflow_lens.studies.study import (
     Settings,
     Statement,
     Study,
-    standardised,
+    standardise,
 )
 from infoflow_lens.studies.tables import Column, Part, TableSpec, Words
 from infoflow_lens.tasks import IntrinsicDimension
@@ -191,7 +191,7 @@ class CostLaw(Study):
         train_seed, seen_seed = (
             derive_seed(self.name, part, seed) for part in ("train", "validation")
         )
-        data = standardised(
+        data = standardise(
             task.sample(settings["n_train"], train_seed), task.sample(2000, seen_seed)
         )
         config = TrainingConfig(

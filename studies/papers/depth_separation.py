@@ -22,7 +22,7 @@ from infoflow_lens.studies.study import (
     Settings,
     Statement,
     VectorStudy,
-    standardised,
+    standardise,
 )
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.tasks import DepthSeparation
@@ -127,7 +127,7 @@ class DepthSeparationStudy(VectorStudy):
         )
 
         def data(n_tokens: int) -> tuple[Pair, Pair]:
-            return standardised(
+            return standardise(
                 self._data(n_tokens, settings["n_train"], "train", seed),
                 self._data(n_tokens, 2000, "validation", seed),
             )
