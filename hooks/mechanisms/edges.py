@@ -21,7 +21,7 @@ from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.contributions import Parts, factors_of, gap_in, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import Parts, find_additions, gap_in, needs_of_parts
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back
 
@@ -50,7 +50,7 @@ Open: TypeAlias = list[Bool[Tensor, "batch query key"]]
 def methods_of(model: nn.Module) -> tuple[EdgeMethod, ...]:
     """The methods that a model can give: without those by values where they do not add up."""
     try:
-        factors_of(model)
+        find_additions(model)
     except InfoFlowError:
         return tuple(method for method in EDGE_METHODS if method not in _OF_PARTS)
     return EDGE_METHODS
@@ -191,8 +191,8 @@ class EdgeScores:
             InfoFlowError: if it does not add up to what attention adds.
         """
         found = []
-        for layer, factor in enumerate(factors_of(self.model)):
-            parts = Parts.of(self.seen, layer, factor)
+        for layer, addition in enumerate(find_additions(self.model)):
+            parts = Parts.of(self.seen, layer, addition)
             if not parts.add_up(self.seen, layer):
                 raise InfoFlowError(gap_in(layer))
             found.append(parts)

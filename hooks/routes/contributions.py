@@ -1,30 +1,46 @@
 """Information-flow routes: how near each part of a state comes to the whole."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.influence.base import tolerance
-from infoflow_lens.hooks.model.call import call, without_user_hooks
-from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.points import found_once, layer_count, reads_vectors
+from infoflow_lens.hooks.model.call import without_user_hooks
+from infoflow_lens.hooks.model.parts import Norm, NormNumbers
+from infoflow_lens.hooks.model.points import found_once, layer_count
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
+from infoflow_lens.hooks.routes.readers import Read, find_norm, run_example
 from infoflow_lens.theory.propagation import Semiring, propagate_edges
 
 Combine = Literal["widest", "rollout"]
 _GAP = (
-    "what the heads bring does not add up to what attention adds: a norm stands on it, or a hook "
-    "of yours changes it"
+    "what the heads bring does not add up to what attention adds: something else than a constant "
+    "or a norm stands between them, or a hook of yours changes it"
 )
 _ROOM = 2**22  # numbers in the largest tensor: queries are taken a few at a time
+
+
+class Addition(NamedTuple):
+    """What a layer makes of what its heads bring, before it adds it to the stream.
+
+    Attributes:
+        factor: the constant by which it multiplies it; 1 in nearly all models, Granite has another.
+        norm: the norm that reads it (Gemma 2, OLMo 2); None where there is none.
+    """
+
+    factor: float = 1.0
+    norm: Norm | None = None
+
+
+_PLAIN = Addition()
 
 
 class ContributionRoutes(RoutesProbe):
@@ -52,7 +68,7 @@ class ContributionRoutes(RoutesProbe):
     block. Where norms come after the sums, as in BERT, the whole is the sum that the norm reads.
 
     It needs the values and output matrices, and attention that adds what they give to the residual
-    stream, times one constant at most. A norm on what attention adds (Gemma 2, OLMo 2) is refused.
+    stream, times one constant, or behind a norm (Gemma 2, OLMo 2), whose scale is held.
 
     Args:
         combine: "widest" or "rollout".
@@ -69,7 +85,7 @@ class ContributionRoutes(RoutesProbe):
     _: KW_ONLY
     heads_apart: bool = True
 
-    _factors: tuple[float, ...] = field(default=(), init=False)
+    _additions: tuple[Addition, ...] = field(default=(), init=False)
 
     def needs(self, model: nn.Module) -> Needs:
         """Patterns, values, what enters attention's sum, and what attention adds to it.
@@ -78,12 +94,12 @@ class ContributionRoutes(RoutesProbe):
             InfoFlowError: if the model does not show them, or they do not add up.
         """
         needs = super().needs(model) | needs_of_parts(model)
-        self._factors = factors_of(model)
+        self._additions = find_additions(model)
         return needs
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Importances."""
-        parts = Parts.of(seen, layer, self._factors[layer])
+        parts = Parts.of(seen, layer, self._additions[layer])
         edges = parts.importances(self.heads_apart)
         # the reason is given once edges are read: nothing here waits for the device
         return edges.where(parts.add_up(seen, layer), torch.nan)
@@ -107,11 +123,8 @@ def gap_in(layer: int) -> str:
 
 
 @found_once
-def factors_of(model: nn.Module) -> tuple[float, ...]:
-    """The constants by which the layers multiply what attention adds, found out by running them.
-
-    They are 1 in nearly all models; Granite has another. They are not weights, so they are found
-    out once.
+def find_additions(model: nn.Module) -> tuple[Addition, ...]:
+    """Find, by running the model, how each layer adds what its heads bring.
 
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
@@ -120,25 +133,33 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     for layer in range(n_layers):
         if not isinstance(_output_matrix(model, layer), Tensor):
             raise _cannot(model, f"attention layer {layer} has no W_O")
-    tokens = example_input(model, n_sequences=2).to(next(model.parameters()).device)
-    if not reads_vectors(model):
-        tokens = tokens[:, :8]
-    with eval_mode(model), without_user_hooks(model):
-        caught = call(model, tokens, points, output=True).activations
-        seen = Pass(model, caught, tokens=tokens)
+    seen, reads = run_example(model, points)
     missing = seen.lacks(points)
     if missing:
         raise _cannot(model, f"{', '.join(missing[:3])} do not fire")
-    factors = []
+    found = []
     for layer in range(n_layers):
         try:
-            factors.append(_factor(seen, layer))
-            reason = "" if Parts.of(seen, layer, factors[-1]).add_up(seen, layer) else _GAP
+            found.append(_find_addition(seen, layer, reads))
+            reason = "" if Parts.of(seen, layer, found[-1]).add_up(seen, layer) else _GAP
         except RuntimeError as error:  # shapes of another attention
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
             raise _cannot(model, f"in layer {layer} {reason}")
-    return tuple(factors)
+    return tuple(found)
+
+
+def _find_addition(seen: Pass, layer: int, reads: Sequence[Read]) -> Addition:
+    """Find what stands between the heads and the stream: a constant, or else a norm."""
+    parts = Parts.of(seen, layer)
+    if not reads_sums(seen):
+        return _PLAIN
+    addition = Addition(_find_factor(parts, seen, layer))
+    if Parts.of(seen, layer, addition).add_up(seen, layer):
+        return addition
+    added = parts.added()
+    path = find_norm(added, reads, 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out")))
+    return addition if path is None else Addition(norm=Norm(path, added.shape[-1]))
 
 
 def _cannot(model: nn.Module, reason: str) -> InfoFlowError:
@@ -179,27 +200,42 @@ class Parts:
     bias: Tensor | float
 
     @classmethod
-    def of(cls, seen: Pass, layer: int, factor: float = 1.0) -> "Parts":
+    def of(cls, seen: Pass, layer: int, addition: Addition = _PLAIN) -> "Parts":
         """From a pass; grouped values are those of each of their heads.
 
         Args:
             seen: the pass.
             layer: whose attention.
-            factor: by which the model multiplies what attention adds.
+            addition: how the layer adds what its heads bring. A norm is held at its scale, so that
+                what it gives is a sum, too: weights are divided by it, query by query.
         """
         blocks: Any = seen.model.blocks
         matrix = _output_matrix(seen.model, layer).detach().float()
-        pattern = seen.pattern(layer).float()
         n_heads, d_head, _ = matrix.shape
         values = seen.activation(f"blocks.{layer}.attn.hook_v").float()
         values = values.reshape(*values.shape[:2], -1, d_head)
         values = values.repeat_interleave(n_heads // values.shape[2], dim=2)
         bias = getattr(blocks[layer].attn, "b_O", None)
-        return cls(
-            pattern,
-            factor * torch.einsum("bkhd,hdm->bhkm", values, matrix.to(values.device)),
+        parts = cls(
+            seen.pattern(layer).float(),
+            addition.factor * torch.einsum("bkhd,hdm->bhkm", values, matrix.to(values.device)),
             seen.state(layer, "resid_pre").float(),
-            0.0 if bias is None else factor * bias.detach().float().to(values.device),
+            0.0 if bias is None else addition.factor * bias.detach().float().to(values.device),
+        )
+        if addition.norm is None:
+            return parts
+        with without_user_hooks(seen.model):  # a norm may have hook points
+            numbers = addition.norm.numbers(seen.model)
+        return parts.behind(numbers, seen.activation(f"blocks.{layer}.hook_attn_out").float())
+
+    def behind(self, numbers: NormNumbers, shows: Float[Tensor, "batch query d_model"]) -> "Parts":
+        """Make the parts of what a norm gives of their sum, with its scale held."""
+        weight, bias = (one.detach().float().to(shows.device) for one in numbers[:2])
+        norm = NormNumbers(weight, bias, numbers.centers)
+        scale = norm.scale(self.added(), shows)
+        own = norm.apply(self.bias + torch.zeros_like(bias), scale)
+        return Parts(
+            self.pattern / scale[:, None], norm.apply(self.brought, 1), self.before, own + bias
         )
 
     def strengths(self) -> Float[Tensor, "batch head query key"]:
@@ -218,7 +254,7 @@ class Parts:
     def add_up(self, seen: Pass, layer: int) -> Bool[Tensor, ""]:
         """Whether these are the parts of the model's own states."""
         shows = seen.activation(f"blocks.{layer}.hook_attn_out").float()
-        if not hook_semantics(seen.model).adds:  # it is behind the norm, and another state
+        if not reads_sums(seen):  # it is behind the norm, and another state
             return torch.ones((), dtype=torch.bool, device=shows.device)
         gap, size = (shows - self.added()).norm(dim=-1), shows.norm(dim=-1)
         real = seen.is_real(gap.shape[1]).to(gap.device)
@@ -259,14 +295,16 @@ class Parts:
         return torch.where(total > 0, edges / total.clamp(min=torch.finfo(edges.dtype).tiny), alone)
 
 
-def _factor(seen: Pass, layer: int) -> float:
-    """What the model adds, over what the heads bring."""
-    added = Parts.of(seen, layer).added()
-    if not hook_semantics(seen.model).adds:
-        return 1.0
+def reads_sums(seen: Pass) -> bool:
+    """Whether what attention adds is shown as it is added, and no state behind a norm."""
+    return bool(hook_semantics(seen.model).adds)
+
+
+def _find_factor(parts: Parts, seen: Pass, layer: int) -> float:
+    """Find what the model adds, over what the heads bring."""
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")
-    real = seen.is_real(added.shape[1]).to(added.device)
-    ours, theirs = added[real].double(), shows[real].double()
+    real = seen.is_real(shows.shape[1]).to(shows.device)
+    ours, theirs = parts.added()[real].double(), shows[real].double()
     factor = float((ours * theirs).sum() / ours.square().sum().clamp(min=1e-300))
     return 1.0 if abs(factor - 1) <= tolerance(shows) else factor
 

@@ -9,7 +9,7 @@ from infoflow_lens.hooks.influence.base import StateName
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
-from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors_of
+from infoflow_lens.hooks.routes.contributions import ContributionRoutes, find_additions
 from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
@@ -49,7 +49,7 @@ def baselines(
     if not cheap or layer_count(model) <= 2:
         found["attention flow"] = AttentionFlow(positions=positions)
     try:
-        factors_of(model)
+        find_additions(model)
     except InfoFlowError:
         pass
     else:

@@ -14,7 +14,13 @@ from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe, RoutesResult
-from infoflow_lens.hooks.routes.contributions import Parts, factors_of, gap_in, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import (
+    Addition,
+    Parts,
+    find_additions,
+    gap_in,
+    needs_of_parts,
+)
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, within_one
 from infoflow_lens.theory.information_sets import GradedSets
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_edges
@@ -73,7 +79,7 @@ class GradedSetsProbe(RoutesProbe):
     _: KW_ONLY
     damage: MechanismsResult | Sequence[Any] | None = None
 
-    _factors: tuple[float, ...] = field(default=(), init=False)
+    _additions: tuple[Addition, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +110,7 @@ class GradedSetsProbe(RoutesProbe):
         if self.strength != "norm":
             return needs
         needs = needs | needs_of_parts(model)
-        self._factors = factors_of(model)
+        self._additions = find_additions(model)
         return needs
 
     def _damages(self) -> ByHead:
@@ -115,7 +121,7 @@ class GradedSetsProbe(RoutesProbe):
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """The strengths of the strongest heads."""
         if self.strength == "norm":
-            parts = Parts.of(seen, layer, self._factors[layer])
+            parts = Parts.of(seen, layer, self._additions[layer])
             return parts.strengths().amax(dim=1).where(parts.add_up(seen, layer), torch.nan)
         pattern = within_one(seen.pattern(layer).float())
         if self.strength == "damage":

@@ -8,17 +8,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.influence.base import tolerance
-from infoflow_lens.hooks.model.call import call, without_user_hooks
-from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.parts import Norm, NormNumbers, is_plain_norm
-from infoflow_lens.hooks.model.points import found_once, layer_count, reads_vectors
+from infoflow_lens.hooks.model.call import without_user_hooks
+from infoflow_lens.hooks.model.parts import Norm, NormNumbers
+from infoflow_lens.hooks.model.points import found_once, layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe, RoutesResult
-from infoflow_lens.hooks.routes.contributions import Parts, factors_of, gap_in, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import (
+    Addition,
+    Parts,
+    find_additions,
+    gap_in,
+    needs_of_parts,
+)
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
+from infoflow_lens.hooks.routes.readers import find_norm, run_example
 from infoflow_lens.hooks.states import summed
 from infoflow_lens.theory.propagation import propagate_edges
 
@@ -121,7 +125,7 @@ class PowerRollout(RoutesProbe):
 
     peaks = summed()  # [2], the sum of peakedness over heads and queries, and their number
 
-    _factors: tuple[float, ...] = field(default=(), init=False)
+    _additions: tuple[Addition, ...] = field(default=(), init=False)
     _readers: tuple[str | None, ...] = field(default=(), init=False)
 
     def needs(self, model: nn.Module) -> Needs:
@@ -131,12 +135,12 @@ class PowerRollout(RoutesProbe):
             InfoFlowError: if the model does not show them, or they do not add up.
         """
         needs = super().needs(model) | needs_of_parts(model) | Needs.of(model, scores=True)
-        self._factors, self._readers = factors_of(model), readers_of(model)
+        self._additions, self._readers = find_additions(model), find_readers(model)
         return needs
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """The sizes of what is taken."""
-        parts = Parts.of(seen, layer, self._factors[layer])
+        parts = Parts.of(seen, layer, self._additions[layer])
         path, reader = self._readers[layer], None
         if path is not None:
             with without_user_hooks(seen.model):  # a norm may have hook points
@@ -252,8 +256,8 @@ def peakedness(seen: Pass, layer: int) -> Float[Tensor, "2"]:
 
 
 @found_once
-def readers_of(model: nn.Module) -> tuple[str | None, ...]:
-    """The paths of the norms that read the sums of the layers, found by running the model.
+def find_readers(model: nn.Module) -> tuple[str | None, ...]:
+    """Find the paths of the norms that read the sums of the layers, by running the model.
 
     Of blocks whose sums no norm reads, those of the norms that read what leaves them; None where
     there is none.
@@ -261,63 +265,15 @@ def readers_of(model: nn.Module) -> tuple[str | None, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    factors = factors_of(model)
-    points = needs_of_parts(model).points
+    additions = find_additions(model)
     behind = [f"blocks.{layer}.hook_resid_post" for layer in range(layer_count(model))]
-    tokens = example_input(model, n_sequences=2).to(next(model.parameters()).device)
-    if not reads_vectors(model):
-        tokens = tokens[:, :8]
-    reads: list[tuple[str, nn.Module, Tensor]] = []
-
-    def note(path: str, module: nn.Module) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            given = [one for one in args if isinstance(one, Tensor)]
-            if len(given) == 1 and isinstance(output, Tensor) and given[0].shape == output.shape:
-                reads.append((path, module, given[0].detach().float()))
-
-        return module.register_forward_hook(bind_to_thread(hook))
-
-    handles = [note(path, module) for path, module in model.named_modules() if path]
-    try:
-        with eval_mode(model), without_user_hooks(model):
-            caught = call(model, tokens, [*points, *behind], output=True).activations
-            seen = Pass(model, caught, tokens=tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
+    seen, reads = run_example(model, [*needs_of_parts(model).points, *behind])
     found = []
-    for layer, factor in enumerate(factors):
-        parts = Parts.of(seen, layer, factor)
+    for layer, addition in enumerate(additions):
+        parts = Parts.of(seen, layer, addition)
         bar = 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
         states = [parts.before + parts.added()]
-        states += [seen.activation(behind[layer]).float()] if behind[layer] in caught else []
-        found.append(next(filter(None, (_norm_of(state, reads, bar) for state in states)), None))
+        if not seen.lacks(behind[layer : layer + 1]):
+            states.append(seen.activation(behind[layer]).float())
+        found.append(next(filter(None, (find_norm(state, reads, bar) for state in states)), None))
     return tuple(found)
-
-
-def _norm_of(
-    state: Float[Tensor, "batch pos d_model"],
-    reads: list[tuple[str, nn.Module, Tensor]],
-    bar: float,
-) -> str | None:
-    """The norm that reads a state: of those that read nearly the same, the one that comes nearest.
-
-    Args:
-        state: what is read.
-        reads: paths and modules, and what they have read, in the order of the pass.
-        bar: the largest distance for rounding, relative to the length of the state.
-    """
-    length = state.norm(dim=-1)
-    found: tuple[float, str | None] = bar, None
-    for path, module, given in reads:
-        if given.shape != state.shape:
-            continue
-        # each position by itself: one of them may be a thousand times as long as the others
-        far = float(((given - state).norm(dim=-1) / length).max())
-        if far < found[0]:
-            with torch.no_grad():
-                like = given / given.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-                like = like.to(next(iter(module.parameters()), given).dtype)
-                if is_plain_norm(module, like):
-                    found = far, path
-    return found[1]

@@ -33,6 +33,7 @@ def _of_llama(model, ids):
             found[i, "in"][0][0],
             block.post_attention_layernorm.weight,
             False,
+            1.0,
         )
 
 
@@ -50,14 +51,45 @@ def _of_bert(model, ids):
             found[i, "in"][0][0],
             out.LayerNorm.weight,
             True,
+            1.0,
+        )
+
+
+def _of_sandwich(model, ids):
+    """Norms on what attention adds: before the next one (Gemma 2), or alone (OLMo 2)."""
+    blocks = model.model.layers
+    gemma = hasattr(blocks[0], "pre_feedforward_layernorm")
+    modules = {(i, "v"): b.self_attn.v_proj for i, b in enumerate(blocks)}
+    modules |= {(i, "in"): b for i, b in enumerate(blocks)}
+    modules |= {(i, "added"): b.post_attention_layernorm for i, b in enumerate(blocks)}
+    found, output = _seen(modules, lambda: model(ids, output_attentions=True))
+    for i, block in enumerate(blocks):
+        added = found[i, "added"][0][0].double()
+        weight = block.post_attention_layernorm.weight.double() + gemma
+        epsilon = getattr(block.post_attention_layernorm, "eps", 1e-6)
+        root = (added.square().mean(dim=-1, keepdim=True) + epsilon).sqrt()
+        reader = torch.ones(1)  # OLMo 2 has no norm before a block's parts, and one behind the last
+        if gemma:
+            reader = 1 + block.pre_feedforward_layernorm.weight
+        elif block is blocks[-1]:
+            reader = model.model.norm.weight
+        yield (
+            output.attentions[i][0],
+            found[i, "v"][1][0],
+            block.self_attn.o_proj.weight,
+            found[i, "in"][0][0],
+            reader,
+            False,
+            weight / root,
         )
 
 
 def edges(model, ids, order=1):
     """Sizes of what each query takes from each key, [layer, query, key], of one sequence."""
-    layers = (_of_bert if hasattr(model, "encoder") else _of_llama)(model, ids)
+    sandwich = type(model).__name__.startswith(("Gemma2", "Olmo2"))
+    read = _of_sandwich if sandwich else _of_bert if hasattr(model, "encoder") else _of_llama
     rows = []
-    for pattern, v, output, before, gain, centers in layers:
+    for pattern, v, output, before, gain, centers, scale in read(model, ids):
         n_heads, n, _ = pattern.shape
         d_head = output.shape[1] // n_heads
         v = v.reshape(n, -1, d_head).double()
@@ -67,6 +99,7 @@ def edges(model, ids, order=1):
         found = torch.zeros(n, n, dtype=torch.float64)
         for query in range(n):
             part = torch.einsum("hk,khm->km", pattern[:, query].double(), brought)
+            part = part * (scale if isinstance(scale, float) else scale[query])
             part[query] += before[query].double()
             part = part - part.mean(dim=-1, keepdim=True) if centers else part
             found[query] = (part * gain.double()).norm(p=order, dim=-1)
@@ -92,6 +125,7 @@ def peakedness(patterns):
         for head in pattern:
             for query, row in enumerate(np.asarray(head)):
                 seen = row[: query + 1]
+                seen = seen[seen > 0]  # others lie behind a window
                 if len(seen) > 1:
                     found.append(1 + (seen * np.log(seen)).sum() / np.log(len(seen)))
     return np.mean(found)

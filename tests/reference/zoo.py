@@ -293,3 +293,22 @@ def save_in_cache(name: str, official: str, cache: Path, **changes: object) -> P
 def tokens(n: int, length: int, seed: int = 0) -> torch.Tensor:
     """Ids of ordinary words, [n, length]."""
     return torch.randint(4, N_VOCAB, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+class _Bent(torch.nn.Module):
+    """Attention whose output is bent before it is added."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args, **kwargs):
+        out, *rest = self.attention(*args, **kwargs)
+        return out.tanh(), *rest
+
+
+def bend(model):
+    """Give a Llama's first layer attention that adds no sum of what its heads bring."""
+    layer = model.model.layers[0]
+    layer.self_attn = _Bent(layer.self_attn)
+    return model

@@ -16,7 +16,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import PowerRolloutResult
-from infoflow_lens.hooks.routes.powers import PEAKED, readers_of
+from infoflow_lens.hooks.routes.powers import PEAKED, find_readers
 from infoflow_lens.models.architecture import Architecture
 from tests.reference import contributions, real_models, zoo
 
@@ -48,9 +48,9 @@ def compared(model, ids, atol):
         np.testing.assert_allclose(result.scores[:, 0], expected, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gemma2", "olmo2"])
 def test_scores_are_those_of_the_plain_model(name):
-    """Grouped values, RMS norms before a sublayer; LayerNorms behind it."""
+    """Grouped values, RMS norms before a sublayer; LayerNorms behind it; norms on what is added."""
     model = zoo.build(name)
     model.set_attn_implementation("eager")
     with torch.no_grad():  # weights of norms that are not all 1
@@ -78,7 +78,7 @@ def test_scores_are_those_of_real_models(name):
     ],
 )
 def test_the_norm_that_reads_a_sum_is_found_by_running(name, reader):
-    assert reader in readers_of(open_model(zoo.build(name)))[0]
+    assert reader in find_readers(open_model(zoo.build(name)))[0]
 
 
 def test_a_bridge_is_the_model_opened(tmp_path):
@@ -95,7 +95,7 @@ def test_vectors_with_cls_and_a_model_without_norms():
     sizes = {"n_heads": (2, 3), "d_model": 12, "d_token": 3, "n_tokens": 5, "d_mlp": 4}
     model = build_model(Architecture(**sizes), seed=3)
     x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
-    assert readers_of(model) == (None, None)
+    assert find_readers(model) == (None, None)
     found = measured(model, x)[:3]
     _, cache = model.run_with_cache(x)
     for sequence in range(2):
