@@ -3,19 +3,19 @@
 Run: python -m benchmarks.routing [--published]   (minutes)
 
 With ``--published``, for the settings of which ``intrinsic_dimension`` has rows in docs/results,
-beside their floors and what was trained.
+beside what own scores leave and what was trained.
 """
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from infoflow_lens import load_task
 from infoflow_lens.studies.best_heads import best_heads
 from infoflow_lens.studies.papers import STUDIES
-from infoflow_lens.studies.papers.intrinsic_dimension import floor
 from infoflow_lens.studies.papers.rows import first_heads
 from infoflow_lens.studies.summary import rows_of
 from infoflow_lens.theory.routing import routed_error
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--published", action="store_true")
     of_rows = parser.parse_args().published
     columns = [
-        *("D", "matrices", "draw", "h_1", "T", "floor in the rows", "found"),
+        *("D", "matrices", "draw", "h_1", "T", "own scores", "found"),
         "trained, least over seeds",
     ] if of_rows else [
         *("matrices", "d", "D", "h_1", "T", "own scores, one role", "own scores, roles"),
@@ -51,22 +51,27 @@ def main() -> None:
 
 
 def published() -> pd.DataFrame:
-    """The rows' floor and least error where the first layer has fewer heads than best pairs."""
+    """Read the rows with fewer heads than best pairs: their floor and least error."""
     rows = pd.concat([rows_of(RESULTS / name) for name in (".", "full")])
     rows["h_1"] = rows["heads"].map(first_heads)
     by = ["n_tokens", "D", "matrices", "draw", "h_1", "d_token"]
     found = rows[rows["h_1"] < rows["D"]].groupby(by, as_index=False, sort=False)
-    return found.agg(floor=("floor", "first"), trained=("nmse", "min"))
+    floors = {name: (name, "first") for name in ("floor", "floor_low", "floor_high")}
+    return found.agg(**floors, trained=("nmse", "min"))
+
+
+def describe_floor(row: Any) -> str:
+    """Say a row's floor, and its interval."""
+    return f"{row.floor:.3g} ({row.floor_low:.3g} to {row.floor_high:.3g})"
 
 
 def _published_settings() -> Iterator[list[object]]:
     for row in published().itertuples():
         task = STUDIES["intrinsic_dimension"].task(row._asdict())
-        best = floor(task, row.h_1, linear="linear encoder" in row.matrices)
-        found = "{floor:.3g} ({floor_low:.3g} to {floor_high:.3g})".format(**best)
+        own = routed_error(task, row.h_1, one_role="linear encoder" in row.matrices)
         yield [
-            row.D, row.matrices, row.draw + 1, row.h_1, row.n_tokens, f"{row.floor:.3g}", found,
-            f"{row.trained:.3g}",
+            row.D, row.matrices, row.draw + 1, row.h_1, row.n_tokens, f"{own.nmse:.3g}",
+            describe_floor(row), f"{row.trained:.3g}",
         ]  # fmt: skip
 
 
