@@ -1,11 +1,11 @@
 """What every head and ideal costs, to second order, from one pass and a few backward passes.
 
-The directions are those of :mod:`~infoflow_lens.hooks.mechanisms.estimate`; each is a sign for each
-row of the output, so that rows are independent. What an edit of the pattern, or of z, of a query
-changes is squared *query by query* and then added up: between queries the products are noise in a
-few draws. Where a sequence has one row alone, as an embedding, all queries enter it, so they are
-added up before the square. An estimate may miss by far, where a replaced pattern moves the model
-to where no derivative looks; so what decides a label is measured.
+The directions are those of :mod:`~infoflow_lens.hooks.interventions.gradients`; each is a sign for
+each row of the output, so that rows are independent. What an edit of the pattern, or of z, of a
+query changes is squared *query by query* and then added up: between queries the products are noise
+in a few draws. Where a sequence has one row alone, as an embedding, all queries enter it, so they
+are added up before the square. An estimate may miss by far, where a replaced pattern moves the
+model to where no derivative looks; so what decides a label is measured.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.edits import split_heads
-from infoflow_lens.hooks.interventions.ideals import HeadIdeal, LayerMeans, make_ideal
-from infoflow_lens.hooks.interventions.means import MeanPatterns
-from infoflow_lens.hooks.mechanisms.damage import Damage
-from infoflow_lens.hooks.mechanisms.driver import real_queries
-from infoflow_lens.hooks.mechanisms.estimate import (
+from infoflow_lens.hooks.interventions.gradients import (
     directions,
     gradients,
     without_backward_hooks,
 )
-from infoflow_lens.hooks.mechanisms.ideals import SeenKeys, edits_of_patterns
+from infoflow_lens.hooks.interventions.ideals import HeadIdeal, LayerMeans, make_ideal
+from infoflow_lens.hooks.interventions.means import MeanPatterns
+from infoflow_lens.hooks.interventions.passes import real_queries
+from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import hook_name

@@ -14,6 +14,7 @@ from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
+from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.estimate import DRAWS, Estimates, estimate_ideals
 from infoflow_lens.hooks.interventions.ideals import (
     HEAD_IDEALS,
@@ -31,7 +32,6 @@ from infoflow_lens.hooks.interventions.probe import (
     PlainRun,
     jackknife,
 )
-from infoflow_lens.hooks.mechanisms.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run, run_probes

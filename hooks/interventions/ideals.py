@@ -6,30 +6,30 @@ the weight that the query leaves on position 0, its sink, as it is ("gated"). Ev
 sum. InfoFlow's mechanisms (Yu, Jiang, Bao, Li 2026, Sec. 4) are such patterns.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
-from typing import Annotated, Literal, TypeAlias, get_args
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import torch
-from annotated_types import MinLen
+from annotated_types import MinLen, Predicate
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct, Index, check
 from infoflow_lens.hooks.interventions.edits import (
     Edit,
     check_head,
-    edit_head,
-    edit_head_output,
     heads_of,
     split_heads,
 )
 from infoflow_lens.hooks.interventions.means import MeanPatterns
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without, rescaled
 from infoflow_lens.hooks.interventions.probe import Intervention
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern, rescaled
-from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.model.points import hook_name, pattern_hook
+from infoflow_lens.hooks.passes.view import Needs, Pass
 
 HeadIdeal: TypeAlias = Literal[
     "position", "offset", "own", "previous", "sink", "even", "gated", "largest",
@@ -45,7 +45,9 @@ Pattern: TypeAlias = Float[Tensor, "batch head query key"]
 Visible: TypeAlias = Bool[Tensor, "_sequence _head query key"]
 Ideals = Annotated[tuple[HeadIdeal, ...], MinLen(1), Distinct()]
 Heads = Annotated[tuple[tuple[Index, Index], ...], MinLen(1), Distinct()]
-_Assignments = Annotated[dict[str, dict[tuple[Index, Index], HeadIdeal]], MinLen(1)]
+Head: TypeAlias = tuple[int, int]
+_TopK = Annotated[str, Predicate(re.compile("top [1-9][0-9]*").fullmatch)]
+_Assignments = Annotated[dict[str, dict[tuple[Index, Index], HeadIdeal | _TopK]], MinLen(1)]
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ class LayerMeans:
         mean = self.pattern[heads, :n_query, :n_key].to(pattern.device)
         if not self.leaves_out:
             return mean.expand(pattern.shape)
-        n = self.n[:n_query, None].to(pattern.device)
-        return ((mean * n - pattern) / (n - 1).clamp(min=1)).clamp(min=0)
+        return mean_without(mean, self.n, pattern.double())
 
     def offset_mean(
         self,
@@ -151,7 +152,7 @@ def sum_by_offset(values: Float[Tensor, "... query key"]) -> Float[Tensor, "... 
 
 
 def make_ideal(
-    ideal: HeadIdeal,
+    ideal: str,
     pattern: Pattern,
     visible: Visible,
     means: LayerMeans | None,
@@ -169,42 +170,13 @@ def make_ideal(
         own: their patterns in the plain pass, if `pattern` is of another, for what is left out of
             means.
     """
-    if ideal in TOPS:
-        return ideal_pattern(pattern, visible, "top_k", k=TOPS[ideal])
-    if ideal == "largest":
-        return ideal_pattern(pattern, visible, "max_position")
-    total = pattern.sum(dim=-1, keepdim=True)
-    if ideal == "gated":
-        others = pattern.masked_fill(~visible, -1.0)
-        others[..., 0] = -1.0
-        best = others.max(dim=-1, keepdim=True)
-        made = torch.zeros_like(pattern)
-        made[..., :1] = torch.where(best.values < 0, total, pattern[..., :1])
-        rest = (total - made[..., :1]).clamp(min=0)
-        return made.scatter_add_(-1, best.indices, rest)
+    own, mean = pattern if own is None else own, None
     if ideal in ("position", "offset"):
         assert means is not None
-        own = pattern if own is None else own
-        if ideal == "position":
-            made = means.position_mean(own, heads) * visible
-        else:
-            made = means.offset_mean(own, heads, visible)
-    else:
-        made = _simple(ideal, pattern) * visible
-    none = made.sum(dim=-1, keepdim=True) <= 0  # such as of a query that no other sequence has
-    made = torch.where(none, visible.to(made), made)
-    return rescaled(made, total.to(made)).to(pattern)
-
-
-def _simple(ideal: HeadIdeal, pattern: Pattern) -> Float[Tensor, "query key"]:
-    """Make a pattern that is the same for all sequences, before closed keys are taken off."""
-    n_query, n_key = pattern.shape[-2:]
-    keys = torch.arange(n_key, device=pattern.device)
-    query = torch.arange(n_query, device=pattern.device)[:, None]
-    at = {"own": query, "previous": (query - 1).clamp(min=0), "sink": query * 0}
-    if ideal == "even":
-        return torch.ones(n_query, n_key, device=pattern.device, dtype=pattern.dtype)
-    return (keys == at[ideal]).to(pattern.dtype)
+        mean = means.position_mean(own, heads)
+        if ideal == "offset":
+            mean = means.offset_mean(own, heads, visible)
+    return ideal_pattern(pattern, visible, ideal, mean)
 
 
 class HeadIdeals(Intervention):
@@ -240,7 +212,8 @@ class HeadIdeals(Intervention):
         layers = _layers(plain, self.means, self.leaves_out, self.ideals)
         for layer, head in heads_of(plain) if self.heads is None else self.heads:
             for ideal in self.ideals:
-                yield head_edit(plain, layer, head, ideal, layers)
+                name = f"{layer}.{head} {ideal}"
+                yield replace_heads(plain, name, {(layer, head): ideal}, layers)
 
 
 def _check_means(means: object) -> None:
@@ -256,7 +229,7 @@ def _check_means(means: object) -> None:
 
 
 def _layers(
-    plain: Pass, means: MeanPatterns | None, leaves_out: bool, ideals: Sequence[HeadIdeal]
+    plain: Pass, means: MeanPatterns | None, leaves_out: bool, ideals: Sequence[str]
 ) -> list[LayerMeans | None]:
     """Select the means of each layer.
 
@@ -293,46 +266,81 @@ def check_means(means: MeanPatterns, n_pos: int, n_layers: int) -> None:
         )
 
 
-def head_edit(
-    plain: Pass, layer: int, head: int, ideal: HeadIdeal, layers: Sequence[LayerMeans | None]
+def replace_heads(
+    plain: Pass,
+    name: str,
+    heads: Mapping[Head, str],
+    means: Sequence[LayerMeans | None],
 ) -> Edit:
-    """Make the edit that replaces one head's pattern, or output, by an ideal one.
+    """Make the edit that replaces the patterns, or outputs, of some heads by ideal ones.
+
+    Args:
+        plain: the plain pass.
+        name: of the edit.
+        heads: for (layer, head) an ideal.
+        means: of each layer.
 
     Raises:
         InfoFlowError: for a head that is not there.
     """
-    check_head(plain, layer, head)
-    name, means = f"{layer}.{head} {ideal}", layers[layer]
-    if ideal == "ablated":
+    by_layer: dict[int, dict[str, list[int]]] = {}
+    for (layer, head), ideal in heads.items():
+        check_head(plain, layer, head)
+        by_layer.setdefault(layer, {}).setdefault(ideal, []).append(head)
+    at: dict[str, Any] = {}
+    for layer, groups in by_layer.items():
+        ablated = groups.pop("ablated", [])
+        if groups:
+            at[pattern_hook(plain.model, layer)] = partial(
+                _replace_patterns, plain, layer, groups, means[layer]
+            )
+        if ablated:
+            point = hook_name(plain.model, f"blocks.{layer}.attn.hook_z")
+            at[point] = partial(_ablate, plain, layer, ablated, means[layer])
+    return Edit(name, at)
 
-        def ablate(z: Tensor) -> Tensor:
-            assert means is not None
-            n_heads = plain.pattern(layer).shape[1]
-            own = split_heads(plain.state(layer, "head"), n_heads)[:, :, [head]]
-            return means.output_mean(own, [head], plain.is_real(own.shape[1]))[:, :, 0]
 
-        return edit_head_output(plain, layer, head, ablate, name)
-    visible = plain.visible(layer)[:, None]
+def _replace_patterns(
+    plain: Pass,
+    layer: int,
+    groups: Mapping[str, list[int]],
+    means: LayerMeans | None,
+    pattern: Pattern,
+) -> Pattern:
+    """Put ideal patterns in the place of those of some heads of a layer."""
+    visible, edited = plain.visible(layer)[:, None], pattern.clone()
+    for ideal, heads in groups.items():  # all heads of an ideal at once
+        own = plain.pattern(layer)[:, heads]
+        edited[:, heads] = make_ideal(ideal, pattern[:, heads], visible, means, heads, own)
+    return edited
 
-    def replace(pattern: Tensor) -> Tensor:
-        own = plain.pattern(layer)[:, [head]]
-        return make_ideal(ideal, pattern[:, None], visible, means, [head], own)[:, 0]
 
-    return edit_head(plain, layer, head, replace, name)
+def _ablate(
+    plain: Pass, layer: int, heads: list[int], means: LayerMeans | None, z: Tensor
+) -> Tensor:
+    """Put the outputs of some heads of a layer to their mean."""
+    assert means is not None
+    n_heads = plain.pattern(layer).shape[1]
+    edited = split_heads(z, n_heads).clone()
+    own = split_heads(plain.state(layer, "head"), n_heads)[:, :, heads]
+    mean = means.output_mean(own, heads, plain.is_real(own.shape[1]))
+    edited[:, :, heads] = mean.to(edited)
+    return edited.view(z.shape)
 
 
 class AllHeads(Intervention):
     """What the output loses when many heads are replaced at once, each by its ideal.
 
     Args:
-        assignments: by name, for (layer, head) an ideal; heads that are not named stay as they are.
+        assignments: by name, for (layer, head) an ideal, "top 3" and the like among them; heads
+            that are not named stay as they are.
         means, leaves_out: as of :class:`HeadIdeals`.
     """
 
-    reads = ("scores", "pattern", "head")
+    reads = ("scores", "pattern")
 
     means: MeanPatterns | None
-    assignments: Mapping[str, Mapping[tuple[int, int], HeadIdeal]]
+    assignments: Mapping[str, Mapping[Head, str]]
     _: KW_ONLY
     leaves_out: bool = False
 
@@ -342,13 +350,16 @@ class AllHeads(Intervention):
         known = check(self.assignments, _Assignments, "assignments")
         self.assignments = {str(name): dict(heads) for name, heads in known.items()}
 
+    @property
+    def _ideals(self) -> list[str]:
+        return [ideal for heads in self.assignments.values() for ideal in heads.values()]
+
+    def _plain_needs(self, model: nn.Module) -> Needs:
+        states = ["head"] if "ablated" in self._ideals else []
+        return super()._plain_needs(model) | Needs.of(model, states=states)
+
     def edits(self, plain: Pass) -> Iterable[Edit]:
         """Make one for each assignment."""
-        used = [ideal for heads in self.assignments.values() for ideal in heads.values()]
-        layers = _layers(plain, self.means, self.leaves_out, used)
+        layers = _layers(plain, self.means, self.leaves_out, self._ideals)
         for name, heads in self.assignments.items():
-            each = [
-                head_edit(plain, layer, head, ideal, layers)
-                for (layer, head), ideal in heads.items()
-            ]
-            yield Edit.join(name, each)
+            yield replace_heads(plain, name, heads, layers)

@@ -16,15 +16,10 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.influence.rerun import start_point
+from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit, stack_edits
-from infoflow_lens.hooks.mechanisms.damage import (
-    Damage,
-    Metric,
-    Read,
-    metric_of,
-    next_token_losses,
-)
-from infoflow_lens.hooks.mechanisms.driver import (
+from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
+from infoflow_lens.hooks.interventions.passes import (
     check_edits_reach,
     example_of,
     layer_with_later_keys,
@@ -39,7 +34,7 @@ from infoflow_lens.hooks.model.call import (
     without_user_hooks,
 )
 from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, read_inputs
-from infoflow_lens.hooks.model.points import hook_name
+from infoflow_lens.hooks.model.points import check_finite, hook_name
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
@@ -61,6 +56,8 @@ class Table:
         edits: the names of the edits.
         lost: float64 [sequence, edit], summed over the rows of the output that count.
         rise: float64 [sequence, edit], of the summed next-token loss; NaN without one.
+        bare: float64 [sequence], the readout or the summed next-token loss without edits; NaN
+            without either.
         n_rows, n_tokens: int [sequence], the rows and the next tokens that count.
     """
 
@@ -68,6 +65,7 @@ class Table:
     edits: list[str]
     lost: Float[Tensor, "sequence edit"]
     rise: Float[Tensor, "sequence edit"]
+    bare: Float[Tensor, " sequence"]
     n_rows: Int[Tensor, " sequence"]
     n_tokens: Int[Tensor, " sequence"]
 
@@ -83,6 +81,7 @@ def fill_table(mine: Table, others: Table) -> Table:
     shape = (len(sequences), len(edits))
     lost, rise = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
     n_rows, n_tokens = (torch.zeros(len(sequences), dtype=torch.int64) for _ in range(2))
+    bare = torch.full(shape[:1], torch.nan, dtype=torch.float64)
     for part in (mine, others):
         rows = torch.searchsorted(sequences, part.sequences)
         columns = torch.tensor([edits.index(name) for name in part.edits])
@@ -96,8 +95,8 @@ def fill_table(mine: Table, others: Table) -> Table:
                     "edits"
                 )
             target[place] = values[known]
-        n_rows[rows], n_tokens[rows] = part.n_rows, part.n_tokens
-    return Table(sequences, edits, lost, rise, n_rows, n_tokens)
+        bare[rows], n_rows[rows], n_tokens[rows] = part.bare, part.n_rows, part.n_tokens
+    return Table(sequences, edits, lost, rise, bare, n_rows, n_tokens)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,6 +113,8 @@ class InterventionResult(Result):
             was not measured.
         rise: float [sequence, edit], of the summed next-token loss in nats, which may be negative;
             NaN where the model predicts no next token.
+        bare: float [sequence], without edits: the readout, or the summed next-token loss; NaN
+            without either.
         n_rows, n_tokens: int [sequence], rows of the output, and next tokens, that count.
         per_row: what the loss of a row is divided by: for "nmse" the variance of the output.
         forwards: the work, in passes over all sequences; one that starts at a layer counts by the
@@ -127,6 +128,7 @@ class InterventionResult(Result):
     sequences: Int[Tensor, " sequence"]
     lost: Float[Tensor, "sequence edit"]
     rise: Float[Tensor, "sequence edit"]
+    bare: Float[Tensor, " sequence"]
     n_rows: Int[Tensor, " sequence"]
     n_tokens: Int[Tensor, " sequence"]
     per_row: float
@@ -143,6 +145,14 @@ class InterventionResult(Result):
     def risen(self) -> Float[Tensor, " edit"]:
         """Compute the rise of the next-token loss, in nats a token; NaN without one."""
         return _ratio(self.rise, self.n_tokens)
+
+    def values(self) -> dict[str, Float[Tensor, " sequence"]]:
+        """Add what edits change to what is there without: the readout, or the next-token loss.
+
+        By the name of the edit; NaN where it was not measured.
+        """
+        changed = self.lost if self.rise.isnan().all() else self.rise
+        return dict(zip(self.edits, self.bare + changed.T, strict=True))
 
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for each edit: damage, its error, the rise of the loss, and on how many."""
@@ -208,7 +218,8 @@ class Intervention(Probe[InterventionResult]):
     Args:
         metric: "nmse", "kl" or "loss"; default "nmse" for vector outputs, "kl" for logits.
         read: the positions of the logits that count, such as (-1,); None for all.
-        readout: a number in the place of the metric, whose change counts, with its sign.
+        readout: a number in the place of the metric, whose change counts, with its sign; or a
+            :class:`~infoflow_lens.hooks.NextTokenLoss`.
         rows: sequences in a pass, copies of edits among them; default, by the size of the model.
         through_hooks: let hooks of yours take part; then passes run whole.
 
@@ -228,7 +239,7 @@ class Intervention(Probe[InterventionResult]):
     _: KW_ONLY
     metric: Metric | None = None
     read: Read | None = None
-    readout: Readout | None = None
+    readout: Readout | NextTokenLoss | None = None
     rows: Count | None = field(default=None, compare=False)
     through_hooks: bool = False
 
@@ -240,7 +251,7 @@ class Intervention(Probe[InterventionResult]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.readout, (Readout, type(None))):
+        if not isinstance(self.readout, (Readout, NextTokenLoss, type(None))):
             raise InfoFlowError(
                 f"readout is {self.readout!r}: expected one such as LogitDifference(' Mary', "
                 "' John'), or None for a divergence"
@@ -293,11 +304,10 @@ class Intervention(Probe[InterventionResult]):
         starts = self._layers_to_start(seen)
         entering = {layer: f"blocks.{layer}.hook_resid_pre" for layer in sorted(starts)}
         plain = source.run(self._plain_needs(model) | Needs(tuple(entering.values())))
+        check_finite(plain.output, "the output", seen.first)
         _check_again(seen, plain)
         plain = plain.counted(seen.indices, seen.held_out, seen.turns)
-        if self.readout is None:
-            return PlainRun(source, plain, _DamageJudge(self, plain, source), entering)
-        return PlainRun(source, plain, _ReadoutJudge(self.readout, plain, source.batch), entering)
+        return PlainRun(source, plain, _judge_of(self, plain, source), entering)
 
     def measure(self, plain_run: "PlainRun") -> Mapping[str, Any]:
         """Measure the edits on a plain pass that is there: what `update` returns.
@@ -323,8 +333,9 @@ class Intervention(Probe[InterventionResult]):
                 some = every[first : first + together]
                 state = None if layer is None else plain.activation(entering[layer])
                 output = source.run_copies(stack_edits(some, n), len(some), layer, state)
-                lost.append(_check_numbers(judge.lost(output), some))
-                rise.append(judge.rise(output))
+                found = judge.measure(output)
+                lost.append(_check_numbers(found[0], some))
+                rise.append(found[1])
                 work += len(some) * n * (1 - (layer or 0) / plain.n_layers)
                 done += len(some)
                 if self.watch is not None:
@@ -335,6 +346,7 @@ class Intervention(Probe[InterventionResult]):
             [edit.name for edit in edits],
             torch.cat([empty, *lost]).T.contiguous(),
             torch.cat([empty, *rise]).T.contiguous(),
+            judge.bare,
             judge.n_rows,
             judge.n_tokens,
         )
@@ -354,6 +366,7 @@ class Intervention(Probe[InterventionResult]):
             sequences=table.sequences,
             lost=table.lost,
             rise=table.rise,
+            bare=table.bare,
             n_rows=table.n_rows,
             n_tokens=table.n_tokens,
             per_row=per_row,
@@ -398,6 +411,20 @@ class Intervention(Probe[InterventionResult]):
         if seen.lengths is not None and layer_with_later_keys(seen.model) is not None:
             return frozenset()
         return self._starts
+
+
+class EditsOfPass(Intervention):
+    """What edits do that a function makes of the plain pass.
+
+    Args:
+        make: from the plain pass, with scores and patterns, to the edits.
+    """
+
+    make: Callable[[Pass], Iterable[Edit]]
+
+    def edits(self, plain: Pass) -> Iterable[Edit]:
+        """Make them."""
+        return self.make(plain)
 
 
 @dataclass
@@ -508,23 +535,31 @@ class _Judge(ABC):
     Attributes:
         name: of the metric, or the readout in words.
         scale: what the scale of a row is made of, summed over batches.
+        bare: float64 [sequence], of the plain pass: the readout, or the next-token loss; NaN
+            without either.
         n_rows, n_tokens: int [sequence], rows of the output, and next tokens, that count.
     """
 
     def __init__(self, name: str, batch: Batch) -> None:
         self.name, self.batch = name, batch
         self.scale: dict[str, Any] = {}
+        self.bare = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         self.n_rows = torch.ones(len(batch), dtype=torch.int64)
         self.n_tokens = torch.zeros(len(batch), dtype=torch.int64)
+
+    def measure(
+        self, output: Tensor
+    ) -> tuple[Float[Tensor, "copy sequence"], Float[Tensor, "copy sequence"]]:
+        """Measure what each sequence loses in each copy, and by how much its next-token loss rises.
+
+        The rise is NaN where there is no such loss.
+        """
+        lost = self.lost(output)
+        return lost, torch.full_like(lost, torch.nan)
 
     @abstractmethod
     def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
         """Measure what each sequence loses in each copy."""
-
-    def rise(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
-        """Measure by how much the next-token loss rises; NaN where there is none."""
-        n = len(self.batch)
-        return torch.full((len(output) // n, n), torch.nan, dtype=torch.float64)
 
 
 class _ReadoutJudge(_Judge):
@@ -533,12 +568,12 @@ class _ReadoutJudge(_Judge):
     def __init__(self, readout: Readout, plain: Pass, batch: Batch) -> None:
         super().__init__(str(readout), batch)
         self._readout = readout.bind(plain.model)
-        self._value = self._read(plain.output)
+        self.bare = self._read(plain.output)
 
     def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
         """Subtract the value of the plain pass."""
         copies = output.split(len(self.batch))
-        return torch.stack([self._read(copy) for copy in copies]) - self._value
+        return torch.stack([self._read(copy) for copy in copies]) - self.bare
 
     def _read(self, output: Tensor) -> Float[Tensor, " sequence"]:
         """Read it off each sequence, without its padding."""
@@ -546,6 +581,28 @@ class _ReadoutJudge(_Judge):
             return self._readout.read(output).double().cpu()
         rows = [row[None, :n] for row, n in zip(output, self.batch.lengths.tolist(), strict=True)]
         return torch.cat([self._readout.read(row) for row in rows]).double().cpu()
+
+
+class _NextTokenJudge(_Judge):
+    """The rise of the next-token loss."""
+
+    def __init__(self, loss: NextTokenLoss, plain: Pass, batch: Batch) -> None:
+        super().__init__(str(loss), batch)
+        self._loss = loss
+        self.n_rows = self.n_tokens = loss.states(batch).sum(dim=1)
+        self.bare = loss.lost(plain.output, batch)
+
+    def measure(
+        self, output: Tensor
+    ) -> tuple[Float[Tensor, "copy sequence"], Float[Tensor, "copy sequence"]]:
+        """Measure the rise, which is what is lost."""
+        rise = self.lost(output)
+        return rise, rise
+
+    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
+        """Subtract the loss of the plain pass."""
+        copies = output.split(len(self.batch))
+        return torch.stack([self._loss.lost(copy, self.batch) for copy in copies]) - self.bare
 
 
 class _DamageJudge(_Judge):
@@ -569,23 +626,41 @@ class _DamageJudge(_Judge):
         self.n_rows = self._damage.counted(batch).sum(dim=1)
         self.scale = self._damage.state()
         self._reference = self._damage.reference(output, batch)
-        self._following = batch.mask()[:, 1:]
-        self._loss: Tensor | None = None
+        self._beside: _NextTokenJudge | None = None
         if source.is_known and asked.read is None and _predicts(plain):
-            self.n_tokens = self._following.sum(dim=1)
-            self._loss = next_token_losses(output, batch, self._following)
+            self._beside = _NextTokenJudge(NextTokenLoss(), plain, batch)
+            self.n_tokens, self.bare = self._beside.n_tokens, self._beside.bare
+
+    def measure(
+        self, output: Tensor
+    ) -> tuple[Float[Tensor, "copy sequence"], Float[Tensor, "copy sequence"]]:
+        """Measure the metric, and the rise of the loss beside it."""
+        if self._beside is None:
+            return super().measure(output)
+        return self.lost(output), self._beside.lost(output)
 
     def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
         """Compare with the rows of the plain pass."""
         return self._damage.lost(self._reference, output, self.batch)
 
-    def rise(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
-        """Subtract the loss of the plain pass."""
-        if self._loss is None:
-            return super().rise(output)
-        copies = output.split(len(self.batch))
-        each = [next_token_losses(copy, self.batch, self._following) for copy in copies]
-        return torch.stack(each) - self._loss
+
+def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
+    """Make what an intervention asks to be judged by.
+
+    Raises:
+        InfoFlowError: for what the outputs do not have.
+    """
+    if asked.readout is None:
+        return _DamageJudge(asked, plain, source)
+    if isinstance(asked.readout, Readout):
+        return _ReadoutJudge(asked.readout, plain, source.batch)
+    if not source.is_known:
+        raise InfoFlowError(
+            "the loss of the next token needs the tokens, which hooks alone do not see: expected "
+            "run_probes or attach"
+        )
+    asked.readout.check(plain.model, int(plain.lengths_of(source.batch.tokens.shape[1]).min()))
+    return _NextTokenJudge(asked.readout, plain, source.batch)
 
 
 def _predicts(plain: Pass) -> bool:

@@ -1,7 +1,7 @@
-"""What all measurements of edited models share: inputs read again, the model checked, a bar."""
+"""What all measurements of edited models share: inputs read again, and going on with a run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,30 +15,17 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import is_same
 from infoflow_lens.foundation.versions import versions_identity
-from infoflow_lens.hooks.influence.base import tolerance
-from infoflow_lens.hooks.model.call import (
-    Edits,
-    block_starts,
-    call,
-    can_start,
-    has_user_hooks,
-    ignore_edit_warnings,
-    output_of,
-    without_user_hooks,
-)
+from infoflow_lens.hooks.interventions.passes import check_edits_reach, real_queries
+from infoflow_lens.hooks.interventions.probe import Intervention, InterventionResult
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.identity import HOOKS, model_identity
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, example_input, read_inputs
-from infoflow_lens.hooks.model.points import (
-    found_once,
-    instead_of_a_bridge,
-    is_bridge,
-    layer_count,
-    pattern_hook,
-)
-from infoflow_lens.hooks.model.semantics import visibility
+from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.points import layer_count, pattern_hook
+from infoflow_lens.hooks.passes.run import run_probes
 
-_ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
-_EXAMPLE = 8  # tokens of a sequence that shows what edits and starts do
+Reached = Mapping[str, Any]
+"""What was measured so far: of what run it is, and the state of each round by its name."""
+_IDENTITY = "identity"
 
 
 @dataclass(frozen=True)
@@ -147,9 +134,6 @@ def check_kept(value: Any, shape: Sequence[int], dtype: torch.dtype, name: str) 
     )
 
 
-_IDENTITY = "identity"
-
-
 class KeptNumbers:
     """Numbers by name, each measured once, also by a run that was stopped and goes on.
 
@@ -187,6 +171,83 @@ class KeptNumbers:
                 self._after(dict(self._found))
         found: Tensor = self._found[name]
         return found
+
+
+class Rounds:
+    """Interventions over the same sequences, one after the other; what is measured is kept.
+
+    Args:
+        model: the model.
+        batches: the sequences.
+        reading: how they are read.
+        identity: what the numbers depend on (:func:`identify`).
+        resume: what `after` was last given.
+        after: called after each batch of a round with all that is measured so far.
+
+    Raises:
+        InfoFlowError: if `resume` is of something else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        reading: Reading,
+        identity: Mapping[str, Any],
+        resume: Reached | None = None,
+        after: Callable[[Reached], None] | None = None,
+    ) -> None:
+        if resume is not None:
+            check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
+        self.model, self.batches, self.reading = model, batches, reading
+        self._reached = {**(resume or {}), _IDENTITY: dict(identity)}
+        self._after = after
+
+    def run(self, name: str, probe: Intervention) -> InterventionResult:
+        """Measure what is not measured yet of a round.
+
+        Args:
+            name: of the round.
+            probe: its edits.
+
+        Raises:
+            InfoFlowError: if what is there is no state of this round, and as the probe says.
+        """
+        if name in self._reached:
+            probe.load_state_dict(self._reached[name])
+            _check_table(probe)
+
+        def keep(n: int) -> None:
+            if self._after is not None:
+                self._reached = {**self._reached, name: probe.state_dict()}
+                self._after(self._reached)
+
+        result: InterventionResult
+        (result,) = run_probes(
+            self.model,
+            self.batches,
+            [probe],
+            batch_size=self.reading.batch_size,
+            skip=probe.n_sequences,
+            after_batch=keep,
+            progress=self.reading.progress,
+        )
+        return result
+
+
+def _check_table(probe: Intervention) -> None:
+    """Refuse a table to go on with that no run has kept.
+
+    Raises:
+        InfoFlowError: naming what is wrong.
+    """
+    n, table = probe.n_sequences, probe.table
+    check_kept(table.sequences, [n], torch.int64, "sequences")
+    for name in ("n_rows", "n_tokens"):
+        check_kept(getattr(table, name), [n], torch.int64, name)
+    check_kept(table.bare, [n], torch.float64, "bare")
+    for name in ("lost", "rise"):
+        check_kept(getattr(table, name), [n, len(table.edits)], torch.float64, name)
 
 
 def mean_patterns(
@@ -227,115 +288,3 @@ def mean_patterns(
         n_real[:n_query] += real.sum(dim=0)
         done += len(batch)
     return [sums[name] / n_real[:, None].clamp(min=1) for name in names], n_real
-
-
-def real_queries(
-    batch: Batch, pattern: Float[Tensor, "batch head query key"]
-) -> Float[Tensor, "batch query"]:
-    """1 where a query is no padding, else 0; float64."""
-    real = pattern.new_ones(len(batch), pattern.shape[2], dtype=torch.float64)
-    return real if batch.lengths is None else batch.mask().to(real)
-
-
-def check_edits_reach(model: nn.Module, batch: Batch) -> None:
-    """Refuse bridges in which an edited pattern changes nothing.
-
-    Raises:
-        InfoFlowError: naming the layer.
-    """
-    if not is_bridge(model):
-        return
-    some = batch.take(slice(0, 1)).cut(_EXAMPLE)
-    output = output_of(model, some)
-
-    def empty(activation: Tensor, hook: Any) -> Tensor:
-        return torch.zeros_like(activation)
-
-    for layer in range(layer_count(model)):
-        name = pattern_hook(model, layer)
-        with ignore_edit_warnings():
-            edited = call(model, some, edit=[(name, empty)], output=True).output
-        if edited.equal(output):
-            raise InfoFlowError(
-                f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
-                "patterns cannot be replaced in it, or the heads of that layer write nothing, as "
-                f"with an output matrix of 0; {instead_of_a_bridge()}"
-            )
-
-
-def run_from(
-    model: nn.Module, layer: int, entering: Tensor, example: Tensor, edit: Edits = ()
-) -> Tensor:
-    """The output from what enters a layer; sequences without padding, or padded on the right.
-
-    Where the model has to run whole, its lower layers run `example`, one other sequence, alone.
-    """
-    visibility(model, entering.shape[1])  # asked in the pass, it would start where this one does
-    start = (f"blocks.{layer}.hook_resid_pre", entering)
-    output: Tensor = call(model, Batch(example), edit=edit, start=start, output=True).output
-    return output
-
-
-def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
-    """How many sequences a pass may hold, by the size of its largest tensor."""
-    cfg = getattr(model, "cfg", None)
-    sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
-    width = max(4 * (sizes[0] or 1), sizes[1] or 1, n_pos * n_heads)
-    room = _ROOM.get(next(model.parameters()).device.type, _ROOM["cpu"])
-    return max(1, room // (n_pos * width))
-
-
-def example_of(batch: Batch) -> Tensor:
-    """A sequence that is none of the batch, which nothing else may depend on."""
-    return batch.tokens[:1].flip(1)
-
-
-def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
-    """The layers at which a pass can start: what enters there alone decides the output.
-
-    For a HookedTransformer that is known. A bridge is asked, layer by layer: other tokens run below
-    the layer, and the output must still come out. Models that share anything else between layers,
-    or that let padding be seen, run whole. So do models with hooks of the user's (what enters a
-    layer has met some of them already), and inputs that are more than ids.
-    """
-    if has_user_hooks(model) or batches.columns:
-        return frozenset()
-    layers = range(layer_count(model))
-    if can_start(model):
-        return frozenset(layers)
-    names = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
-    if not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
-        return frozenset()
-    is_opened = hasattr(model, "anatomy")
-    if batches.shortest < (batches.longest or 0) and layer_with_later_keys(model) is not None:
-        return frozenset()
-    batch = next(batches.batches(2))
-    n_pos = min(batches.shortest, _EXAMPLE)
-    whole = Batch(batch.tokens[:, :n_pos].to(next(model.parameters()).device))
-    caught = call(model, whole, names, output=True)
-    most = tolerance(caught.output) * caught.output.abs().max()
-    found = set()
-    for layer, name in enumerate(names):
-        if is_opened and not block_starts(model).can_start(layer):
-            continue  # it would run whole
-        with suppress(RuntimeError):  # shapes that do not fit
-            again = run_from(model, layer, caught.activations[name], example_of(whole))
-            if again.shape == caught.output.shape and (again - caught.output).abs().max() <= most:
-                found.add(layer)
-    return frozenset(found)
-
-
-@found_once
-def layer_with_later_keys(model: nn.Module) -> int | None:
-    """The first layer whose queries attend to keys behind them, as in encoders; None in no layer.
-
-    Found by running some random tokens.
-    """
-    names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
-    tokens = example_input(model, n_sequences=1)[:, :_EXAMPLE]
-    with eval_mode(model), without_user_hooks(model):
-        caught = call(model, tokens.to(next(model.parameters()).device), names).activations
-    for layer, name in enumerate(names):
-        if bool((caught[name].triu(1) > 0).any()):
-            return layer
-    return None

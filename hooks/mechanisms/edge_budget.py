@@ -30,7 +30,9 @@ from infoflow_lens.foundation.settings import (
     checked,
 )
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.mechanisms.damage import Damage, Read, Reference, metric_of, places_of
+from infoflow_lens.hooks.interventions.damage import Damage, Read, Reference, metric_of, places_of
+from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
+from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns, with_mean_rest
 from infoflow_lens.hooks.mechanisms.driver import Reading, identify, mean_patterns
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
@@ -39,12 +41,11 @@ from infoflow_lens.hooks.mechanisms.edges import (
     methods_of,
     ranked,
 )
-from infoflow_lens.hooks.mechanisms.ideals import SeenKeys, edits_of_patterns, with_mean_rest
 from infoflow_lens.hooks.mechanisms.next_token import (
     Edit,
+    EditedLoss,
     KeptLosses,
     Losses,
-    NextTokenLoss,
     NextTokenResult,
 )
 from infoflow_lens.hooks.model.call import catching, output_of
@@ -294,7 +295,7 @@ def measure_edge_budget(
             f"with max_length={others.longest}"
         )
     if metric == "loss":
-        measure: _Measure = NextTokenLoss(model, batches, batch_size, read=read)
+        measure: _Measure = EditedLoss(model, batches, batch_size, NextTokenLoss(read=read))
     else:
         measure = _Divergence(model, metric_of(model, metric, read, batches.shortest))
     given = methods_of(model)
@@ -361,7 +362,7 @@ def _checked_budgets(budgets: Sequence[float]) -> tuple[float, ...]:
 
 
 class _Divergence:
-    """The divergence from the model as it is, as :class:`NextTokenLoss` gives losses."""
+    """The divergence from the model as it is, as :class:`EditedLoss` gives losses."""
 
     def __init__(self, model: nn.Module, damage: Damage) -> None:
         self.model, self.damage = model, damage
@@ -384,7 +385,7 @@ class _Divergence:
             return self.damage.lost(self._last[1], output_of(self.model, batch), batch)[0]
 
 
-_Measure = NextTokenLoss | _Divergence
+_Measure = EditedLoss | _Divergence
 
 
 class _Run:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derive_seed
-from infoflow_lens.hooks.mechanisms.damage import Damage
-from infoflow_lens.hooks.mechanisms.estimate import differentiable, directions, gradients
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.interventions.damage import Damage
+from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
+from infoflow_lens.hooks.mechanisms.next_token import EditedLoss
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -117,7 +117,7 @@ class EdgeScores:
     batch: Batch
     first: int
     states: Bool[Tensor, "batch pos"]
-    measure: "NextTokenLoss | Damage"
+    measure: "EditedLoss | Damage"
     means: Sequence[Float[Tensor, "_head query key"]]
     others: Batches
     methods: Sequence[str]
@@ -224,7 +224,7 @@ class EdgeScores:
             moves = [p - mean for p, mean in zip(moves, means, strict=True)]
         layers = range(len(moves))
         with differentiable(self.model, self.batch, layers) as (output, leaves):
-            if isinstance(self.measure, NextTokenLoss):
+            if isinstance(self.measure, EditedLoss):
                 total = self.measure.lost(output, self.batch).sum()
                 return [_size(g, m) for g, m in zip(gradients(total, leaves), moves, strict=True)]
             rows = self.measure.rows(output, self.batch)

@@ -7,15 +7,18 @@ from annotated_types import MinLen
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
+from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.saving import Savable
-from infoflow_lens.foundation.settings import Count, Distinct, NonNegative, checked
-from infoflow_lens.hooks.mechanisms.damage import Read, metric_of
+from infoflow_lens.foundation.settings import Count, Distinct, NonNegative, check, checked
+from infoflow_lens.hooks.interventions.damage import Metric, Read
+from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
+from infoflow_lens.hooks.interventions.patterns import IDEALS, Ideal, name_ideal
+from infoflow_lens.hooks.interventions.probe import InterventionResult
 from infoflow_lens.hooks.mechanisms.driver import Reading
-from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
-from infoflow_lens.hooks.model.call import output_of
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import takes_model
+from infoflow_lens.hooks.passes.run import run_probes
 
 Ideals = Annotated[tuple[Ideal, ...], MinLen(1), Distinct()]
 
@@ -83,24 +86,23 @@ def replace_greedily(
             if tried:
                 least = min(float(damage[IDEALS.index(ideal)]) for ideal in tried)
                 candidates.append((least, layer, head, tried))
-    taken: dict[tuple[int, int], Ideal] = {}
+    taken: dict[Head, Ideal] = {}
     reached = 0.0
-    with reading.measuring(model, batches, "joining", len(candidates)) as step:
+    means, metric = mechanisms.means(), check(mechanisms.metric, Metric, "metric")
+    with progress_bar("joining", len(candidates), progress) as step:
         for _, layer, head, tried in sorted(candidates):
-            metric = metric_of(model, mechanisms.metric, read, batches.shortest)  # type: ignore[arg-type]
-            trials = [{**taken, (layer, head): ideal} for ideal in tried]
-            lost = [0.0 for _ in trials]
-            for batch in batches.batches(batch_size):
-                output = output_of(model, batch)
-                metric.see(output, batch)
-                before = metric.reference(output, batch)
-                for index, trial in enumerate(trials):
-                    with substituted(model, trial, mechanisms.mean_patterns, mechanisms.k):
-                        after = output_of(model, batch)
-                    lost[index] += float(metric.lost(before, after, batch).sum())
-            joint = min(lost) / (metric.per_row() * metric.n_rows)
-            if joint <= budget:
-                taken, reached = trials[lost.index(min(lost))], joint
-            step()
+            trials = {ideal: {**taken, (layer, head): ideal} for ideal in tried}
+            named: dict[str, dict[Head, str]] = {
+                ideal: {at: name_ideal(i, mechanisms.k) for at, i in trial.items()}
+                for ideal, trial in trials.items()
+            }
+            probe = AllHeads(means, named, metric=metric, read=read, through_hooks=True)
+            result: InterventionResult
+            (result,) = run_probes(model, batches, [probe], batch_size=batch_size, progress=False)
+            lost = dict(zip(result.edits, result.damage().tolist(), strict=True))
+            best = min(tried, key=lambda ideal: lost[ideal])
+            if lost[best] <= budget:
+                taken, reached = trials[best], lost[best]
+            step(1)
     n_heads = sum(len(layer) for layer in mechanisms.damage)
     return JointReplacement(taken, reached, len(taken) / n_heads)

@@ -21,21 +21,23 @@ from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
-from infoflow_lens.hooks.mechanisms.damage import Damage, Metric, Read, Reference, metric_of
-from infoflow_lens.hooks.mechanisms.driver import (
-    Reading,
-    check_kept,
-    check_resumed,
+from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, Reference, metric_of
+from infoflow_lens.hooks.interventions.passes import (
     example_of,
-    identify,
     layers_to_start,
-    mean_patterns,
     real_queries,
     run_from,
     sequences_at_once,
 )
+from infoflow_lens.hooks.interventions.patterns import IDEALS, Replacement, replacement_hooks
+from infoflow_lens.hooks.mechanisms.driver import (
+    Reading,
+    check_kept,
+    check_resumed,
+    identify,
+    mean_patterns,
+)
 from infoflow_lens.hooks.mechanisms.estimate import estimated
-from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replacement_hooks
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import Edits, call, output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs

@@ -6,18 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.mechanisms.damage import Read, next_token_losses, places_of
-from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, layer_with_later_keys
+from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
+from infoflow_lens.hooks.mechanisms.driver import KeptNumbers
 from infoflow_lens.hooks.model.call import output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches
-from infoflow_lens.hooks.model.points import (
-    check_finite,
-    reads_vectors,
-)
+from infoflow_lens.hooks.model.points import check_finite
 from infoflow_lens.hooks.result import Result
 
 Losses = Mapping[str, Any]
@@ -75,49 +71,26 @@ class KeptLosses(KeptNumbers):
         return super().once(name, measured, *points, self._n or 0)
 
 
-class NextTokenLoss:
-    """The loss of the next token, in nats, summed over each sequence.
+class EditedLoss:
+    """The loss of the next token with the model edited, in nats, summed over each sequence.
 
     Args:
         model: over token ids, with logits.
         batches: the sequences, which may be read several times.
         batch_size: sequences in a pass.
-        last: how many predictions of each sequence count, the last ones; None for all.
-        read: the positions whose predictions count, in place of the last ones; None for all.
+        loss: which predictions count.
 
     Raises:
-        InfoFlowError: for a model over vectors or one that sees the tokens behind a query, for
-            sequences without a next token, or positions that have none.
+        InfoFlowError: for a model or sequences without such a loss.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        batch_size: int,
-        last: int | None = None,
-        read: Read | None = None,
+        self, model: nn.Module, batches: Batches, batch_size: int, loss: NextTokenLoss
     ) -> None:
-        if reads_vectors(model):
-            raise InfoFlowError(
-                "the model's output is a vector, which predicts no next token: expected a language "
-                "model; for others use measure_mechanisms"
-            )
-        if batches.shortest < 2:
-            raise InfoFlowError(
-                f"a sequence has {batches.shortest} token: expected at least 2, one to read and "
-                "one to predict; give longer ones"
-            )
-        for position in read or ():
-            if not (-batches.shortest <= position < -1 or 0 <= position < batches.shortest - 1):
-                raise InfoFlowError(
-                    f"read has position {position}: expected one with a next token in every "
-                    f"sequence, {-batches.shortest} to -2 or 0 to {batches.shortest - 2}; use "
-                    "metric 'kl' for the last"
-                )
-        _check_causal(model)
+        loss.check(model, batches.shortest)
         self.model, self.batches = model, batches
-        self.batch_size, self.last, self.read = batch_size, last, read
+        self.batch_size, self.loss = batch_size, loss
+        self.states, self.lost = loss.states, loss.lost
 
     def counts(self) -> Int[Tensor, " sequence"]:
         """How many predictions of each sequence count."""
@@ -146,35 +119,3 @@ class NextTokenLoss:
             logits = output_of(self.model, batch)
         check_finite(logits, "the logits", first)
         return self.lost(logits, batch)
-
-    def lost(
-        self, logits: Float[Tensor, "batch pos d_vocab"], batch: Batch
-    ) -> Float[Tensor, " batch"]:
-        """The loss of each sequence of a batch, from its logits."""
-        return next_token_losses(logits, batch, self.states(batch)[:, :-1])
-
-    def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
-        """The positions whose predictions count."""
-        real = batch.mask()
-        following = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
-        if self.read is not None:
-            return torch.zeros_like(real).scatter_(1, places_of(self.read, batch), True)
-        if self.last is None:
-            return following
-        left = following.flip(1).cumsum(dim=1).flip(1)  # predictions from here to the end
-        return following & (left <= self.last)
-
-
-def _check_causal(model: nn.Module) -> None:
-    """Refuse models that see the token which they would have to predict, as encoders do.
-
-    Raises:
-        InfoFlowError: naming the layer.
-    """
-    layer = layer_with_later_keys(model)
-    if layer is not None:
-        raise InfoFlowError(
-            f"queries of layer {layer} attend to later keys, so that the model sees the next "
-            "token before it predicts it: expected a causal language model; for others use "
-            "measure_mechanisms"
-        )

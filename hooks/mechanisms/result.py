@@ -11,7 +11,8 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import NonNegative, Share, checked
 from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.mechanisms.ideals import SOFT
+from infoflow_lens.hooks.interventions.means import MeanPatterns
+from infoflow_lens.hooks.interventions.patterns import SOFT
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.information_sets import MovesKeys
 from infoflow_lens.theory.rules import MaxPosition, Rule, SpecificPositions
@@ -107,6 +108,11 @@ class MechanismsResult(Result):
             )
             for layer in self.damage
         )
+
+    def means(self) -> MeanPatterns:
+        """Give the mean patterns to interventions; mean outputs of heads are not among them."""
+        n = torch.ones(self.mean_patterns[0].shape[1], dtype=torch.float64)
+        return MeanPatterns.of_patterns(self.mean_patterns, n, self.record)
 
     def lost(self) -> tuple[Float[Tensor, " _head"], ...]:
         """What the output loses without each head; 0 for one that the output does not need.

@@ -5,10 +5,8 @@ asked on other sequences than those on which they were found, in nats of next-to
 and the same ideal for every head, random mechanisms, and no head at all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -22,18 +20,16 @@ from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values,
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.mechanisms.driver import Reading, identify
-from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Heads, Ideal, substituted
-from infoflow_lens.hooks.mechanisms.next_token import (
-    KeptLosses,
-    Losses,
-    NextTokenLoss,
-    NextTokenResult,
-)
+from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
+from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
+from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
+from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
+from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
-from infoflow_lens.hooks.model.call import call, catching
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import hook_name, takes_model
+from infoflow_lens.hooks.model.inputs import Inputs
+from infoflow_lens.hooks.model.points import takes_model
+from infoflow_lens.hooks.passes.run import run_probes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +44,6 @@ KS = (1, 2, 4, 8, 16)
 Shares = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)]
 Ks = Annotated[tuple[Count, ...], Distinct()]
 
-Head = tuple[int, int]
 _RESAMPLED = 2000  # draws of a bootstrap over sequences
 
 
@@ -211,8 +206,8 @@ def measure_sufficiency(
     column: str | None = None,
     max_length: Count | None = None,
     batch_size: Count = 64,
-    resume: Losses | None = None,
-    after: Callable[[Losses], None] | None = None,
+    resume: Reached | None = None,
+    after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> SufficiencyResult:
     """The next-token loss with many heads replaced at once by their mechanisms.
@@ -236,7 +231,7 @@ def measure_sufficiency(
         attention_mask, column, max_length: as for `run_probes`.
         batch_size: sequences in a pass.
         resume: what `after` was last given.
-        after: called after each point of the curves with all losses so far.
+        after: called after each batch with all that is measured so far.
         progress: show a bar.
 
     Raises:
@@ -246,7 +241,8 @@ def measure_sufficiency(
     """
     reading = Reading(attention_mask, column, max_length, batch_size, progress)
     batches = reading.batches(model, inputs)
-    loss = NextTokenLoss(model, batches, batch_size, last)
+    loss = NextTokenLoss(last)
+    loss.check(model, batches.shortest)
     weights = model_fingerprint(model)
     if mechanisms.record.model_fingerprint != weights:
         raise InfoFlowError(
@@ -262,31 +258,29 @@ def measure_sufficiency(
     mine = assigned(mechanisms)
     heads = list(mine)
     ideals = [ideal for ideal, _ in mine.values()]
-    dealt: dict[str, Heads | None] = {MECHANISMS: dict(zip(heads, ideals, strict=True)), MEAN: None}
+    dealt: dict[str, Mapping[Head, str]] = {
+        MECHANISMS: dict(zip(heads, ideals, strict=True)),
+        MEAN: dict.fromkeys(heads, "ablated"),
+    }
     for draw in range(draws):
         generator = torch.Generator().manual_seed(derive_seed("sufficiency", seed, draw))
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt[f"{RANDOM} {draw}"] = {heads[at]: ideals[i] for at, i in enumerate(order)}
-    counts = [max(1, round(share * len(heads))) for share in shares]
-    everywhere: list[tuple[str, Heads | None, int]] = [
-        (name, some, mechanisms.k) for name, some in dealt.items()
-    ]
-    whole: list[tuple[str, Heads | None, int]] = []
-    for k in ks:
-        top: Ideal = "top_k" if k > 1 else "max_position"
-        whole.append((f"{EVERY}top {k}", dict.fromkeys(heads, top), k))
-    by_position: tuple[Ideal, ...] = ("specific_position", "global", "own_position")
-    whole += [(EVERY + ideal, dict.fromkeys(heads, ideal), 1) for ideal in by_position]
-    if taken := set(others or ()) & {name for name, *_ in everywhere + whole}:
+    single = [f"top {k}" for k in ks] + ["specific_position", "global", "own_position"]
+    whole: dict[str, Mapping[Head, str]] = {EVERY + i: dict.fromkeys(heads, i) for i in single}
+    if taken := set(others or ()) & {*dealt, *whole}:
         raise InfoFlowError(f"others has {sorted(taken)}: expected names that are not taken")
-    whole += [(name, some, mechanisms.k) for name, some in (others or {}).items()]
-    points = [
-        (*one, place, n)
-        for parts, least in ((everywhere, 0), (whole, len(heads)))
-        for one in parts
-        for place, n in enumerate(counts)
-        if n >= least
-    ]
+    whole |= others or {}
+    counts = [max(1, round(share * len(heads))) for share in shares]
+    names = (*dealt, *whole)
+    assignments = {
+        f"{name} {n}": {
+            head: name_ideal(given[head], mechanisms.k) for head in heads[:n] if head in given
+        }
+        for name, given in {**dealt, **whole}.items()
+        for n in counts
+        if name in dealt or n == len(heads)
+    }
     settings = {
         "probe": "sufficiency",
         "shares": list(shares),
@@ -297,94 +291,29 @@ def measure_sufficiency(
         "mechanisms": dict(mechanisms.record.config),
     }
     patterns = fingerprint({str(i): mean for i, mean in enumerate(mechanisms.mean_patterns)})
-    replaced = [(name, k, n, given and sorted(given.items())) for name, given, k, _, n in points]
     # what takes the place of heads, and of their patterns, is no setting and goes into the losses
+    replaced = [(name, sorted(given.items())) for name, given in assignments.items()]
     known = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
-    once = KeptLosses(
-        identify(model, known, inputs=batches), resume, after, batches.n_sequences
-    ).once
-
-    with reading.measuring(model, batches, "sufficiency", len(points)) as step:
-        bare = once("bare", loss.sums)
-        means = mean_outputs(model, batches, loss.batch_size)
-        names = tuple(dict.fromkeys(name for name, *_ in everywhere + whole))
-        losses = torch.full((len(names), len(counts), len(bare)), torch.nan, dtype=torch.float64)
-        for name, given, k, place, n in points:
-            # bound now, since the loop goes on
-            def edited(batch: Batch, first: int, given: Any = given, n: int = n, k: int = k) -> Any:
-                if given is None:
-                    return mean_ablated(model, heads[:n], means)
-                some = {head: given[head] for head in heads[:n] if head in given}
-                return substituted(model, some, mechanisms.mean_patterns, k)
-
-            losses[names.index(name), place] = once(f"{name} {n}", partial(loss.sums, edited))
-            step()
+    identity = identify(model, known, inputs=batches)
+    rounds = Rounds(model, batches, reading, identity, resume, after)
+    (own,) = run_probes(
+        model, batches, [MeanPatternsProbe("outputs")], batch_size=batch_size, progress=False
+    )
+    outputs = tuple(mean.expand(longest, -1, -1) for mean in own.mean_outputs())
+    means = replace(mechanisms.means(), outputs=outputs)
+    probe = AllHeads(means, assignments, readout=loss, rows=1, through_hooks=True)
+    found = rounds.run("replaced", probe)
+    values = found.values()
+    missing = torch.full_like(found.bare, torch.nan)
+    rows = [[values.get(f"{name} {n}", missing) for n in counts] for name in names]
     return SufficiencyResult(
         shares=shares,
         n_replaced=tuple(counts),
         assignments=names,
-        losses=losses,
-        bare=bare,
-        n_tokens=loss.counts(),
+        losses=torch.stack([torch.stack(row) for row in rows]),
+        bare=found.bare,
+        n_tokens=found.n_tokens,
         heads=torch.tensor(heads),
         ideals=tuple(ideals),
-        record=RunRecord.from_model(
-            model,
-            settings,
-            seed,
-            fingerprint_of_model=weights,
-        ),
+        record=RunRecord.from_model(model, settings, seed, fingerprint_of_model=weights),
     )
-
-
-def mean_outputs(
-    model: nn.Module, batches: Batches, batch_size: int
-) -> list[Float[Tensor, "... d_head"]]:
-    """The mean of each layer's head outputs, over all real positions."""
-    names = _outputs(model)
-    sums: list[Tensor] = []
-    n = 0
-    for batch in batches.batches(batch_size):
-        caught = call(model, batch, names).activations
-        real = batch.mask()
-        parts = [caught[name][real.to(caught[name].device)].double().sum(dim=0) for name in names]
-        sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-        n += int(real.sum())
-    return [total / n for total in sums]
-
-
-def _outputs(model: nn.Module) -> list[str]:
-    blocks: Any = model.blocks
-    return [hook_name(model, f"blocks.{layer}.attn.hook_z") for layer in range(len(blocks))]
-
-
-@contextmanager
-def mean_ablated(
-    model: nn.Module, heads: Sequence[Head], means: Sequence[Tensor]
-) -> Iterator[None]:
-    """The model with the outputs of some heads at their mean, while the block lasts.
-
-    Args:
-        model: a TransformerLens model.
-        heads: (layer, head) of each.
-        means: as :func:`mean_outputs` gives them.
-    """
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        by_layer.setdefault(layer, []).append(head)
-    names = _outputs(model)
-    hooks = [(names[i], _to_mean(some, means[i], model, i)) for i, some in by_layer.items()]
-    with catching(model, (), hooks):
-        yield
-
-
-def _to_mean(heads: list[int], mean: Tensor, model: nn.Module, layer: int) -> Callable[..., Tensor]:
-    block: Any = model.blocks[layer]  # type: ignore[index]
-    n_heads = int(block.attn.W_O.shape[0])
-
-    def hook_fn(z: Tensor, hook: Any) -> Tensor:
-        edited = z.clone().view(*z.shape[:2], n_heads, -1)
-        edited[:, :, heads] = mean.to(z).view(n_heads, -1)[heads]
-        return edited.view(z.shape)
-
-    return hook_fn

@@ -4,11 +4,9 @@ Heads that pass on one token need as many keys whatever the length of the contex
 heads that take a mean over all need the more the longer it is (global).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import torch
@@ -20,22 +18,15 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.mechanisms.driver import Reading, identify
-from infoflow_lens.hooks.mechanisms.ideals import (
-    SeenKeys,
-    edits_of_patterns,
-    ideal_pattern,
-    rescaled,
-)
-from infoflow_lens.hooks.mechanisms.next_token import (
-    KeptLosses,
-    Losses,
-    NextTokenLoss,
-    NextTokenResult,
-)
-from infoflow_lens.hooks.model.call import catching
-from infoflow_lens.hooks.model.inputs import Batch, Inputs
-from infoflow_lens.hooks.model.points import layer_count, takes_model
+from infoflow_lens.hooks.interventions.edits import Edit
+from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescaled
+from infoflow_lens.hooks.interventions.probe import EditsOfPass
+from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
+from infoflow_lens.hooks.model.inputs import Inputs
+from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
+from infoflow_lens.hooks.passes.view import Pass
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,8 +118,8 @@ def measure_top_k(
     column: str | None = None,
     max_length: Count | None = None,
     batch_size: Count = 64,
-    resume: Losses | None = None,
-    after: Callable[[Losses], None] | None = None,
+    resume: Reached | None = None,
+    after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> TopKResult:
     """The next-token loss where the heads of a layer keep k keys of every row.
@@ -145,7 +136,7 @@ def measure_top_k(
         attention_mask, column, max_length: as for `run_probes`.
         batch_size: sequences in a pass.
         resume: what `after` was last given.
-        after: called after each point with all losses so far.
+        after: called after each batch with all that is measured so far.
         progress: show a bar.
 
     Raises:
@@ -154,7 +145,8 @@ def measure_top_k(
     """
     reading = Reading(attention_mask, column, max_length, batch_size, progress)
     batches = reading.batches(model, inputs)
-    loss = NextTokenLoss(model, batches, batch_size, last)
+    loss = NextTokenLoss(last)
+    loss.check(model, batches.shortest)
     n_pos = batches.longest or 0
     powers = [2**i for i in range(n_pos.bit_length()) if 2**i < n_pos]
     chosen = tuple(sorted(ks or powers or (1,)))
@@ -169,65 +161,62 @@ def measure_top_k(
         "last": last,
         "seed": seed,
     }
-    once = KeptLosses(
-        identify(model, settings, inputs=batches), resume, after, batches.n_sequences
-    ).once
-
-    n_points = len(kinds) * (n_layers + 1)
-    with reading.measuring(model, batches, "top k", n_points) as step:
-        bare = once("bare", loss.sums)
-        most = (1 + tolerance) * bare.sum()
-        losses = torch.full((len(kinds), n_layers + 1, len(chosen), len(bare)), torch.nan).double()
-        for (row, kind), layer in product(enumerate(kinds), range(n_layers + 1)):
-            layers = [layer] if layer < n_layers else range(n_layers)
-            low, high = 0, len(chosen)
-            while low < high:  # by halves, or one after another
-                at = (low + high) // 2 if search else low
-                drawn = seed if kind == RANDOM else None
-                edit = partial(_kept, model, layers, chosen[at], drawn)
-                lost = once(f"{kind} {layer} {chosen[at]}", partial(loss.sums, edit))
-                losses[row, layer, at] = lost
-                if search and bool(lost.sum() <= most):
-                    high = at
-                else:
-                    low = at + 1
-            step()
+    rounds = Rounds(
+        model, batches, reading, identify(model, settings, inputs=batches), resume, after
+    )
+    n = batches.n_sequences or 0
+    losses = torch.full((len(kinds), n_layers + 1, len(chosen), n), torch.nan).double()
+    # where to look, of each kind and layer: from one place in `chosen` to before another
+    ends = {(kind, layer): (0, len(chosen)) for kind in kinds for layer in range(n_layers + 1)}
+    n_rounds = 0
+    while ends:
+        places = [
+            (kind, layer, at)
+            for (kind, layer), (low, high) in ends.items()
+            for at in ([(low + high) // 2] if search else range(low, high))
+        ]
+        points = tuple((kind, layer, chosen[at]) for kind, layer, at in places)
+        make = partial(_keep_few, points, seed)
+        probe = EditsOfPass(make, readout=loss, rows=1, through_hooks=True)
+        found = rounds.run(f"round {n_rounds}", probe)
+        values, most, n_rounds = found.values(), (1 + tolerance) * found.bare.sum(), n_rounds + 1
+        for kind, layer, at in places:
+            lost = losses[kinds.index(kind), layer, at] = values[f"{kind} {layer} {chosen[at]}"]
+            low, high = ends.pop((kind, layer), (0, 0))
+            low, high = (low, at) if bool(lost.sum() <= most) else (at + 1, high)
+            if search and low < high:
+                ends[kind, layer] = low, high
     return TopKResult(
         ks=chosen,
         tolerance=float(tolerance),
         kept=kinds,
         losses=losses,
-        bare=bare,
-        n_tokens=loss.counts(),
+        bare=found.bare,
+        n_tokens=found.n_tokens,
         n_pos=n_pos,
-        record=RunRecord.from_model(
-            model,
-            settings,
-            seed,
-        ),
+        record=RunRecord.from_model(model, settings, seed),
     )
 
 
-@contextmanager
-def _kept(
-    model: nn.Module, layers: Sequence[int], k: int, seed: int | None, batch: Batch, first: int
-) -> Iterator[None]:
-    """The model with k keys of every row; the largest, or with a seed any that are seen."""
+def _keep_few(points: Iterable[tuple[Kept, int, int]], seed: int, plain: Pass) -> Iterable[Edit]:
+    """Make an edit for each point: which keys stay, the layer, their number for all, how many."""
+    for kind, layer, k in points:
+        layers = range(plain.n_layers) if layer == plain.n_layers else [layer]
+        drawn = seed if kind == RANDOM else None
+        edited = {pattern_hook(plain.model, i): partial(_keep, plain, i, k, drawn) for i in layers}
+        yield Edit(f"{kind} {layer} {k}", edited)
 
-    def keep(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
-        visible = seeing.visible(pattern)
-        if seed is None:
-            return ideal_pattern(pattern, visible, "top_k", k=k)
-        drawn = []
-        for index in range(len(pattern)):  # by sequence, whatever the batch size
-            generator = torch.Generator().manual_seed(
-                derive_seed("top k", seed, layer, first + index)
-            )
-            drawn.append(torch.rand(pattern.shape[1:], generator=generator))
-        order = torch.stack(drawn).to(pattern.device).masked_fill(~visible, -1.0)
-        least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
-        kept = pattern * ((order >= least) & visible)
-        return rescaled(kept, pattern.sum(dim=-1, keepdim=True))
 
-    with catching(model, (), edits_of_patterns(model, layers, keep)):
-        yield
+def _keep(plain: Pass, layer: int, k: int, seed: int | None, pattern: Tensor) -> Tensor:
+    """Keep k keys of every row; the largest, or with a seed any that are seen."""
+    visible = plain.visible(layer)[:, None]
+    if seed is None:
+        return ideal_pattern(pattern, visible, "top_k", k=k)
+    drawn = []
+    for index in plain.indices.tolist():  # by sequence, whatever the batch size
+        generator = torch.Generator().manual_seed(derive_seed("top k", seed, layer, index))
+        drawn.append(torch.rand(pattern.shape[1:], generator=generator))
+    order = torch.stack(drawn).to(pattern.device).masked_fill(~visible, -1.0)
+    least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
+    kept = pattern * ((order >= least) & visible)
+    return rescaled(kept, pattern.sum(dim=-1, keepdim=True))

@@ -180,7 +180,7 @@ def _centred(scores: Tensor, allowed: Tensor) -> Tensor:
 def projecting(
     found: Sequence[Directions], bases: Sequence[Float[Tensor, "head d_head rank"]]
 ) -> list[tuple[str, Callable[..., Tensor]]]:
-    """Hooks that project every query to a subspace of its head's directions.
+    """Make functions that project every query to a subspace of its head's directions.
 
     Args:
         found: the directions, layer by layer.
@@ -193,7 +193,7 @@ def projecting(
 
 
 def _onto(matrix: Float[Tensor, "head d_head d_head"]) -> Callable[..., Tensor]:
-    def hook_fn(q: Tensor, hook: Any) -> Tensor:
+    def hook_fn(q: Tensor, hook: Any = None) -> Tensor:
         return torch.einsum("bphd,hde->bphe", q, matrix.to(q))
 
     return hook_fn

@@ -1,8 +1,7 @@
 """In how many directions do the queries of heads look, and do more directions cost more?"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,9 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.seeds import derive_seed
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
-from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
-from infoflow_lens.hooks.model.inputs import Batch, read_inputs
+from infoflow_lens.hooks import (
+    Edit,
+    EditsOfPass,
+    InterventionResult,
+    MeanPatternsProbe,
+    NextTokenLoss,
+    Pass,
+    edit_head_output,
+    heads_of,
+    run_probes,
+)
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.queries import Directions, directions, projecting
 from infoflow_lens.studies.language_model.study import (
@@ -60,11 +67,8 @@ class Roles(BesideUntrained):
         """A row for each head, and for each number of directions."""
         windows = self.sequences(model, settings, seed)
         found = directions(model, windows[0::2], _BATCH)
-        loss = NextTokenLoss(model, read_inputs(model, windows[1::2]), _BATCH)
         with torch.no_grad():
-            bare = float(loss.sums().sum())
-            n_tokens = int(loss.counts().sum())
-            heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
+            heads, bare, n_tokens = self._heads(model, found, windows, seed)
             # reported, not judged: attention to the first token outweighs other differences
             without = [
                 roles
@@ -73,25 +77,31 @@ class Roles(BesideUntrained):
             ]
             for row, roles in zip(heads, without, strict=True):
                 row["roles_without_first"] = roles
-            curve = self._curve(model, found, loss, bare, settings["draws"], seed)
+            curve = self._curve(model, found, windows[1::2], settings["draws"], seed)
         common: Row = {"kind": kind, "loss": bare / n_tokens}
         return [{**common, **row} for row in (*heads, *curve)]
 
     def _heads(
-        self,
-        model: nn.Module,
-        found: Sequence[Directions],
-        windows: Tensor,
-        loss: NextTokenLoss,
-        bare: float,
-        n_tokens: int,
-        seed: int,
-    ) -> list[Row]:
-        token = windows[:, 1:].flatten()
-        place = torch.arange(1, windows.shape[1]).repeat(len(windows))
+        self, model: nn.Module, found: Sequence[Directions], windows: Tensor, seed: int
+    ) -> tuple[list[Row], float, int]:
+        """Make a row for each head; and the loss of the model as it is, and of how many tokens."""
+        looked_at, judged = windows[0::2], windows[1::2]
+        token = looked_at[:, 1:].flatten()
+        place = torch.arange(1, looked_at.shape[1]).repeat(len(looked_at))
         generator = torch.Generator().manual_seed(derive_seed("shuffled", seed))
         shuffled = token[torch.randperm(len(token), generator=generator)]
-        means = mean_outputs(model, loss.batches, _BATCH)
+        (means,) = run_probes(
+            model, judged, [MeanPatternsProbe("outputs")], batch_size=_BATCH, progress=False
+        )
+        whole = means.mean_outputs()
+
+        def without_each(plain: Pass) -> Iterable[Edit]:
+            for layer, head in heads_of(plain):
+                mean = whole[layer][head]
+                yield edit_head_output(plain, layer, head, mean.expand_as, f"{layer}.{head}")
+
+        result = _loss_with(model, judged, without_each)
+        cost = dict(zip(result.edits, result.risen().tolist(), strict=True))
         rows: list[Row] = []
         for layer, own in enumerate(found):
             columns = {
@@ -103,23 +113,22 @@ class Roles(BesideUntrained):
                 "deviation": own.u.square().sum(dim=2).mean(dim=1).sqrt(),
             }
             for head in range(len(own.u)):
-                lost = loss.sums(partial(_without, model, (layer, head), means))
-                cost = (float(lost.sum()) - bare) / n_tokens
                 values: Row = {name: float(value[head]) for name, value in columns.items()}
-                rows.append({"part": "head", "layer": layer, "head": head, "cost": cost, **values})
-        return rows
+                values["cost"] = cost[f"{layer}.{head}"]
+                rows.append({"part": "head", "layer": layer, "head": head, **values})
+        return rows, float(result.bare.sum()), int(result.n_tokens.sum())
 
     def _curve(
         self,
         model: nn.Module,
         found: Sequence[Directions],
-        loss: NextTokenLoss,
-        bare: float,
+        judged: Tensor,
         draws: int,
         seed: int,
     ) -> list[Row]:
         d_head = found[0].u.shape[2]
-        rows: list[Row] = []
+        each: dict[str, Row] = {}
+        edits = []
         for rank in (*(r for r in _RANKS if r < d_head), d_head):
             chosen = {"first": [[own.axes[:, :, :rank] for own in found]]}
             chosen["random"] = [
@@ -128,11 +137,12 @@ class Roles(BesideUntrained):
                 for draw in range(draws if 0 < rank < d_head else 1)
             ]  # fmt: skip
             for name, several in chosen.items():
-                for bases in several:
-                    lost = loss.sums(partial(_projected, model, projecting(found, bases)))
-                    rise = float(lost.sum()) / bare - 1
-                    rows.append({"part": "curve", "of": name, "rank": rank, "rise": rise})
-        return rows
+                for draw, bases in enumerate(several):
+                    each[f"{name} {rank} {draw}"] = {"part": "curve", "of": name, "rank": rank}
+                    edits.append(Edit(f"{name} {rank} {draw}", dict(projecting(found, bases))))
+        result = _loss_with(model, judged, lambda plain: edits)
+        rise = dict(zip(result.edits, result.rise.sum(dim=0) / result.bare.sum(), strict=True))
+        return [{**row, "rise": float(rise[name])} for name, row in each.items()]
 
     def tables(self) -> Sequence[Part]:
         """Directions needed and correlations; then every head of the last snapshots."""
@@ -243,14 +253,14 @@ def _beyond_untrained(rows: "pd.DataFrame") -> float:
     return own if math.isnan(control) else own - control
 
 
-def _without(
-    model: nn.Module, head: tuple[int, int], means: Sequence[Tensor], batch: Batch, first: int
-) -> AbstractContextManager[None]:
-    return mean_ablated(model, [head], means)
-
-
-def _projected(model: Any, hooks: Any, batch: Batch, first: int) -> Any:
-    return model.hooks(fwd_hooks=hooks)
+def _loss_with(
+    model: nn.Module, windows: Tensor, make: Callable[[Pass], Iterable[Edit]]
+) -> InterventionResult:
+    """Measure the loss of the next token with each edit."""
+    probe = EditsOfPass(make, readout=NextTokenLoss(), rows=1)
+    result: InterventionResult
+    (result,) = run_probes(model, windows, [probe], batch_size=_BATCH, progress=False)
+    return result
 
 
 def _random(own: Directions, rank: int, seed: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.hooks import IDEALS, MechanismsResult, measure_mechanisms, replace_greedily
-from infoflow_lens.hooks.mechanisms.ideals import SOFT
+from infoflow_lens.hooks.interventions.patterns import SOFT
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     EVERY,
     KS,

@@ -40,11 +40,13 @@ from infoflow_lens import (
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.hooks import (
     AllHeads,
+    EditsOfPass,
     HeadIdeals,
     Intervention,
     MeanPatternsProbe,
     Probe,
     Result,
+    edit_head,
 )
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
@@ -87,8 +89,13 @@ MAKES = {
     GradientTimesInput: [lambda x: GradientTimesInput("resid_post", layers=(0,))],
     MeanPatternsProbe: [lambda x: MeanPatternsProbe()],
     HeadIdeals: [lambda x: HeadIdeals(ideals=("gated", "top 2"))],
+    EditsOfPass: [lambda x: EditsOfPass(empty_one_head)],
     AllHeads: [lambda x: AllHeads(None, {"two": {(0, 0): "largest", (1, 1): "even"}})],
 }
+
+
+def empty_one_head(plain):
+    yield edit_head(plain, 1, 1, torch.zeros_like)
 
 
 def token_ids(n=N):
@@ -504,6 +511,7 @@ def is_refused(probe, name):
     return name in ("bridge, gpt_neo", "bridge, bert", "bridge, opt") and probe.split()[0] in (
         "HeadIdeals",
         "AllHeads",
+        "EditsOfPass",
     )
 
 

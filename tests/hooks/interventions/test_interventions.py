@@ -288,7 +288,8 @@ def test_damage_and_its_error_are_means_over_rows():
     lost = torch.tensor([[1.0, 4.0], [3.0, torch.nan], [8.0, 2.0]], dtype=torch.float64)
     result = InterventionResult(
         metric="kl", edits=("a", "b"), sequences=torch.arange(3), lost=lost,
-        rise=torch.full_like(lost, torch.nan), n_rows=torch.tensor([2, 2, 4]),
+        rise=torch.full_like(lost, torch.nan), bare=torch.full((3,), torch.nan),
+        n_rows=torch.tensor([2, 2, 4]),
         n_tokens=torch.zeros(3, dtype=torch.int64), per_row=1.0, forwards=1.0,
         record=open_record(),
     )  # fmt: skip

@@ -10,9 +10,9 @@ import transformers
 from infoflow_lens import InfoFlowError, label_heads, load_any, open_model, run_probes
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks import AllHeads, HeadIdeals, HeadLabels, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.estimate import estimate_ideals
 from infoflow_lens.hooks.interventions.labels import label_head
-from infoflow_lens.hooks.mechanisms.damage import Damage
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.hooks.interventions.test_interventions import idealised, run_by_hand
 from tests.reference import zoo

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from infoflow_lens import AttendedProbe, run_probes
-from infoflow_lens.hooks.mechanisms import IDEALS, estimate, measure_mechanisms
-from infoflow_lens.hooks.mechanisms.damage import Damage
+from infoflow_lens.hooks.interventions import gradients
+from infoflow_lens.hooks.interventions.damage import Damage
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern
+from infoflow_lens.hooks.mechanisms import IDEALS, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.estimate import estimated
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.hooks.model.inputs import Batch
 from tests.conftest import make_token_model, some_of
 
@@ -54,7 +55,7 @@ CASES = [
 def test_the_mean_over_directions_is_the_second_order_damage(
     token_model, token_inputs, metric, read, monkeypatch
 ):
-    monkeypatch.setattr(estimate, "_TEMPERATURE", 1.0)
+    monkeypatch.setattr(gradients, "_TEMPERATURE", 1.0)
     model = token_model.to(torch.float64, print_details=False)
     _, cache = model.run_with_cache(token_inputs)
     means = [cache["pattern", layer].mean(dim=0) for layer in range(2)]

@@ -9,15 +9,15 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens import load_any
+from infoflow_lens.hooks.interventions import passes
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescaled
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
-    driver,
     measure,
     measure_mechanisms,
     replace_greedily,
     substituted,
 )
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern, rescaled
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.conftest import make_token_model
 from tests.reference import zoo
@@ -206,7 +206,7 @@ def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragg
     model, ids = load_any(zoo.build(name)).model, zoo.tokens(6, 9)
     inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
     n_layers = len(model.blocks)
-    assert driver.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
+    assert passes.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
     found = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
     monkeypatch.setattr(measure, "layers_to_start", lambda *args: frozenset())
     whole = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
@@ -232,7 +232,7 @@ def test_a_bridge_whose_layers_share_more_than_the_stream_runs_whole():
     keep.__module__ = add.__module__ = "transformer_lens.hooks"  # they belong to the model
     first.register_forward_hook(keep)
     second.register_forward_hook(add)
-    assert driver.layers_to_start(model, batches) == {0}
+    assert passes.layers_to_start(model, batches) == {0}
 
 
 def test_longer_sequences_than_were_measured_are_refused(token_model, token_inputs):

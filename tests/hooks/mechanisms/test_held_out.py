@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, measure_mechanisms
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without
 from infoflow_lens.hooks.mechanisms import IDEALS
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from tests.conftest import make_token_model
 
 MEAN, MAX = IDEALS.index("specific_position"), IDEALS.index("max_position")
@@ -86,7 +86,8 @@ def test_what_no_other_sequence_has_is_looked_at_evenly():
     pattern = torch.tensor([[1.0, 0.0], [0.9, 0.1]])
     visible = torch.ones(2, 2, dtype=torch.bool).tril()
     mean = torch.tensor([[1.0, 0.0], [0.9, 0.1]])
-    made = ideal_pattern(pattern, visible, "specific_position", mean, n_mean=torch.tensor([3, 1]))
+    others = mean_without(mean, torch.tensor([3, 1]), pattern)
+    made = ideal_pattern(pattern, visible, "specific_position", others)
     torch.testing.assert_close(made, torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
 
 

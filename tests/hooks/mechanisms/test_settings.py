@@ -1,5 +1,6 @@
 """Every option of every measurement: wrong types are refused by name, NumPy numbers are taken."""
 
+import copy
 import dataclasses
 import inspect
 from typing import get_type_hints
@@ -231,6 +232,15 @@ def spoiled(value):
         yield value.double()
 
 
+def tensors_in(state):
+    """The names of all tensors in nested dicts, each with the dict that holds it."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield key, state
+        elif isinstance(value, dict):
+            yield from tensors_in(value)
+
+
 @pytest.mark.parametrize("name", MEASURES)
 def test_losses_made_by_hand_are_refused(name, token_model, token_inputs):
     """NaN went into the result, and another length ended in an error of torch."""
@@ -238,10 +248,17 @@ def test_losses_made_by_hand_are_refused(name, token_model, token_inputs):
     kept = []
     given = (token_model, *arguments(token_model, token_inputs[:8])[1:])
     measure(*given, **settings, after=kept.append, progress=False)
-    for key in ("bare", list(kept[-1])[-1]):
-        for value in spoiled(kept[-1][key]):
+    state = copy.deepcopy(kept[-1])
+    places = list(tensors_in(state))
+    assert len(places) > 1
+    for key, holder in [places[0], *places[-6:]]:  # of the first and the last round
+        own = holder[key]
+        for value in spoiled(own):
+            holder[key] = value
             with pytest.raises(InfoFlowError, match=rf"resume holds .* as {key}: expected"):
-                measure(*given, **settings, resume={**kept[-1], key: value}, progress=False)
+                measure(*given, **settings, resume=state, progress=False)
+        holder[key] = own
+    measure(*given, **settings, resume=state, progress=False)
 
 
 def test_progress_made_by_hand_is_refused(token_model, token_inputs):

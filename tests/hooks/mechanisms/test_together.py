@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from infoflow_lens import InfoFlowError, load_any, measure_mechanisms
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern
 from infoflow_lens.hooks.mechanisms import replace_greedily, substituted
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
     MECHANISMS,
@@ -210,18 +210,16 @@ def test_the_error_is_that_of_a_mean_over_sequences(found):
     assert float(found.errors()[0, -1]) == pytest.approx(float(apart.std()) / 6**0.5)
 
 
-def test_it_goes_on_where_it_stopped(model, tokens, mechanisms, found):
-    kept = {}
-    measure_sufficiency(
-        model, tokens[6:], mechanisms, draws=2, progress=False, after=lambda now: kept.update(now)
-    )
-    half = dict(list(kept.items())[:5])
-    ran = []
+def test_it_goes_on_where_it_stopped(model, tokens, mechanisms):
+    kept, ran = [], []
+    settings = {"draws": 2, "batch_size": 2, "progress": False}
+    whole = measure_sufficiency(model, tokens[6:], mechanisms, **settings, after=kept.append)
+    assert len(kept) == 3
     resumed = measure_sufficiency(
-        model, tokens[6:], mechanisms, draws=2, progress=False, resume=half, after=ran.append
+        model, tokens[6:], mechanisms, **settings, resume=kept[0], after=ran.append
     )
-    same(resumed.losses, found.losses)
-    assert len(ran) == len(kept) - 5
+    same(resumed.losses, whole.losses)
+    assert len(ran) == 2
 
 
 def test_longer_sequences_and_other_models_are_refused(model, tokens, mechanisms):
@@ -318,6 +316,18 @@ def test_a_search_finds_what_looking_at_all_finds_where_the_loss_falls(model, to
             if falls[layer]:
                 assert searched.least()[layer] == whole.least()[layer]
         assert searched.losses[..., 0].isnan().any()
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_a_stopped_measurement_goes_on_behind_its_last_batch(model, tokens, search):
+    settings = {"search": search, "tolerance": 1e-3, "batch_size": 5, "progress": False}
+    kept, ran = [], []
+    whole = measure_top_k(model, tokens, **settings, after=kept.append)
+    for stop in (0, len(kept) // 2, len(kept) - 1):
+        resumed = measure_top_k(model, tokens, **settings, resume=kept[stop], after=ran.append)
+        same(resumed.losses, whole.losses)
+        assert len(ran) == len(kept) - stop - 1
+        ran.clear()
 
 
 def test_only_the_last_predictions_count(model, tokens):

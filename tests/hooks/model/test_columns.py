@@ -26,7 +26,7 @@ from infoflow_lens import (
     why,
 )
 from infoflow_lens.hooks import LogitDifference, LogProbability, PatternsProbe, measure_shares
-from infoflow_lens.hooks.mechanisms.ideals import substituted
+from infoflow_lens.hooks.interventions.patterns import substituted
 from infoflow_lens.hooks.model.inputs import Batch, read_inputs
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs

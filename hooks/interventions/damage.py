@@ -76,6 +76,13 @@ class Damage:
             return torch.ones(len(batch), n_rows, dtype=torch.bool)
         return batch.mask()[:, int(self.name == "loss") :]
 
+    def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
+        """Mark the positions whose logits count."""
+        real = batch.mask()
+        if self.read is None:
+            return real
+        return torch.zeros_like(real).scatter_(1, places_of(self.read, batch), True)
+
     def see(self, output: Tensor, batch: Batch) -> None:
         """Take in the unchanged output of a batch."""
         self._is_one_row = output.ndim == 2

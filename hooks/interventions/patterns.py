@@ -27,73 +27,101 @@ SOFT = "soft"  # the mechanism of a head that no ideal replaces
 Heads = Mapping[tuple[int, int], Ideal]
 
 
+# The ideals of the theory by the names that results of single heads use, and "top_k"
+_NAMES = {
+    "own_position": "own",
+    "global": "even",
+    "specific_position": "position",
+    "max_position": "largest",
+}
+
+
+def name_ideal(ideal: str, k: int) -> str:
+    """Give an ideal of IDEALS the name that it has in HEAD_IDEALS: "own", "top 4"."""
+    return f"top {k}" if ideal == "top_k" else _NAMES.get(ideal, ideal)
+
+
 def ideal_pattern(
     pattern: Float[Tensor, "*batch query key"],
     visible: Bool[Tensor, "*batch query key"],
-    ideal: Ideal,
+    ideal: str,
     mean: Float[Tensor, "*head longest longest"] | None = None,
     k: int = 4,
-    n_mean: Float[Tensor, " longest"] | None = None,
 ) -> Float[Tensor, "*batch query key"]:
-    """A pattern, idealised; every row keeps its sum (1 for a softmax without sinks).
+    """Idealise patterns; every row keeps its sum (1 for a softmax without sinks).
 
     Args:
         pattern: of one head or several.
         visible: the keys that each query may see.
-        ideal: "own_position", all weight on the query's own position, or none where it is no key;
-            "global", evenly on all visible keys; "specific_position", the mean pattern over inputs;
-            "max_position", all on the largest, the lowest of equals; "top_k", the k largest as they
-            are, rescaled, with all keys that equal the k-th.
-        mean: the mean pattern, for "specific_position".
+        ideal: of IDEALS or HEAD_IDEALS: "own" or "own_position", all weight on the query's own
+            position, or none where it is no key; "previous"; "sink", on the first; "even" or
+            "global", evenly on all visible keys; "position", "specific_position" or "offset", a
+            mean pattern, even where that has nothing; "largest" or "max_position", all on the
+            largest, the lowest of equals; "gated", on the largest but the first, which keeps its
+            weight; "top_k" or "top 4", the k largest as they are, rescaled, with all keys that
+            equal the k-th.
+        mean: the mean pattern.
         k: for "top_k".
-        n_mean: for each query, of how many sequences `mean` is, where this one is among them: it is
-            left out. A query that no other sequence has looks evenly at all visible keys. None
-            where `mean` is taken as it is.
 
     Raises:
         InfoFlowError: for sequences longer than those of the mean pattern.
     """
+    name = name_ideal(ideal, k)
     n_query, n_key = pattern.shape[-2:]
-    if ideal == "specific_position":
+    total = pattern.sum(dim=-1, keepdim=True)
+    if name.startswith("top "):
+        least = pattern.topk(min(int(name[4:]), n_key), dim=-1).values[..., -1:]
+        return rescaled(pattern * (pattern >= least), total)
+    if name == "largest":
+        largest = pattern.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(pattern).scatter_(-1, largest, total)
+    if name == "gated":
+        others = pattern.masked_fill(~visible, -1.0)
+        others[..., 0] = -1.0
+        best = others.max(dim=-1, keepdim=True)
+        made = torch.zeros_like(pattern)
+        made[..., :1] = torch.where(best.values < 0, total, pattern[..., :1])
+        rest = (total - made[..., :1]).clamp(min=0)
+        return made.scatter_add_(-1, best.indices, rest)
+    if name in ("position", "offset"):
         assert mean is not None
         if n_query > mean.shape[-2]:
             raise InfoFlowError(
                 f"the mean patterns are of at most {mean.shape[-2]} positions, this sequence has "
                 f"{n_query}: expected sequences no longer than those that were measured"
             )
-        mean = mean[..., :n_query, :n_key]
-        if n_mean is not None:
-            mean = _of_others(mean, n_mean[:n_query, None], pattern, visible)
-        return mean.to(pattern) * visible
-    total = pattern.sum(dim=-1, keepdim=True)
-    if ideal == "own_position":
-        own = torch.eye(n_query, n_key, dtype=pattern.dtype, device=pattern.device)
-        return own * visible * total
-    if ideal == "global":
-        return _evenly(visible, total)
-    if ideal == "max_position":
-        largest = pattern.argmax(dim=-1, keepdim=True)
-        return torch.zeros_like(pattern).scatter_(-1, largest, total)
-    least = pattern.topk(min(k, n_key), dim=-1).values[..., -1:]
-    return rescaled(pattern * (pattern >= least), total)
+        made = mean[..., :n_query, :n_key].to(pattern.device)
+    else:
+        made = _simple(name, pattern)
+    made = made * visible
+    if name != "own":  # such as of a query that no other sequence has
+        none = made.sum(dim=-1, keepdim=True) <= 0
+        made = torch.where(none, visible.to(made), made)
+    return rescaled(made, total.to(made)).to(pattern)
 
 
-def _evenly(
-    visible: Bool[Tensor, "*batch query key"], total: Float[Tensor, "*batch query one"]
-) -> Float[Tensor, "*batch query key"]:
-    return visible / visible.sum(dim=-1, keepdim=True).clamp(min=1) * total
+def _simple(name: str, pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "query key"]:
+    """Make a pattern that is the same for all sequences, before closed keys are taken off."""
+    n_query, n_key = pattern.shape[-2:]
+    keys = torch.arange(n_key, device=pattern.device)
+    query = torch.arange(n_query, device=pattern.device)[:, None]
+    at = {"own": query, "previous": (query - 1).clamp(min=0), "sink": query * 0}
+    if name == "even":
+        return torch.ones(n_query, n_key, device=pattern.device, dtype=pattern.dtype)
+    return (keys == at[name]).to(pattern.dtype)
 
 
-def _of_others(
-    mean: Float[Tensor, "*head query key"],
-    n: Float[Tensor, "query one"],
+def mean_without(
+    mean: Float[Tensor, "*head longest longest"],
+    n: Float[Tensor, " longest"],
     pattern: Float[Tensor, "*batch query key"],
-    visible: Bool[Tensor, "*batch query key"],
 ) -> Float[Tensor, "*batch query key"]:
-    """A mean pattern without the one of these patterns that is in it."""
-    n = n.to(pattern.device, torch.promote_types(pattern.dtype, torch.float32))
-    others = ((mean.to(n) * n - pattern) / (n - 1).clamp(min=1)).clamp(min=0)
-    return torch.where(n > 1, others, _evenly(visible, pattern.sum(dim=-1, keepdim=True)))
+    """Take these patterns out of the mean of `n` for each query; 0 where nothing is left."""
+    n_query, n_key = pattern.shape[-2:]
+    wide = torch.promote_types(pattern.dtype, torch.float32)
+    n = n[:n_query, None].to(pattern.device, wide)
+    others = (mean[..., :n_query, :n_key].to(n) * n - pattern) / (n - 1).clamp(min=1)
+    return others.clamp(min=0).masked_fill(n <= 1, 0)
 
 
 def rescaled(
@@ -157,7 +185,7 @@ def replacement_hooks(
         mean_patterns: for "specific_position".
         k: for "top_k".
         n_copies: of how many equal parts each batch is made.
-        n_mean: see :func:`ideal_pattern`; only for one replacement a copy, since a head above
+        n_mean: see :func:`mean_without`; only for one replacement a copy, since a head above
             another that is replaced has not the pattern that is in the mean.
     """
     groups: dict[int, dict[Ideal, list[Replacement]]] = {}
@@ -173,7 +201,9 @@ def replacement_hooks(
             heads = [one.head for one in some]
             place = ([one.copy for one in some], slice(None), heads)
             mean = None if mean_patterns is None else mean_patterns[layer][heads, None]
-            made = ideal_pattern(own[place], visible[place], ideal, mean, k, n_mean)
+            if mean is not None and n_mean is not None:
+                mean = mean_without(mean, n_mean, own[place])
+            made = ideal_pattern(own[place], visible[place], ideal, mean, k)
             edited[place] = made.to(own)
         return edited.flatten(0, 1)
 
