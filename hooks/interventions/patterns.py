@@ -5,7 +5,7 @@ InfoFlow's three mechanisms (Yu, Jiang, Bao, Li 2026, Sec. 4) are such patterns.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -160,56 +160,6 @@ def with_mean_rest(
     return torch.where(kept, pattern, rescaled(rest, left).to(pattern))
 
 
-class Replacement(NamedTuple):
-    """A head in one of several copies of a batch, and the ideal that replaces its pattern."""
-
-    layer: int
-    head: int
-    ideal: Ideal
-    copy: int = 0
-
-
-def replacement_hooks(
-    model: nn.Module,
-    replacements: Sequence[Replacement],
-    mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None,
-    k: int,
-    n_copies: int = 1,
-    n_mean: Float[Tensor, " query"] | None = None,
-) -> list[NamedHook]:
-    """Hooks that make these replacements.
-
-    Args:
-        model: a TransformerLens model.
-        replacements: what takes the place of which pattern.
-        mean_patterns: for "specific_position".
-        k: for "top_k".
-        n_copies: of how many equal parts each batch is made.
-        n_mean: see :func:`mean_without`; only for one replacement a copy, since a head above
-            another that is replaced has not the pattern that is in the mean.
-    """
-    groups: dict[int, dict[Ideal, list[Replacement]]] = {}
-    for one in replacements:
-        groups.setdefault(one.layer, {}).setdefault(one.ideal, []).append(one)
-
-    def replace(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
-        own, visible = (
-            part.unflatten(0, (n_copies, -1)) for part in (pattern, seeing.visible(pattern))
-        )
-        edited = own.clone()
-        for ideal, some in groups[layer].items():  # all heads of an ideal at once
-            heads = [one.head for one in some]
-            place = ([one.copy for one in some], slice(None), heads)
-            mean = None if mean_patterns is None else mean_patterns[layer][heads, None]
-            if mean is not None and n_mean is not None:
-                mean = mean_without(mean, n_mean, own[place])
-            made = ideal_pattern(own[place], visible[place], ideal, mean, k)
-            edited[place] = made.to(own)
-        return edited.flatten(0, 1)
-
-    return edits_of_patterns(model, groups, replace)
-
-
 def edits_of_patterns(
     model: nn.Module, layers: Iterable[int], edit: Callable[[int, "SeenKeys", Tensor], Tensor]
 ) -> list[NamedHook]:
@@ -283,7 +233,8 @@ def substituted(
     Raises:
         InfoFlowError: for unknown layers, heads or ideals, or missing mean patterns.
     """
-    counts = head_counts(model)
+    counts, k = head_counts(model), check(k, Count, "k")
+    groups: dict[int, dict[str, list[int]]] = {}
     for (layer, head), ideal in heads.items():
         if not (0 <= layer < len(counts) and 0 <= head < counts[layer]):
             raise InfoFlowError(
@@ -295,9 +246,16 @@ def substituted(
                 "'specific_position' needs the mean patterns: give mean_patterns, as "
                 "measure_mechanisms(...).mean_patterns"
             )
-    some = [Replacement(layer, head, ideal) for (layer, head), ideal in heads.items()]
-    hooks = replacement_hooks(model, some, mean_patterns, check(k, Count, "k"))
-    with catching(model, (), hooks):
+        groups.setdefault(layer, {}).setdefault(name_ideal(ideal, k), []).append(head)
+
+    def replace(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
+        visible, edited = seeing.visible(pattern), pattern.clone()
+        for ideal, some in groups[layer].items():  # all heads of an ideal at once
+            mean = None if mean_patterns is None else mean_patterns[layer][some]
+            edited[:, some] = ideal_pattern(pattern[:, some], visible[:, some], ideal, mean)
+        return edited
+
+    with catching(model, (), edits_of_patterns(model, groups, replace)):
         yield
 
 

@@ -50,7 +50,7 @@ def estimated(
     Args:
         model: in evaluation mode.
         batch: some sequences.
-        metric: what is lost; the form of "loss" is that of "kl".
+        metric: what is lost, which takes in the outputs; the form of "loss" is that of "kl".
         mean_patterns: see :func:`ideal_pattern`.
         k: for "top_k".
         draws: directions, one backward pass each.
@@ -75,8 +75,9 @@ def estimated(
     half = 1.0 if metric.name == "nmse" else 0.5
     products: list[Tensor] = []
     with differentiable(model, batch, layers, look) as (output, leaves):
+        metric.see(output.detach(), batch)
         rows = metric.rows(output, batch)
-        slopes = [mean.new_zeros(2, *mean.shape, dtype=torch.float64) for mean in mean_patterns]
+        slopes = [torch.zeros(2, *mean.shape, dtype=torch.float64) for mean in mean_patterns]
         for direction in directions(rows.detach(), metric, batch, draws, seeds):
             found = gradients(rows, leaves, direction)
             each = [_product(found[i], changes[i]) for i in layers]
@@ -101,7 +102,7 @@ def _add_slope(
     signs = 1 - 2 * ((torch.arange(len(weight), device=weight.device) + first) % 2)
     weights = torch.stack([weight, weight * signs[:, None]])
     added = torch.einsum("sbh,bhqk->shqk", weights.to(gradient), gradient)
-    slope[:, :, : added.shape[2], : added.shape[3]] += added
+    slope[:, :, : added.shape[2], : added.shape[3]] += added.cpu()
 
 
 def _product(

@@ -4,11 +4,11 @@ If the model's output stays as it is when a head's pattern is replaced by an ide
 mechanism is all that the head needs on these inputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import pairwise
 from math import pi
 from typing import Any
 
@@ -17,31 +17,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.progress import Advance
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
-from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, Reference, metric_of
-from infoflow_lens.hooks.interventions.passes import (
-    example_of,
-    layers_to_start,
-    real_queries,
-    run_from,
-    sequences_at_once,
-)
-from infoflow_lens.hooks.interventions.patterns import IDEALS, Replacement, replacement_hooks
-from infoflow_lens.hooks.mechanisms.driver import (
-    Reading,
-    check_kept,
-    check_resumed,
-    identify,
-    mean_patterns,
-)
+from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, metric_of
+from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
+from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
+from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
+from infoflow_lens.hooks.mechanisms.driver import Reading, check_kept, check_resumed, identify
 from infoflow_lens.hooks.mechanisms.estimate import estimated
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
-from infoflow_lens.hooks.model.call import Edits, call, output_of
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook, takes_model
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.inputs import Batches, Inputs
+from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
+from infoflow_lens.hooks.passes.run import run, run_probes
 
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
 _FIRST = 8  # one in so many sequences is in the first block, which has at least
@@ -67,11 +59,8 @@ class MechanismsProgress:
         slopes: for every layer the derivative of the estimates by the mean patterns, and its noise.
         calibration: the standard error of the estimates of mean patterns, from the choice of the
             sequences over which these are; empty until it is known.
-        asked: the replacements that are measured now.
-        n_done: sequences on which they are.
-        closed: the replacements whose measurement is finished.
-        n, n_rows, sums, squares: of each replacement, the sequences on which it was measured, the
-            rows of their output, what these lost, and the sum of squares over sequences.
+        lost: what each sequence loses by each replacement; 0 where that is not measured.
+        measured: whether it is.
     """
 
     settings: dict[str, Any]
@@ -82,13 +71,13 @@ class MechanismsProgress:
     estimates: Float[Tensor, " replacement"]
     slopes: list[Float[Tensor, "two _head query key"]]
     calibration: Float[Tensor, " head"]
-    asked: Bool[Tensor, " replacement"]
-    n_done: int
-    closed: Bool[Tensor, " replacement"]
-    n: Int[Tensor, " replacement"]
-    n_rows: Int[Tensor, " replacement"]
-    sums: Float[Tensor, " replacement"]
-    squares: Float[Tensor, " replacement"]
+    lost: Float[Tensor, "sequence replacement"]
+    measured: Bool[Tensor, "sequence replacement"]
+
+    @property
+    def n(self) -> Int[Tensor, " replacement"]:
+        """On how many sequences each replacement was measured."""
+        return self.measured.sum(dim=0)
 
 
 @takes_model
@@ -179,7 +168,7 @@ def measure_mechanisms(
     known = identify(model, settings, inputs=batches, calibration=others)
     if resume is not None:
         check_resumed(resume.settings, known)
-    with reading.measuring(model, batches, "replacing", None) as step:
+    with eval_mode(model), progress_bar("replacing", None, progress) as step:
         run = _Run(model, batches, others, damage, known, batch_size, after_batch, step)
         run.begin(resume)
         run.estimate()
@@ -230,27 +219,33 @@ class _Run:
         self.k: int = settings["k"]
 
     def begin(self, resume: MechanismsProgress | None) -> None:
-        """From the progress, or with the mean patterns and the scale of the damage."""
+        """From the progress, or with the mean patterns."""
         if resume is not None:
             self._check(resume)
             self.at = deepcopy(resume)
             self.metric.load_state(self.at.seen)
         else:
-            means, n_mean = self._mean_patterns()
-            zeros = torch.zeros(sum(map(len, means)) * _N_IDEALS, dtype=torch.float64)
-            slopes = [mean.new_zeros(2, *mean.shape) for mean in means]
-            self.at = MechanismsProgress(
-                self.settings, means, n_mean, self.metric.state(), 0, zeros, slopes, zeros[:0],
-                zeros > 0, 0, zeros > 0, zeros.long(), zeros.long(), zeros.clone(), zeros.clone(),
+            (means,) = run_probes(
+                self.model, self.calibration, [MeanPatternsProbe("patterns")],
+                batch_size=self.batch_size, progress=False,
             )  # fmt: skip
-        self.per_row = self.metric.per_row()
-        self.replacements = [
-            Replacement(layer, head, ideal)
-            for layer, mean in enumerate(self.at.mean_patterns)
-            for head in range(len(mean))
+            patterns = list(means.patterns)
+            zeros = torch.zeros(sum(map(len, patterns)) * _N_IDEALS, dtype=torch.float64)
+            table = zeros.repeat(self.n, 1)
+            self.at = MechanismsProgress(
+                self.settings, patterns, means.n, self.metric.state(), 0, zeros,
+                [mean.new_zeros(2, *mean.shape) for mean in patterns], zeros[:0], table, table > 0,
+            )  # fmt: skip
+        heads = [(i, h) for i, mean in enumerate(self.at.mean_patterns) for h in range(len(mean))]
+        self.replacements = {
+            f"{head[0]}.{head[1]} {ideal}": {head: name_ideal(ideal, self.k)}
+            for head in heads
             for ideal in IDEALS
-        ]
-        self.ideal = torch.arange(len(self.replacements)) % _N_IDEALS
+        }
+        self.means = MeanPatterns.of_patterns(
+            self.at.mean_patterns, self.at.n_mean, RunRecord(config={})
+        )
+        self.ideal = torch.arange(len(self.at.estimates)) % _N_IDEALS
 
     def _check(self, resume: MechanismsProgress) -> None:
         """Refuse progress that no run of this kind has made.
@@ -265,7 +260,7 @@ class _Run:
         found = [patterns[name].shape[1:] for name in names]
         shapes = [(n_heads, n_query + more, n_key + more) for n_heads, n_query, n_key in found]
         n_heads = sum(shape[0] for shape in shapes)
-        each, real = [n_heads * _N_IDEALS], torch.float64
+        n_all, real = n_heads * _N_IDEALS, torch.float64
         for name, expected in (
             ("mean_patterns", shapes),
             ("slopes", [(2, *shape) for shape in shapes]),
@@ -275,21 +270,21 @@ class _Run:
             for layer, shape in enumerate(expected):
                 value = given[layer] if len(given) == len(expected) else None
                 check_kept(value, shape, real, f"{name}[{layer}]")
-        kinds = {"asked": torch.bool, "closed": torch.bool, "n": torch.int64, "n_rows": torch.int64}
-        for name in ("estimates", "asked", "closed", "n", "n_rows", "sums", "squares"):
-            check_kept(getattr(resume, name), each, kinds.get(name, real), name)
+        check_kept(resume.estimates, [n_all], real, "estimates")
+        check_kept(resume.lost, [self.n, n_all], real, "lost")
+        check_kept(resume.measured, [self.n, n_all], torch.bool, "measured")
         check_kept(resume.n_mean, [shapes[0][1]], real, "n_mean")
         known = getattr(resume.calibration, "shape", None) != (0,)
         check_kept(resume.calibration, [n_heads if known else 0], real, "calibration")
-        counts, seen = (resume.n_estimated, resume.n_done), resume.seen
-        if not all(type(count) is int and 0 <= count <= self.n for count in counts) or not (
+        count, seen = resume.n_estimated, resume.seen
+        if not (type(count) is int and 0 <= count <= self.n) or not (
             isinstance(seen, dict)
             and seen.keys() == self.metric.state().keys()
             and all(isinstance(value, (int, float, Tensor)) for value in seen.values())
             and all(torch.as_tensor(value).isfinite().all() for value in seen.values())
         ):
             raise InfoFlowError(
-                f"resume holds n_estimated and n_done {counts} of {self.n} sequences, and as seen "
+                f"resume holds n_estimated {count} of {self.n} sequences, and as seen "
                 f"{seen!r:.100}: expected what after_batch gave; leave resume out to measure anew"
             )
 
@@ -299,7 +294,9 @@ class _Run:
         """The damage of everything, to second order, and what the calibration adds to errors."""
         draws = max(1, min(_MOST_DRAWS, -(-_DRAWS // self.n)))
         at = self.at
-        size = min(self.batch_size, self._at_once())
+        n_heads = max(map(len, at.mean_patterns))
+        most = sequences_at_once(self.model, self.batches.longest or 1, n_heads)
+        size = min(self.batch_size, most)
         for batch in self.batches.batches(size, skip=at.n_estimated):
             seeds = [
                 derive_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
@@ -310,11 +307,12 @@ class _Run:
             at.estimates = at.estimates + found.lost.mean(dim=1).sum(dim=0)
             signs = torch.tensor([1, 1 - 2 * (at.n_estimated % 2)]).view(2, 1, 1, 1)
             pairs = zip(at.slopes, found.slopes, strict=True)
-            at.slopes = [a + b.to(a) * signs.to(a) for a, b in pairs]
-            at.n_estimated += len(batch)
+            at.slopes = [a + b.to(a) * signs for a, b in pairs]
+            at.n_estimated, at.seen = at.n_estimated + len(batch), self.metric.state()
             self._report(f"estimated {at.n_estimated} of {self.n} sequences")
         if not len(at.calibration):
             at.calibration = self._calibration_errors()
+        self.per_row = self.metric.per_row()
 
     @property
     def n_mean(self) -> Float[Tensor, " query"] | None:
@@ -336,7 +334,7 @@ class _Run:
             caught = call(self.model, batch, names).activations
             moved = []
             for name, mean, slope in zip(names, means, slopes, strict=True):
-                pattern = caught[name].double()
+                pattern = caught[name].double().cpu()
                 real, (n_query, n_key) = real_queries(batch, pattern), pattern.shape[-2:]
                 apart = (pattern - mean[:, :n_query, :n_key]) * real[:, None, :, None]
                 slope = slope[..., :n_query, :n_key]
@@ -356,18 +354,29 @@ class _Run:
     # Replaced
 
     def replace(self) -> None:
-        """Measure until every ideal of every head is decided, or everything on all sequences."""
-        while True:
-            if self.at.n_done == 0:
-                self.at.asked = self._open()
-            if not bool(self.at.asked.any()):
-                return
-            self._measure_asked()
-            self.at.n_done = 0
+        """Measure until every ideal of every head is decided, or everything on all sequences.
+
+        What is measured decides what comes next, so a run that goes on takes the same way.
+        """
+        probe = self._intervention({"none": {}})
+        self._none = probe, probe.prepare(self.model)
+        order = torch.arange(self.n)
+        if not self.settings["exact"]:
+            generator = torch.Generator()
+            generator.manual_seed(derive_seed("mechanisms", self.settings["seed"], "order"))
+            order = torch.randperm(self.n, generator=generator)
+        self.closed = torch.zeros(len(self.ideal), dtype=torch.bool)
+        while bool((asked := self._open()).any()):
+            for start, stop in pairwise([0, *self._blocks()]):
+                open_ = (asked & ~self.closed).nonzero().flatten()
+                if len(open_):
+                    self._measure(order[start:stop], open_)
+                    self.closed[open_] |= self._is_decided(order[:stop])[open_]
+            self.closed |= asked
 
     def _open(self) -> Bool[Tensor, " replacement"]:
         """What to measure next: the same ideal of all heads for which it is open."""
-        open_ = ~self.at.closed
+        open_ = ~self.closed
         if self.settings["exact"]:
             return open_
         estimate = self.estimated().view(-1, _N_IDEALS)
@@ -384,37 +393,36 @@ class _Run:
 
         The more estimates turned out too large in this run, the farther.
         """
-        known = self.at.closed
+        known = self.closed
         floor = max(self.threshold / _FAR, 1e-30)
         ratio = self.estimated()[known] / self.damages()[known].clamp(min=floor)
         worst = float(ratio.nan_to_num(nan=0.0).max()) if len(ratio) else 0.0
         return self.threshold * _FAR * max(1.0, worst / 2)
 
-    def _measure_asked(self) -> None:
-        at = self.at
-        order = torch.arange(self.n)
-        if not self.settings["exact"]:
-            generator = torch.Generator()
-            generator.manual_seed(derive_seed("mechanisms", self.settings["seed"], "order"))
-            order = torch.randperm(self.n, generator=generator)
-        for stop in self._blocks():
-            here = order[at.n_done : stop].tolist()
-            for batch in self.batches.take(here).batches(self.batch_size) if here else ():
-                open_ = (at.asked & ~at.closed).nonzero().flatten()
-                lost = self._lost(batch, open_.tolist())
-                at.n[open_] += len(batch)
-                at.n_rows[open_] += int(self.metric.counted(batch).sum())
-                at.sums[open_] += lost.sum(dim=1)
-                at.squares[open_] += lost.square().sum(dim=1)
-                at.n_done += len(batch)
-                if at.n_done == stop:
-                    at.closed[open_] |= self._is_decided()[open_]
-                    if at.n_done == self.n or bool(at.closed[at.asked].all()):
-                        at.closed |= at.asked
-                        at.n_done = self.n
-                self._report(f"{at.n_done} of {self.n} sequences")
-            if at.n_done == self.n:
-                return
+    def _measure(self, rows: Int[Tensor, " row"], open_: Int[Tensor, " open"]) -> None:
+        """Replace patterns on some sequences where that is not done yet."""
+        at, names = self.at, list(self.replacements)
+        if at.measured[rows][:, open_].all():
+            return
+        for batch in self.batches.take(rows.tolist()).batches(self.batch_size):
+            here, rows = rows[: len(batch)], rows[len(batch) :]
+            missing = open_[~at.measured[here][:, open_].all(dim=0)]
+            if not len(missing):
+                continue
+            probe, needs = self._none
+            plain_run = probe.begin(run(self.model, batch, needs))
+            some = {names[index]: self.replacements[names[index]] for index in missing.tolist()}
+            table = self._intervention(some).measure(plain_run)["table"]
+            columns = torch.tensor([names.index(name) for name in table.edits])
+            at.lost[here[:, None], columns] = table.lost
+            at.measured[here[:, None], columns] = True
+            self._report(f"{int(at.measured[:, missing].all(dim=1).sum())} of {self.n} sequences")
+
+    def _intervention(self, assignments: Mapping[str, Mapping[Head, str]]) -> AllHeads:
+        return AllHeads(
+            self.means, assignments, leaves_out=self.leaves_out, metric=self.metric.name,
+            read=self.settings["read"], through_hooks=True,
+        )  # fmt: skip
 
     def _blocks(self) -> Iterator[int]:
         """The numbers of sequences after which is asked what is decided; each twice the last."""
@@ -426,33 +434,54 @@ class _Run:
             stop *= 2
         yield self.n
 
-    def _relative_variance(self, least: float) -> Float[Tensor, " replacement"]:
+    def _sums(
+        self, rows: Int[Tensor, " row"] | slice = slice(None)
+    ) -> tuple[Float[Tensor, " replacement"], ...]:
+        """Of each replacement on these sequences: how many were measured, the rows of their output,
+        what these lost, and the sum of squares over sequences.
+        """
+        measured, lost = self.at.measured[rows].double(), self.at.lost[rows]
+        n_rows = self.n_rows[rows].double() @ measured
+        return measured.sum(dim=0), n_rows, lost.sum(dim=0), lost.square().sum(dim=0)
+
+    @cached_property
+    def n_rows(self) -> Int[Tensor, " sequence"]:
+        """The rows of the output of each sequence that count."""
+        counted = [self.metric.counted(b).sum(dim=1) for b in self.batches.batches(self.batch_size)]
+        return torch.cat(counted)
+
+    @staticmethod
+    def _relative_variance(
+        n: Tensor, sums: Tensor, squares: Tensor, least: float
+    ) -> Float[Tensor, " replacement"]:
         """That of the mean over the measured sequences, over its square.
 
         The deviation between sequences, over their mean, counts as at least the root of `least`.
         """
-        n = self.at.n.double().clamp(min=1)
-        variance = n * self.at.squares / self.at.sums.square().clamp(min=1e-300) - 1
+        n = n.clamp(min=1)
+        variance = n * squares / sums.square().clamp(min=1e-300) - 1
         return variance.clamp(min=least) / (n - 1).clamp(min=1)
 
-    def _is_decided(self) -> Bool[Tensor, " replacement"]:
+    def _is_decided(self, rows: Int[Tensor, " row"]) -> Bool[Tensor, " replacement"]:
+        """Whether these sequences, the first, say enough of each replacement."""
+        n, n_rows, sums, squares = self._sums(rows)
         # of these sequences: nothing is open once all are measured
-        left = 1 - self.at.n.double() / self.n
-        error = (self._relative_variance(least=1.0) * left).sqrt()
-        mean, margin = self.damages(), 1 + _STANDARD_ERRORS * error
+        error = (self._relative_variance(n, sums, squares, 1.0) * (1 - n / self.n)).sqrt()
+        mean, margin = sums / (self.per_row * n_rows.clamp(min=1)), 1 + _STANDARD_ERRORS * error
         enough = (mean * margin <= self.threshold) & (self.estimated() <= self.threshold / _DOUBT)
         # what is lost so far is more than all may lose
-        certain = self.at.sums > self.threshold * self.per_row * self.metric.n_rows
+        certain = sums > self.threshold * self.per_row * self.metric.n_rows
         return enough | certain | (mean > self.threshold * margin)
 
     def damages(self) -> Float[Tensor, " replacement"]:
         """The damage: measured, else estimated."""
-        measured = self.at.sums / (self.per_row * self.at.n_rows.clamp(min=1))
-        return torch.where(self.at.n > 0, measured, self.estimated())
+        n, n_rows, sums, _ = self._sums()
+        return torch.where(n > 0, sums / (self.per_row * n_rows.clamp(min=1)), self.estimated())
 
     def errors(self) -> Float[Tensor, " replacement"]:
         """One standard error of each damage, over sequences and over the calibration."""
-        damage, estimate, known = self.damages(), self.estimated(), self.at.n > 0
+        n, _, sums, squares = self._sums()
+        damage, estimate, known = self.damages(), self.estimated(), n > 0
         floor = max(self.threshold / 1000, 1e-30)
         missed = (damage.clamp(min=floor) / estimate.clamp(min=floor)).log()[known]
         missed = missed[missed.isfinite()]
@@ -461,79 +490,13 @@ class _Run:
         share = self.at.calibration / of_estimate
         if self.metric.name == "loss":
             share = share / 2  # its estimate is a root
-        variance = self._relative_variance(least=0.0).masked_fill(self.at.n < 2, torch.nan)
+        variance = self._relative_variance(n, sums, squares, 0.0).masked_fill(n < 2, torch.nan)
         variance.view(-1, _N_IDEALS)[:, _MEAN] += share.square()
         variance = variance.masked_fill(damage == 0, 0)
         return torch.where(known, damage * variance.sqrt(), estimate * (factor - 1))
 
-    def _lost(self, batch: Batch, open_: list[int]) -> Float[Tensor, "replacement batch"]:
-        """What each sequence of a batch loses by some replacements, each alone."""
-        before, entering = self._before(batch, {self.replacements[i].layer for i in open_})
-        n_copies = max(1, self._at_once() // len(batch))
-        lost = []
-        for layer, group in groupby(open_, lambda i: self._start(self.replacements[i].layer)):
-            indices = list(group)
-            for start in range(0, len(indices), n_copies):
-                some = indices[start : start + n_copies]
-                copies = [self.replacements[i]._replace(copy=n) for n, i in enumerate(some)]
-                means = self.at.mean_patterns
-                hooks = replacement_hooks(self.model, copies, means, self.k, len(some), self.n_mean)
-                changed = self._run_copies(batch, entering, layer, len(some), hooks)
-                lost.append(self.metric.lost(before, changed, batch))
-        return torch.cat(lost)
-
-    @cached_property
-    def starts(self) -> frozenset[int]:
-        """The layers at which a pass can start."""
-        return layers_to_start(self.model, self.batches)
-
-    def _start(self, layer: int) -> int | None:
-        """The layer where a pass starts that edits this one; None for a whole pass."""
-        return layer if layer in self.starts else None
-
-    def _before(self, batch: Batch, layers: set[int]) -> tuple[Reference, dict[int, Tensor]]:
-        """The output, and what enters the layers where passes start."""
-        names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in layers & self.starts}
-        caught = call(self.model, batch, tuple(names.values()), output=True)
-        before = self.metric.reference(caught.output, batch)
-        return before, {layer: caught.activations[name] for layer, name in names.items()}
-
-    def _run_copies(
-        self, batch: Batch, entering: dict[int, Tensor], layer: int | None, n: int, hooks: Edits
-    ) -> Tensor:
-        """The output of copies of a batch, from a layer on if possible."""
-        if layer is not None:
-            # padding stands on the right, where nothing real looks
-            state = torch.cat([entering[layer]] * n)
-            return run_from(self.model, layer, state, example_of(batch), hooks)
-        copies = batch.take(torch.arange(len(batch)).repeat(n))
-        whole: Tensor = call(self.model, copies, edit=hooks, output=True).output
-        return whole
-
-    def _mean_patterns(
-        self,
-    ) -> tuple[list[Float[Tensor, "_head query key"]], Float[Tensor, " query"]]:
-        """Mean patterns over the sequences that have the query; the metric sees the outputs."""
-
-        def see(output: Tensor, batch: Batch, done: int) -> None:
-            check_finite(output, "the output", done)
-            self.metric.see(output, batch)
-            self.step(0, f"mean patterns: {done + len(batch)} of {self.n} sequences")
-
-        if self.calibration is self.batches:
-            return mean_patterns(self.model, self.batches, self.batch_size, see)
-        done = 0
-        for batch in self.batches.batches(self.batch_size):
-            see(output_of(self.model, batch), batch, done)
-            done += len(batch)
-        return mean_patterns(self.model, self.calibration, self.batch_size)
-
-    def _at_once(self) -> int:
-        n_heads = max(map(len, self.at.mean_patterns))
-        return sequences_at_once(self.model, self.batches.longest or 1, n_heads)
-
     def _report(self, what: str) -> None:
-        at = self.at
-        self.step(0, f"{what}: {int(at.closed.sum())} of {len(at.closed)} measured")
+        n_measured = int((self.at.n > 0).sum())
+        self.step(0, f"{what}: {n_measured} of {len(self.at.estimates)} measured")
         if self.after_batch is not None:
-            self.after_batch(deepcopy(at))
+            self.after_batch(deepcopy(self.at))

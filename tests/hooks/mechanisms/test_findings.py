@@ -9,11 +9,10 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens import load_any
-from infoflow_lens.hooks.interventions import passes
+from infoflow_lens.hooks.interventions import passes, probe
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescaled
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
-    measure,
     measure_mechanisms,
     replace_greedily,
     substituted,
@@ -208,7 +207,7 @@ def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragg
     n_layers = len(model.blocks)
     assert passes.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
     found = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
-    monkeypatch.setattr(measure, "layers_to_start", lambda *args: frozenset())
+    monkeypatch.setattr(probe, "layers_to_start", lambda *args: frozenset())
     whole = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
     for one, other in zip(found.damage, whole.damage, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-8)
