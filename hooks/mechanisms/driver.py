@@ -1,26 +1,20 @@
 """What all measurements of edited models share: inputs read again, and going on with a run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import is_same
 from infoflow_lens.foundation.versions import versions_identity
-from infoflow_lens.hooks.interventions.passes import check_edits_reach, real_queries
 from infoflow_lens.hooks.interventions.probe import Intervention, InterventionResult
-from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.identity import HOOKS, model_identity
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
-from infoflow_lens.hooks.model.points import layer_count, pattern_hook
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.passes.run import run_probes
 
 Reached = Mapping[str, Any]
@@ -58,19 +52,6 @@ class Reading:
                 "go over the inputs; give a tensor, a list or a datasets.Dataset"
             )
         return batches
-
-    @contextmanager
-    def measuring(
-        self, model: nn.Module, batches: Batches, name: str, total: int | None
-    ) -> Iterator[Advance]:
-        """The model in evaluation mode, its patterns known to be editable, and a bar.
-
-        Raises:
-            InfoFlowError: for a bridge in which an edited pattern changes nothing.
-        """
-        with eval_mode(model), progress_bar(name, total, self.progress) as step:
-            check_edits_reach(model, next(batches.batches(1)))
-            yield step
 
 
 def identify(
@@ -248,43 +229,3 @@ def _check_table(probe: Intervention) -> None:
     check_kept(table.bare, [n], torch.float64, "bare")
     for name in ("lost", "rise"):
         check_kept(getattr(table, name), [n, len(table.edits)], torch.float64, name)
-
-
-def mean_patterns(
-    model: nn.Module,
-    batches: Batches,
-    batch_size: int,
-    see: Callable[[Tensor, Batch, int], None] | None = None,
-) -> tuple[list[Float[Tensor, "_head query key"]], Float[Tensor, " query"]]:
-    """The mean pattern of every head, each query's over the sequences that have it; float64.
-
-    Also of how many sequences that is, for each query.
-
-    Args:
-        model: a TransformerLens model.
-        batches: the sequences.
-        batch_size: sequences in a pass.
-        see: called after every pass with the output, the batch, and the index of its first
-            sequence; without it a pass ends with the last pattern.
-    """
-    names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
-    sums: dict[str, Tensor] = {}
-    n_real = torch.zeros(0)
-    done = 0
-    for batch in batches.batches(batch_size):
-        caught = call(model, batch, names, output=see is not None)
-        if see is not None:
-            see(caught.output, batch, done)
-        for name, pattern in caught.activations.items():
-            _, n_head, n_query, n_key = pattern.shape
-            real = real_queries(batch, pattern)
-            if name not in sums:
-                missing = (batches.longest or 0) - batch.tokens.shape[1]
-                size = (n_head, n_query + missing, n_key + missing)
-                sums[name] = real.new_zeros(size)
-                n_real = n_real if len(n_real) else real.new_zeros(size[1])
-            weighed = pattern.double() * real[:, None, :, None]
-            sums[name][:, :n_query, :n_key] += weighed.sum(dim=0)
-        n_real[:n_query] += real.sum(dim=0)
-        done += len(batch)
-    return [sums[name] / n_real[:, None].clamp(min=1) for name in names], n_real

@@ -4,20 +4,18 @@ It is the causal test of what is said to matter: as many edges as another method
 loss of the model that is left with them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import MinLen
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import (
@@ -30,27 +28,27 @@ from infoflow_lens.foundation.settings import (
     checked,
 )
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.interventions.damage import Damage, Read, Reference, metric_of, places_of
+from infoflow_lens.hooks.interventions.damage import Read, metric_of
+from infoflow_lens.hooks.interventions.edits import Edit
+from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
-from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns, with_mean_rest
-from infoflow_lens.hooks.mechanisms.driver import Reading, identify, mean_patterns
+from infoflow_lens.hooks.interventions.patterns import with_mean_rest
+from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
+from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
     EdgeMethod,
     EdgeScores,
+    Judge,
     methods_of,
+    open_edges,
     ranked,
 )
-from infoflow_lens.hooks.mechanisms.next_token import (
-    Edit,
-    EditedLoss,
-    KeptLosses,
-    Losses,
-    NextTokenResult,
-)
-from infoflow_lens.hooks.model.call import catching, output_of
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import takes_model
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
+from infoflow_lens.hooks.model.inputs import Batches, Inputs
+from infoflow_lens.hooks.model.points import pattern_hook, takes_model
+from infoflow_lens.hooks.passes.run import run, run_probes
+from infoflow_lens.hooks.passes.view import Needs, Pass
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -244,8 +242,8 @@ def measure_edge_budget(
     column: str | None = None,
     max_length: Count | None = None,
     batch_size: Count = 16,
-    resume: Losses | None = None,
-    after: Callable[[Losses], None] | None = None,
+    resume: Reached | None = None,
+    after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> EdgeBudgetResult:
     """The loss with as many edges kept as a budget allows, chosen by several methods.
@@ -276,7 +274,7 @@ def measure_edge_budget(
         attention_mask, column, max_length: of `inputs`, as for `run_probes`.
         batch_size: sequences in a pass.
         resume: what `after` was last given.
-        after: called after each method with all losses so far.
+        after: called after each batch of each method with all that is measured so far.
         progress: show a bar.
 
     Raises:
@@ -294,10 +292,14 @@ def measure_edge_budget(
             f"{batches.longest}: expected mean patterns as long; give longer ones, or cut inputs "
             f"with max_length={others.longest}"
         )
+    judge: Judge
     if metric == "loss":
-        measure: _Measure = EditedLoss(model, batches, batch_size, NextTokenLoss(read=read))
+        judge = NextTokenLoss(read=read)
+        judge.check(model, batches.shortest)
+        judged: dict[str, Any] = {"readout": judge}
     else:
-        measure = _Divergence(model, metric_of(model, metric, read, batches.shortest))
+        judge = metric_of(model, metric, read, batches.shortest)
+        judged = {"metric": metric, "read": read}
     given = methods_of(model)
     asked = given if methods is None else methods
     names = [
@@ -305,7 +307,6 @@ def measure_edge_budget(
         for method in asked
         for name in ([f"{CHANCE} {i}" for i in range(draws)] if method == CHANCE else [method])
     ]
-    budget_names = ", ".join(f"{budget:g}" for budget in chosen)
     settings = {
         "probe": "edge_budget",
         "methods": list(asked),
@@ -317,29 +318,36 @@ def measure_edge_budget(
         "n_calibration": others.n_sequences,
     }
     identity = identify(model, settings, inputs=batches, calibration=others)
-    once = KeptLosses(identity, resume, after, batches.n_sequences).once
-    with reading.measuring(model, batches, "edge budget", len(names) * len(chosen) + 2) as step:
-        work = _Run(model, batches, others, measure, batch_size, chosen, asked, seed, step)
-        bare = once("bare", work.bare)
-        none = once("none", work.none)
-        losses = [
-            once(f"{name} at {budget_names}", partial(work.by, name), len(chosen)) for name in names
-        ]
+    rounds = Rounds(model, batches, reading, identity, resume, after)
+    (means,) = run_probes(
+        model, others, [MeanPatternsProbe("patterns")], batch_size=batch_size, progress=False
+    )
+    patterns = [mean.float() for mean in means.patterns]
+
+    def measure(name: str, some: tuple[float, ...]) -> InterventionResult:
+        def make(plain: Pass) -> Iterable[Edit]:
+            assert plain.batch is not None
+            states = judge.states(plain.batch)
+            scores = EdgeScores(plain, plain.batch, states, judge, patterns, others, seed)
+            return _keep_edges(scores, name, some)
+
+        probe = EditsOfPass(make, rows=1, through_hooks=True, **judged)
+        return rounds.run(name, probe)
+
+    none = measure("none", ())
+    bare = none.bare if metric == "loss" else torch.zeros_like(none.bare)
+    n_edges = _count_edges(model, batches, batch_size, judge)
     return EdgeBudgetResult(
         metric=metric,
         methods=tuple(names),
         budgets=chosen,
-        kept=work.kept(work.n_edges),
-        n_edges=work.n_edges,
-        losses=torch.stack(losses),
-        none=none,
+        kept=_kept(chosen, n_edges),
+        n_edges=n_edges,
+        losses=torch.stack([bare + measure(name, chosen).lost.T for name in names]),
+        none=bare + none.lost[:, 0],
         bare=bare,
-        n_tokens=work.n_states,
-        record=RunRecord.from_model(
-            model,
-            settings,
-            seed,
-        ),
+        n_tokens=torch.cat([judge.states(b).sum(dim=1) for b in batches.batches(batch_size)]),
+        record=RunRecord.from_model(model, settings, seed),
     )
 
 
@@ -361,130 +369,52 @@ def _checked_budgets(budgets: Sequence[float]) -> tuple[float, ...]:
     return chosen
 
 
-class _Divergence:
-    """The divergence from the model as it is, as :class:`EditedLoss` gives losses."""
-
-    def __init__(self, model: nn.Module, damage: Damage) -> None:
-        self.model, self.damage = model, damage
-        self._last: tuple[Batch, Reference] | None = None  # several edits of one batch follow
-
-    def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
-        """The positions whose predictions count."""
-        real = batch.mask()
-        if self.damage.read is None:
-            return real
-        return torch.zeros_like(real).scatter_(1, places_of(self.damage.read, batch), True)
-
-    def of(self, batch: Batch, first: int, edit: Edit | None = None) -> Float[Tensor, " batch"]:
-        """The divergence in each sequence of a batch, whose first has that index."""
-        if edit is None:
-            return torch.zeros(len(batch), dtype=torch.float64)
-        if self._last is None or self._last[0] is not batch:
-            self._last = batch, self.damage.reference(output_of(self.model, batch), batch)
-        with edit(batch, first):
-            return self.damage.lost(self._last[1], output_of(self.model, batch), batch)[0]
+def _kept(
+    budgets: Sequence[float], n_edges: Int[Tensor, " sequence"]
+) -> Int[Tensor, "budget sequence"]:
+    """How many edges of each sequence are kept."""
+    rows = [
+        (budget * n_edges).round().clamp(min=1).long() if budget < 1
+        else n_edges.clamp(max=int(budget))
+        for budget in budgets
+    ]  # fmt: skip
+    return torch.stack(rows)
 
 
-_Measure = EditedLoss | _Divergence
+def _count_edges(
+    model: nn.Module, batches: Batches, batch_size: int, judge: Judge
+) -> Int[Tensor, " sequence"]:
+    """Count the edges of each sequence on paths to the states that are read."""
+    counts = []
+    for batch in batches.batches(batch_size):
+        seen = run(model, batch, Needs.of(model, scores=True, pattern=True))
+        edges = open_edges(seen, judge.states(batch))
+        each = [seen.pattern(i).shape[1] * keys.sum(dim=(1, 2)) for i, keys in enumerate(edges)]
+        counts.append(torch.stack(each).sum(dim=0))
+    return torch.cat(counts)
 
 
-class _Run:
-    """One measurement."""
+def _keep_edges(scores: EdgeScores, name: str, budgets: Sequence[float]) -> Iterable[Edit]:
+    """Make an edit for each budget, with edges in the order of a method; without budgets none."""
+    method: Any = CHANCE if not budgets or name.startswith(CHANCE) else name
+    indices = scores.plain.indices.tolist()
+    seeds = [derive_seed("edge budget", scores.seed, name, index) for index in indices]
+    places, n_edges = ranked(scores.of(method), scores.edges, seeds)
+    counts = _kept(budgets, n_edges) if budgets else 0 * n_edges[None]
+    for budget, kept in zip(budgets or (0,), counts, strict=True):
+        edited = {
+            pattern_hook(scores.model, i): partial(_keep, place, kept, scores.means[i])
+            for i, place in enumerate(places)
+        }
+        yield Edit(str(budget), edited)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        others: Batches,
-        measure: _Measure,
-        batch_size: int,
-        budgets: Sequence[float],
-        methods: Sequence[str],
-        seed: int,
-        step: Advance,
-    ) -> None:
-        self.model, self.batches, self.others = model, batches, others
-        self.measure, self.batch_size = measure, batch_size
-        self.budgets, self.methods, self.seed, self.step = budgets, methods, seed, step
-        self.means = [mean.float() for mean in mean_patterns(model, others, batch_size)[0]]
-        states = [measure.states(batch).sum(dim=1) for batch in batches.batches(batch_size)]
-        self.n_states = torch.cat(states)
-        self.n_edges = torch.cat([self._n_open(batch) for batch in batches.batches(batch_size)])
 
-    def kept(self, n_edges: Int[Tensor, " sequence"]) -> Int[Tensor, "budget sequence"]:
-        """How many edges of each sequence are kept."""
-        rows = [
-            (budget * n_edges).round().clamp(min=1).long() if budget < 1
-            else n_edges.clamp(max=int(budget))
-            for budget in self.budgets
-        ]  # fmt: skip
-        return torch.stack(rows)
-
-    def bare(self) -> Float[Tensor, " sequence"]:
-        """The loss of the model as it is."""
-        return self._over_batches(lambda batch, first: self.measure.of(batch, first)[None])[0]
-
-    def none(self) -> Float[Tensor, " sequence"]:
-        """The loss with mean patterns."""
-
-        def of(batch: Batch, first: int) -> Tensor:
-            scores = self._scores(batch, first)
-            places = [torch.where(keys, 0, -1)[:, None] for keys in scores.edges]
-            nothing = torch.zeros(len(batch), dtype=torch.long)
-            return self.measure.of(batch, first, self._edit(places, nothing))[None]
-
-        return self._over_batches(of)[0]
-
-    def by(self, name: str) -> Float[Tensor, "budget sequence"]:
-        """The losses with the edges that a method chooses."""
-
-        def of(batch: Batch, first: int) -> Tensor:
-            scores = self._scores(batch, first)
-            seeds = [
-                derive_seed("edge budget", self.seed, name, first + i) for i in range(len(batch))
-            ]
-            method: EdgeMethod = CHANCE if name.startswith(CHANCE) else name  # type: ignore[assignment]
-            places, n_edges = ranked(scores.of(method), scores.edges, seeds)
-            lost = [
-                self.measure.of(batch, first, self._edit(places, kept))
-                for kept in self.kept(n_edges)
-            ]
-            return torch.stack(lost)
-
-        found = self._over_batches(of)
-        self.step(len(self.budgets))
-        return found
-
-    def _over_batches(self, of: Callable[[Batch, int], Tensor]) -> Tensor:
-        found, done = [], 0
-        for batch in self.batches.batches(self.batch_size):
-            found.append(of(batch, done))
-            done += len(batch)
-        return torch.cat(found, dim=1)
-
-    def _n_open(self, batch: Batch) -> Int[Tensor, " batch"]:
-        heads = [len(mean) for mean in self.means]
-        edges = self._scores(batch, 0).edges
-        return torch.stack(
-            [n * keys.sum(dim=(1, 2)) for n, keys in zip(heads, edges, strict=True)]
-        ).sum(dim=0)
-
-    def _scores(self, batch: Batch, first: int) -> EdgeScores:
-        measure = self.measure.damage if isinstance(self.measure, _Divergence) else self.measure
-        return EdgeScores(
-            self.model, batch, first, self.measure.states(batch), measure, self.means,
-            self.others, self.methods, self.seed,
-        )  # fmt: skip
-
-    def _edit(self, places: Sequence[Tensor], kept: Int[Tensor, " batch"]) -> Edit:
-        @contextmanager
-        def edited(batch: Batch, first: int) -> Iterator[None]:
-            def keep(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
-                stays = places[layer] < kept[:, None, None, None]  # keys that are not open, too
-                stays = stays.to(pattern.device).expand_as(pattern)
-                return with_mean_rest(pattern, stays, self.means[layer])
-
-            with catching(self.model, (), edits_of_patterns(self.model, range(len(places)), keep)):
-                yield
-
-        return edited
+def _keep(
+    places: Int[Tensor, "batch head query key"],
+    kept: Int[Tensor, " batch"],
+    mean: Float[Tensor, "head longest longest"],
+    pattern: Float[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """Keep the first edges; and those of keys that are not open, whose place is -1."""
+    stays = (places < kept[:, None, None, None]).to(pattern.device).expand_as(pattern)
+    return with_mean_rest(pattern, stays, mean)

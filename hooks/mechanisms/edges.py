@@ -17,7 +17,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
-from infoflow_lens.hooks.mechanisms.next_token import EditedLoss
+from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -45,6 +45,7 @@ _DRAWS = 8  # directions in which the divergence is differentiated
 
 Scores: TypeAlias = list[Float[Tensor, "batch head query key"]]  # one tensor a layer
 Open: TypeAlias = list[Bool[Tensor, "batch query key"]]
+Judge: TypeAlias = NextTokenLoss | Damage
 
 
 def methods_of(model: nn.Module) -> tuple[EdgeMethod, ...]:
@@ -102,39 +103,32 @@ class EdgeScores:
     """Scores of the edges of some sequences, each method's when it is asked for.
 
     Attributes:
-        model: a TransformerLens model, in evaluation mode.
-        batch: the sequences.
-        first: the index of the first of them.
+        plain: their pass as it is, with scores and patterns.
+        batch: these sequences.
         states: which states of the last layer are read.
-        measure: what the edited model is measured by; gradients are of it.
+        judge: what the edited model is measured by; gradients are of it.
         means: for each layer the mean patterns.
         others: the sequences of which "another window" takes one each, in turn.
-        methods: those that will be asked for.
         seed: of the directions of gradients.
     """
 
-    model: nn.Module
+    plain: Pass
     batch: Batch
-    first: int
     states: Bool[Tensor, "batch pos"]
-    measure: "EditedLoss | Damage"
+    judge: Judge
     means: Sequence[Float[Tensor, "_head query key"]]
     others: Batches
-    methods: Sequence[str]
     seed: int
 
-    @cached_property
-    def seen(self) -> Pass:
-        """One pass as it is."""
-        needs = Needs.of(self.model, pattern=True, scores=True)
-        if set(_OF_PARTS) & set(self.methods):
-            needs |= needs_of_parts(self.model)
-        return run(self.model, self.batch, needs)
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.plain.model
 
     @cached_property
     def edges(self) -> Open:
         """The edges on paths to the states that are read."""
-        return open_edges(self.seen, self.states)
+        return open_edges(self.plain, self.states)
 
     def of(self, method: EdgeMethod) -> Scores:
         """The scores of all edges, at least 0; those of edges that are not open say nothing.
@@ -182,7 +176,7 @@ class EdgeScores:
 
     @cached_property
     def _patterns(self) -> Scores:
-        return [self.seen.pattern(i).float().cpu() for i in range(self.seen.n_layers)]
+        return [self.plain.pattern(i).float().cpu() for i in range(self.plain.n_layers)]
 
     def _parts(self) -> list[Parts]:
         """What heads bring, in every layer.
@@ -190,10 +184,11 @@ class EdgeScores:
         Raises:
             InfoFlowError: if it does not add up to what attention adds.
         """
-        found = []
+        needs = Needs.of(self.model, scores=True, pattern=True) | needs_of_parts(self.model)
+        seen, found = run(self.model, self.batch, needs), []
         for layer, addition in enumerate(find_additions(self.model)):
-            parts = Parts.of(self.seen, layer, addition)
-            if not parts.add_up(self.seen, layer):
+            parts = Parts.of(seen, layer, addition)
+            if not parts.add_up(seen, layer):
                 raise InfoFlowError(gap_in(layer))
             found.append(parts)
         return found
@@ -204,9 +199,9 @@ class EdgeScores:
     def _of_others(self) -> Scores:
         found = [torch.zeros_like(pattern) for pattern in self._patterns]
         sequences = self.others.sequences()
-        n_pos = self.batch.tokens.shape[1]
-        for index in range(len(self.batch)):
-            other = sequences[(self.first + index) % len(sequences)][None, :n_pos]
+        n_pos = self.states.shape[1]
+        for index, number in enumerate(self.plain.indices.tolist()):
+            other = sequences[number % len(sequences)][None, :n_pos]
             seen = run(self.model, other, Needs.of(self.model, pattern=True))
             patterns = [seen.pattern(i).float().cpu() for i in range(seen.n_layers)]
             length = other.shape[1]
@@ -222,17 +217,15 @@ class EdgeScores:
             n_pos = moves[0].shape[-1]
             means = [mean[:, :n_pos, :n_pos].float().cpu() for mean in self.means]
             moves = [p - mean for p, mean in zip(moves, means, strict=True)]
-        layers = range(len(moves))
-        with differentiable(self.model, self.batch, layers) as (output, leaves):
-            if isinstance(self.measure, EditedLoss):
-                total = self.measure.lost(output, self.batch).sum()
+        batch, judge = self.batch, self.judge
+        with differentiable(self.model, batch, range(len(moves))) as (output, leaves):
+            if isinstance(judge, NextTokenLoss):
+                total = judge.lost(output, batch).sum()
                 return [_size(g, m) for g, m in zip(gradients(total, leaves), moves, strict=True)]
-            rows = self.measure.rows(output, self.batch)
-            seeds = [
-                derive_seed("edges", self.seed, self.first + i) for i in range(len(self.batch))
-            ]
+            rows = judge.rows(output, batch)
+            seeds = [derive_seed("edges", self.seed, i) for i in self.plain.indices.tolist()]
             squares = [torch.zeros_like(move) for move in moves]
-            for towards in directions(rows.detach(), self.measure, self.batch, _DRAWS, seeds):
+            for towards in directions(rows.detach(), judge, batch, _DRAWS, seeds):
                 found = gradients(rows, leaves, towards)
                 for square, gradient, move in zip(squares, found, moves, strict=True):
                     square += _size(gradient, move).square()
