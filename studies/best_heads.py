@@ -120,13 +120,13 @@ def best_heads(
     others = _Sequences(task, n_judged // 4, derive_seed("heads, choice", seed))
     choices: list[Choose] = [last.chosen]
     if roles > 1 and search.least > _NOTHING:
-        choices.append(lambda x: _listed(task, n_heads, x, seed))
+        choices.append(lambda x: _route(task, n_heads, x, seed))
     readouts, errors = [], []
     for choose in choices:
-        readouts.append(_fitted(seen.parts(choose), seen.y))
+        readouts.append(_fit(seen.parts(choose), seen.y))
         errors.append(nmse_of(others.parts(choose) @ readouts[-1], others.y))
     found = int(torch.cat(errors).argmin())
-    scores = None if found == len(last.forms) else last.of(torch.tensor([found]))
+    scores = None if found == len(last.forms) else last.select(torch.tensor([found]))
     judge = _Sequences(task, n_judged, derive_seed("heads, judge", seed))
     parts = judge.parts(choices[-1] if scores is None else scores.chosen)[0]
     output = parts @ torch.cat(readouts)[found]
@@ -137,7 +137,7 @@ def best_heads(
         nmse=float(nmse_of(output, judge.y)),
         low=low,
         high=high,
-        held=judge.held(parts),
+        held=judge.rate(parts),
         budget=search.tried,
         n=n,
         scores=scores,
@@ -156,12 +156,12 @@ class HeadScores:
     forms: Float[Tensor, "set head role d_token+1 d_token"]
     gates: Float[Tensor, "set head role d_token+1 d_token+1"]
 
-    def of(self, rows: Tensor) -> "HeadScores":
-        """Some of the sets."""
+    def select(self, rows: Tensor) -> "HeadScores":
+        """Select some of the sets."""
         return HeadScores(self.forms[rows], self.gates[rows])
 
-    def joined(self, others: "HeadScores") -> "HeadScores":
-        """These sets, and then others."""
+    def join(self, others: "HeadScores") -> "HeadScores":
+        """Return these sets, and then others."""
         return HeadScores(
             torch.cat([self.forms, others.forms]), torch.cat([self.gates, others.gates])
         )
@@ -176,7 +176,7 @@ class HeadScores:
     def chosen(self, x: Float[Tensor, "batch pos d_token"]) -> Int[Tensor, "set head batch pos"]:
         """The key of each query's largest score."""
         n_sets, n_heads, n_roles = self.forms.shape[:3]
-        tokens = _with_one(x.flatten(0, 1))
+        tokens = _append_one(x.flatten(0, 1))
         queries = tokens @ self.forms.flatten(0, 2)  # [set head role, token, d_token]
         queries = queries.unflatten(0, (n_sets * n_heads, n_roles))
         if n_roles > 1:
@@ -228,8 +228,8 @@ class _Sequences:
         outer = self.task.outer_function(values.flatten(0, 1)).unflatten(0, values.shape[:2])
         return torch.cat([values, outer, torch.ones_like(values[..., :1])], dim=-1).double()
 
-    def held(self, parts: Float[Tensor, "batch part"]) -> float:
-        """The share of the sequences in which these parts are the best of all pairs."""
+    def rate(self, parts: Float[Tensor, "batch part"]) -> float:
+        """Return the share of the sequences in which these parts are the best of all pairs."""
         whole = torch.ones(len(parts), dtype=torch.bool)
         for index, component in enumerate(self.components):
             reached = parts[:, index] if component.extremum == "max" else -parts[:, index]
@@ -255,38 +255,38 @@ class _Search:
         starts = self._starts()
         if self.roles > 1:
             alone = _Search(self.sequences, self.n_heads, 1, self.budget, self.seed)
-            starts = self._with_roles(alone.run()).joined(starts)
+            starts = self._expand_roles(alone.run()).join(starts)
             self.tried = alone.tried
         rounds = max(0, self.budget - len(starts.forms)) // (3 * _CHILDREN * _KEPT)
         errors = self._errors(starts)
         order = errors.argsort()[:_KEPT]
-        starts, heads, errors = starts.of(order), starts.of(order), errors[order]
+        starts, heads, errors = starts.select(order), starts.select(order), errors[order]
         steps = torch.full((len(errors),), 0.5)
         for kept in (_KEPT, _KEPT // 2, _KEPT // 4):
             order = errors.argsort()[:kept]
-            heads, errors, steps = heads.of(order), errors[order], steps[order]
+            heads, errors, steps = heads.select(order), errors[order], steps[order]
             n_children = _CHILDREN * _KEPT // kept
             for _ in range(rounds):
                 if errors.min() < _NOTHING:
                     break
-                tries = self._changed(heads, steps, n_children)
+                tries = self._change(heads, steps, n_children)
                 found = self._errors(tries).view(len(errors), n_children)
                 least, child = found.min(dim=1)
                 better = least < errors
                 first = torch.arange(len(errors)) * n_children
-                heads = heads.where(better, tries.of(first + child))
+                heads = heads.where(better, tries.select(first + child))
                 errors = torch.where(better, least, errors)
                 steps = (steps * torch.where(better, 1.3, 0.85)).clamp(0.005, 1.0)
         self.least = float(errors.min())
-        return starts.joined(heads)
+        return starts.join(heads)
 
     def _errors(self, heads: HeadScores) -> Float[Tensor, " set"]:
         """NMSE of several sets of heads on the sequences of the search, by their best readouts."""
         self.tried += len(heads.forms)
         found = []
         for some in torch.arange(len(heads.forms)).split(self.at_once):
-            parts = self.sequences.parts(heads.of(some).chosen)
-            found.append(nmse_of(parts @ _fitted(parts, self.sequences.y), self.sequences.y))
+            parts = self.sequences.parts(heads.select(some).chosen)
+            found.append(nmse_of(parts @ _fit(parts, self.sequences.y), self.sequences.y))
         return torch.cat(found)
 
     def _starts(self) -> HeadScores:
@@ -310,8 +310,8 @@ class _Search:
         forms = torch.where(by_chance[..., None, None], _unit(random), known)
         return HeadScores(forms, self._gates(forms))
 
-    def _with_roles(self, heads: HeadScores) -> HeadScores:
-        """The same heads with their one score in every role."""
+    def _expand_roles(self, heads: HeadScores) -> HeadScores:
+        """Return the same heads with their one score in every role."""
         forms = heads.forms.expand(-1, -1, self.roles, -1, -1).contiguous()
         gates = torch.randn((*forms.shape[:3], *heads.gates.shape[3:]), generator=self.generator)
         return HeadScores(forms, gates)
@@ -321,15 +321,15 @@ class _Search:
     ) -> Float[Tensor, "set head role d_token+1 d_token+1"]:
         """Queries take the role in which |x B| is largest, by what other tokens have there."""
         squares = forms @ forms.mT
-        tokens = _with_one(self.sequences.x.flatten(0, 1)[:500])
+        tokens = _append_one(self.sequences.x.flatten(0, 1)[:500])
         sizes = (tokens @ forms).square().sum(dim=-1)
         deviation = sizes.std(dim=-1).clamp(min=1e-6)
         gates = squares / deviation[..., None, None]
         gates[..., -1, -1] -= sizes.mean(dim=-1) / deviation
         return gates
 
-    def _changed(self, heads: HeadScores, steps: Float[Tensor, " set"], times: int) -> HeadScores:
-        """Each set several times, with about half of its scores changed, and at least one."""
+    def _change(self, heads: HeadScores, steps: Float[Tensor, " set"], times: int) -> HeadScores:
+        """Repeat each set several times, with about half of its scores changed, at least one."""
         forms = heads.forms.repeat_interleave(times, dim=0)
         gates = heads.gates.repeat_interleave(times, dim=0)
         step = steps.repeat_interleave(times)[:, None, None, None, None]
@@ -346,10 +346,10 @@ class _Search:
         return HeadScores(forms, gates)
 
 
-def _fitted(
+def _fit(
     parts: Float[Tensor, "set batch part"], y: Float[Tensor, "batch d_output"]
 ) -> Float[Tensor, "set part d_output"]:
-    """The best linear readouts of parts, which may depend on one another."""
+    """Fit the best linear readouts of parts, which may depend on one another."""
     gram = parts.mT @ parts
     ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
@@ -357,10 +357,10 @@ def _fitted(
     return solved
 
 
-def _listed(
+def _route(
     task: Any, n_heads: int, x: Float[Tensor, "batch pos d_token"], seed: int
 ) -> Int[Tensor, "set head batch pos"]:
-    """One set: the heads of `routed_error`, by the components' scores in their best roles."""
+    """Make one set: the heads of `routed_error`, by the components' scores in their best roles."""
     components = tuple(task.components)
     known = roles_of(components, range(len(components)))
     order = choose_roles(components, known, x, reference_tokens(task, seed)[:_REFERENCE])
@@ -389,18 +389,19 @@ def _sums(sides: Float[Tensor, "side row d_token"]) -> Float[Tensor, "sum row d_
 
 
 def _bilinear_part(component: Component, d_token: int) -> Float[Tensor, "d_token d_token"]:
-    """What depends on both tokens of a pair together, at the unit vectors."""
+    """Compute what depends on both tokens of a pair together, at the unit vectors."""
     units = torch.cat([torch.eye(d_token), torch.zeros(1, d_token)])
     first = units[:, None].expand(-1, d_token + 1, -1)
     values = component.preference(torch.stack([first, first.transpose(0, 1)], dim=-2))
+    # less what either token does alone; the last row and column hold the zero token
     both = values - values[:, -1:] - values[-1:] + values[-1, -1]
     return both[:-1, :-1]
 
 
 def _unit(forms: Tensor) -> Tensor:
-    """Of norm 1: a hard head is the same for every positive multiple of its score."""
+    """Scale to norm 1: a hard head is the same for every positive multiple of its score."""
     return forms / forms.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-12)
 
 
-def _with_one(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d+1"]:
+def _append_one(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d+1"]:
     return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)

@@ -50,7 +50,7 @@ def _bound(exponent: float, reason: str, source: str) -> Bound:
 def depth_separation_bound(
     n_tokens: Count, n_heads: Count, d_head: Count, sharp: bool = False
 ) -> Bound:
-    """One layer on min_{s,t} ||x(s) + x(t)||^2 (Thm 1/4): exponent linear in T.
+    """Bound one layer on min_{s,t} ||x(s) + x(t)||^2 (Thm 1/4): the exponent is linear in T.
 
     ``k = (T - h - 1) / ((n + 1) h + 1) - 1``, or with `sharp` ``(T - h - 1) / ((n + 1) h) - 1``,
     what the counting of free positions and constraints gives [derived from the proof; the paper
@@ -73,7 +73,7 @@ def depth_separation_bound(
 
 @checked
 def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count) -> Bound:
-    """One softmax head on the k-th largest of T scalars, k >= 2 (Thm 2/5).
+    """Bound one softmax head on the k-th largest of T scalars, k >= 2 (Thm 2/5).
 
     The theorem is of heads whose score does not decrease with the scalar, of any values in R^n, and
     of weights of at most 1: a head whose score decreases retrieves the smallest, k = T, at no cost.
@@ -185,7 +185,7 @@ def triangle_limit(first: Count, second: Count) -> int:
 
 @checked
 def softmin_gap(n_items: Count, beta: Positive) -> float:
-    """How far a softmin average can lie above the minimum: ``W0((n - 1) / e) / beta`` [derived].
+    """Bound a softmin average less the minimum: it is at most ``W0((n - 1) / e) / beta`` [derived].
 
     For weights proportional to exp(-beta a_s) over n items, ``0 <= sum p_s a_s - min a`` is at most
     that, with equality where all other items have the same gap; W0 is Lambert's function. It
@@ -199,6 +199,7 @@ def softmin_gap(n_items: Count, beta: Positive) -> float:
     logarithm = math.log(n_items - 1) - 1  # w + ln w, where (n - 1) / e is no float any more
     w = logarithm
     for _ in range(50):
+        # Newton's step for w + ln w = ln((n - 1) / e)
         w -= (w + math.log(w) - logarithm) / (1 + 1 / w)
     return w / beta
 
@@ -295,7 +296,7 @@ def kth_largest_collision(
     averages = torch.cat(
         [(weights.unsqueeze(-1) * value(z)).mean(dim=1), weights.mean(dim=1, keepdim=True)], dim=1
     )
-    side, pair = shared_cube(averages, len(z))
+    side, pair = find_cube(averages, len(z))
     if pair is None:
         raise InfoFlowError(f"no two of {len(z)} sequences share a cube ({bound.reason})")
     sequences = torch.ones(2, n_tokens, dtype=z.dtype)
@@ -319,10 +320,10 @@ def cells_of(sequences: int, dimensions: int) -> int:
     return max(1, root_ceiling(sequences, dimensions) - 1)
 
 
-def shared_cube(
+def find_cube(
     numbers: Float[Tensor, "sequence number"], n_sequences: int
 ) -> tuple[float, tuple[int, int] | None]:
-    """The side for which cubes of [-1, 1]^k are fewer than sequences, and two that share one."""
+    """Find the side with fewer cubes of [-1, 1]^k than sequences, and two that share a cube."""
     side = 2 / cells_of(n_sequences, numbers.shape[1])
     cubes = ((numbers + 1) / side).floor()
     seen: dict[tuple[float, ...], int] = {}

@@ -82,7 +82,7 @@ class Claim:
         return self.text.format(bound=self.bound_in_words())
 
     def holds(self, number: float) -> bool:
-        """Whether a number keeps to the bound."""
+        """Say whether a number keeps to the bound."""
         if isinstance(self.bound, tuple):
             return self.bound[0] <= number <= self.bound[1]
         kept = {
@@ -94,7 +94,7 @@ class Claim:
         return kept[self.op]
 
     def room(self, number: float) -> float:
-        """How far a number keeps from the bound, as a logarithm of their ratio where they have one.
+        """Return how far a number keeps from the bound, as a logarithm of their ratio if it exists.
 
         Of shares from a half on it is the ratio of what they leave. Below 0 where it breaks it.
         """
@@ -114,7 +114,7 @@ class Claim:
         return room if self.holds(number) else min(room, -1e-12)
 
     def judge(self, results: "pd.DataFrame") -> Verdict:
-        """Whether all numbers keep to the bound, and a sentence that says so."""
+        """Judge whether all numbers keep to the bound, and say so in a sentence."""
         numbers = self.numbers(results)
         if not isinstance(numbers, Mapping):
             raise InfoFlowError(
@@ -230,8 +230,8 @@ def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: in
     return held / total
 
 
-def in_a_word(passed: bool, share: float | None) -> str:
-    """A verdict with what other seeds may say of it.
+def say_verdict(passed: bool, share: float | None) -> str:
+    """Say a verdict with what other seeds may say of it.
 
     Args:
         passed: by the rule.

@@ -58,7 +58,7 @@ def render_page(page: str, more: Mapping[str, Any]) -> str:
         FORMS, n=short, span=span, listed=listed, in_words=in_words, number=_first_number
     )
     environment.globals.update(
-        FORMS, statement=lambda name: Statement.of(name).text.rstrip(), **more
+        FORMS, statement=lambda name: Statement.read(name).text.rstrip(), **more
     )
     try:
         return environment.get_template(f"{page}.jinja").render()
@@ -92,16 +92,16 @@ def commas(count: float) -> str:
 def span(values: Iterable[float], form: Form = 3) -> str:
     """The least and the most; or the one."""
     known = np.array(list(values), dtype=float)
-    return " to ".join(dict.fromkeys(_written([np.nanmin(known), np.nanmax(known)], form)))
+    return " to ".join(dict.fromkeys(_format_all([np.nanmin(known), np.nanmax(known)], form)))
 
 
 def listed(values: Iterable[float], form: Form = 3) -> str:
     """Numbers in their order: "1, 2 and 3"."""
-    *first, last = _written(values, form)
+    *first, last = _format_all(values, form)
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _written(values: Iterable[float], form: Form) -> list[str]:
+def _format_all(values: Iterable[float], form: Form) -> list[str]:
     write = partial(short, digits=form) if isinstance(form, int) else form
     return [write(float(value)) for value in values]
 

@@ -68,7 +68,7 @@ def _patterns(model: VectorTransformer) -> list[str]:
 def stacked_readout(
     model: VectorTransformer, weights: Weights, x: Float[Tensor, "seed batch pos d_token"]
 ) -> Float[Tensor, "seed batch d_output"]:
-    """The output at CLS (eq 2) of models with these weights; the last block runs at CLS alone.
+    """Compute the output at CLS (eq 2) of models with these weights; the last block runs at CLS.
 
     Args:
         model: one of the models, for all that is no weight.
@@ -87,7 +87,7 @@ def stacked_readout(
     last = len(model.blocks) - 1
     for index, block in enumerate(model.blocks):
         name = f"blocks.{index}"
-        keys = _normalized(residual, weights, f"{name}.ln1", block.ln1)
+        keys = _normalize(residual, weights, f"{name}.ln1", block.ln1)
         if index == last:
             residual, queries = residual[:, :, -1:], keys[:, :, -1:]
         else:
@@ -96,14 +96,14 @@ def stacked_readout(
             keys = keys[:, :, :-1]
         residual = residual + _attention(queries, keys, weights, f"{name}.attn", block.attn)
         if not model.cfg.attn_only:
-            hidden = _normalized(residual, weights, f"{name}.ln2", block.ln2)
+            hidden = _normalize(residual, weights, f"{name}.ln2", block.ln2)
             hidden = _affine(hidden, weights[f"{name}.mlp.W_in"], weights[f"{name}.mlp.b_in"])
             hidden = block.mlp.act_fn(hidden)
             residual = residual + _affine(
                 hidden, weights[f"{name}.mlp.W_out"], weights[f"{name}.mlp.b_out"]
             )
     if model.cfg.normalization_type is not None:
-        residual = _normalized(residual, weights, "ln_final", model.ln_final)
+        residual = _normalize(residual, weights, "ln_final", model.ln_final)
     return _affine(residual, weights["unembed.W_U"], weights["unembed.b_U"])[:, :, 0]
 
 
@@ -116,8 +116,8 @@ def _affine(
     return product.view(*x.shape[:3], weight.shape[-1])
 
 
-def _normalized(x: Tensor, weights: Weights, name: str, norm: torch.nn.Module) -> Tensor:
-    """Layer norm, where the model has it."""
+def _normalize(x: Tensor, weights: Weights, name: str, norm: torch.nn.Module) -> Tensor:
+    """Apply the layer norm, where the model has it."""
     if not isinstance(norm, LayerNorm):
         return x
     centred = x - x.mean(-1, keepdim=True)
@@ -133,17 +133,17 @@ def _attention(
     name: str,
     attention: Attention,
 ) -> Float[Tensor, "seed batch query d_model"]:
-    """What the heads of a layer write.
+    """Compute what the heads of a layer write.
 
     Where there is one query a sequence, keys and values are never made: its scores are products of
     the states with W_K q, and its z are W_V of a mean of the states, which are the same numbers to
     rounding for a share of 1 / d_head of the work.
     """
     if queries.shape[2] == 1:
-        z = _of_one_query(queries, keys, weights, name, attention)
+        z = _read_once(queries, keys, weights, name, attention)
     else:
         q, k, v = (
-            _projected(x, weights, name, part)
+            _project(x, weights, name, part)
             for x, part in ((queries, "Q"), (keys, "K"), (keys, "V"))
         )
         z = _pattern((q / attention.attn_scale) @ k.transpose(-2, -1), attention) @ v
@@ -151,16 +151,17 @@ def _attention(
     return _affine(z, weights[f"{name}.W_O"].flatten(1, 2), weights[f"{name}.b_O"])
 
 
-def _of_one_query(
+def _read_once(
     query: Float[Tensor, "seed batch 1 d_model"],
     states: Float[Tensor, "seed batch key d_model"],
     weights: Weights,
     name: str,
     attention: Attention,
 ) -> Float[Tensor, "seed batch head 1 d_head"]:
-    """What the heads read for one query of each sequence."""
-    q = _projected(query, weights, name, "Q")[:, :, :, 0] / attention.attn_scale
+    """Compute what the heads read for one query of each sequence."""
+    q = _project(query, weights, name, "Q")[:, :, :, 0] / attention.attn_scale
     w_k, b_k, w_v, b_v = (weights[f"{name}.{part}"] for part in ("W_K", "b_K", "W_V", "b_V"))
+    # W_K q, once a sequence, in the place of W_K x for every key
     asked = torch.einsum("sbhe,shde->sbhd", q, w_k)
     constant = torch.einsum("sbhe,she->sbh", q, b_k)[..., None]
     pattern = _pattern(asked @ states.transpose(-2, -1) + constant, attention)
@@ -168,10 +169,10 @@ def _of_one_query(
     return (read + pattern.sum(-1, keepdim=True) * b_v[:, None])[:, :, :, None]
 
 
-def _projected(
+def _project(
     x: Float[Tensor, "seed batch pos d_model"], weights: Weights, name: str, part: str
 ) -> Float[Tensor, "seed batch head pos d_head"]:
-    """Queries, keys or values of all heads."""
+    """Compute queries, keys or values of all heads."""
     weight, bias = weights[f"{name}.W_{part}"], weights[f"{name}.b_{part}"]
     flat = weight.transpose(1, 2).flatten(2)
     return _affine(x, flat, bias.flatten(1)).unflatten(-1, bias.shape[1:]).transpose(2, 3)

@@ -47,8 +47,8 @@ class Stages:
     improvement: float = 0.1
 
     @classmethod
-    def of(cls, settings: Settings) -> "Stages":
-        """Those that the settings of a study name."""
+    def read(cls, settings: Settings) -> "Stages":
+        """Read the stages that the settings of a study name."""
         epochs = {name: settings[name] for name in ("epochs_each", "epochs", "last_epochs")}
         return cls(lengths=tuple(settings["lengths"]), **epochs)
 
@@ -106,14 +106,14 @@ def train_in_stages(
         InfoFlowError: for lengths that reach the full one, or positions that shorter ones lack.
     """
 
-    def trained(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
+    def train_stage(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
         (run,) = runs
         settings = replace(settings, seed=run.order)
         folder = checkpoint_dir / str(len(run.epochs) + 1) if checkpoint_dir else None
         return [train(run.model, *data(length), settings, checkpoint_dir=folder, progress=progress)]
 
     run = _Run(build_model(architecture, seed=model_seed, device=device), config.seed)
-    _through_stages([run], architecture, stages, config, trained)
+    _through_stages([run], architecture, stages, config, train_stage)
     return run.result()
 
 
@@ -140,7 +140,7 @@ def train_in_stages_together(
         InfoFlowError: as there.
     """
 
-    def trained(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
+    def train_stage(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
         seed_of = {run.order: run.seed for run in runs}
         together = train_together(
             [run.model for run in runs],
@@ -154,7 +154,7 @@ def train_in_stages_together(
         return [None if result.stopped == "diverged" else result for result in results]
 
     runs = [_Run(build_model(architecture, seed=seed, device=device), seed) for seed in seeds]
-    _through_stages(runs, architecture, stages, config, trained)
+    _through_stages(runs, architecture, stages, config, train_stage)
     return [None if run.last is None else run.result() for run in runs]
 
 
@@ -226,7 +226,7 @@ def _through_stages(
     plan += [("cosine", full, cosine)]
     for index, (name, length, settings) in enumerate(plan):
         for run in runs:
-            run.model = _of_length(run.model, length)
+            run.model = _resize(run.model, length)
             # another order of the sequences in each stage
             run.order = derive_seed("stage", run.seed, name)
         # the rate warms up at the first stage alone
@@ -250,22 +250,22 @@ class StagedStudy(TogetherStudy):
 
     @abstractmethod
     def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
-        """What the model of a seed is trained on and validated with at a length."""
+        """Return what the model of a seed is trained on and validated with at a length."""
 
     @abstractmethod
     def training(self, settings: Settings) -> TrainingConfig:
-        """How models are trained; epochs are the stages', the seed is the run's."""
+        """Say how models are trained; epochs are the stages', the seed is the run's."""
 
     @abstractmethod
     def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
-        """What is measured of a trained model."""
+        """Measure a trained model."""
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Train one model, and measure it."""
         trained = train_in_stages(
             self.architecture(settings),
             partial(self.data_at, settings, seed),
-            Stages.of(settings),
+            Stages.read(settings),
             replace(self.training(settings), seed=seed),
             model_seed=seed,
             device=device,
@@ -275,11 +275,11 @@ class StagedStudy(TogetherStudy):
     def measure_together(
         self, settings: Settings, seeds: Sequence[int], device: str
     ) -> list[list[Row] | None]:
-        """All seeds through the stages together."""
+        """Train all seeds through the stages together, and measure them."""
         trained = train_in_stages_together(
             self.architecture(settings),
             partial(self.data_at, settings),
-            Stages.of(settings),
+            Stages.read(settings),
             self.training(settings),
             seeds,
             device=device,
@@ -290,8 +290,8 @@ class StagedStudy(TogetherStudy):
         ]
 
 
-def _of_length(before: VectorTransformer, n_tokens: int) -> VectorTransformer:
-    """The same weights in a model for another number of tokens, on which only masks depend."""
+def _resize(before: VectorTransformer, n_tokens: int) -> VectorTransformer:
+    """Put the same weights in a model for another number of tokens, on which only masks depend."""
     if before.architecture.n_tokens == n_tokens:
         return before
     architecture = replace(before.architecture, n_tokens=n_tokens)

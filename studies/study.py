@@ -68,7 +68,7 @@ class Statement:
             )
 
     @classmethod
-    def of(cls, name: str) -> "Statement":
+    def read(cls, name: str) -> "Statement":
         """Read the statement of a study of this package.
 
         Args:
@@ -86,7 +86,7 @@ class Statement:
         return re.split(r"\n\n\*\*", text)[0].strip()
 
     @property
-    def in_short(self) -> str:
+    def summary(self) -> str:
         """The prediction in one line, for the summary of all studies; without it the title."""
         return self.part("In short.") or self.text.splitlines()[0].removeprefix("# ")
 
@@ -195,15 +195,15 @@ class Study(ABC):
         return "; ".join(claim.rule() for claim in self.claims())
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """Whether the effect was seen, by the stated rule."""
+        """Judge whether the effect was seen, by the stated rule."""
         return judge_claims(self.claims(), results, self.remarks(results))
 
     def judges(self, settings: Settings) -> bool:
-        """Whether the rule is about a configuration; the others are reported."""
+        """Say whether the rule is about a configuration; the others are reported."""
         return True
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """By control of the statement: results with its numbers in the place of the judged ones.
+        """Return, by control, results with the control's numbers in the place of the judged ones.
 
         A rule that passes with these proves nothing.
         """
@@ -232,8 +232,8 @@ class VectorStudy(Study):
             d_encoder=architecture.d_encoder or 0,
         )
 
-    def drawn(self, task: VectorTask, part: str, n: int, seed: int) -> Pair:
-        """Sequences and targets for a part of a run; different parts and seeds share nothing."""
+    def draw(self, task: VectorTask, part: str, n: int, seed: int) -> Pair:
+        """Draw sequences and targets for a part of a run; other parts and seeds share nothing."""
         return task.sample(n, seed=derive_seed(self.name, part, seed))
 
     def data_of(
@@ -242,8 +242,8 @@ class VectorStudy(Study):
         """Standardised sequences to train on, and `n` of another part; each length has its own."""
         length = task.n_tokens
         return standardise(
-            self.drawn(task, f"train {length}", settings["n_train"], seed),
-            self.drawn(task, f"{part} {length}", n, seed),
+            self.draw(task, f"train {length}", settings["n_train"], seed),
+            self.draw(task, f"{part} {length}", n, seed),
         )
 
 
@@ -262,17 +262,17 @@ class TrainedStudy(TogetherStudy):
 
     @abstractmethod
     def data(self, settings: Settings, seed: int) -> tuple[Data | Draw, Data]:
-        """What the model of a seed is trained on and validated with, as `train` takes them."""
+        """Return what the model of a seed is trained on and validated with, as `train` takes it."""
 
     @abstractmethod
     def training(self, settings: Settings) -> TrainingConfig:
-        """How models are trained; the seed is the run's."""
+        """Say how models are trained; the seed is the run's."""
 
     @abstractmethod
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
-        """What is measured of a trained model."""
+        """Measure a trained model."""
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Train one model, and measure it."""
@@ -284,7 +284,7 @@ class TrainedStudy(TogetherStudy):
     def measure_together(
         self, settings: Settings, seeds: Sequence[int], device: str
     ) -> list[list[Row] | None]:
-        """All seeds in one batched model; it is compiled where that pays, not on a CPU."""
+        """Train all seeds in one batched model, compiled where that pays, not on a CPU."""
         together = train_together(
             self.architecture(settings),
             partial(self.data, settings),
@@ -313,22 +313,22 @@ class FreshStudy(TrainedStudy):
 
     @abstractmethod
     def task(self, settings: Settings) -> VectorTask:
-        """What is learnt; the same for all seeds."""
+        """Return the target; it is the same for all seeds."""
 
     def data(self, settings: Settings, seed: int) -> tuple[Draw, Pair]:
         """Fresh sequences in every epoch, and those that validate."""
-        drawn = self.scaled(settings)
+        drawn = self.scale_draws(settings)
 
         def draw(epoch: int) -> Pair:
             return drawn("train", settings["n_train"], derive_seed(seed, epoch))
 
         return draw, drawn("validation", 4000, seed)
 
-    def scaled(self, settings: Settings) -> Callable[[str, int, int], Pair]:
-        """What draws sequences for a part, so many of a seed; targets of mean 0, deviation 1."""
+    def scale_draws(self, settings: Settings) -> Callable[[str, int, int], Pair]:
+        """Return what draws sequences of a seed for a part; targets have mean 0, deviation 1."""
         task = self.task(settings)
-        scale = self.drawn(task, "scale", 20000, 0)
-        return lambda part, n, seed: standardise(scale, self.drawn(task, part, n, seed))[1]
+        scale = self.draw(task, "scale", 20000, 0)
+        return lambda part, n, seed: standardise(scale, self.draw(task, part, n, seed))[1]
 
     def training(self, settings: Settings) -> TrainingConfig:
         """Along a cosine, at full length from the start."""

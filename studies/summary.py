@@ -20,7 +20,7 @@ from infoflow_lens.studies.claims import (
     Numbers,
     Verdict,
     deciding_number,
-    in_a_word,
+    say_verdict,
     share_of_seeds,
 )
 from infoflow_lens.studies.language_model.card import comparison, measured_models
@@ -96,7 +96,7 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
     rows, pages, runs = [], {}, {}
     for study in STUDIES.values():
         for path in _folders_of(study, folder):
-            run = recorded_run(study, path) if _has_run(study, path) else None
+            run = read_run(study, path) if _has_run(study, path) else None
             if run is not None:
                 runs[path] = (study, run)
                 pages[path / "table.md"] = _report(study, path, run)
@@ -106,14 +106,14 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
     )
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
-        runs[path] = (study, recorded_run(study, path))
+        runs[path] = (study, read_run(study, path))
         pages[path / "table.md"] = _report(study, path, runs[path][1])
     for name in page_templates():
         if _stands(folder / name):
             pages[folder / name] = f"{_page(name, folder, pages, runs)}\n"
     page = folder / "README.md"
     of_readme = _PAGE if page in pages else _README
-    pages[page] = _with_summary(page, pages.get(page), summary)
+    pages[page] = _insert_summary(page, pages.get(page), summary)
     kinds = {path: TABLE if path.name == "table.md" else _PAGE for path in pages}
     kinds[page] = of_readme
     for path in pages:
@@ -136,8 +136,8 @@ def _text_of(page: Path) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
-def _with_summary(page: Path, text: str | None, summary: str) -> str:
-    """The text of a page, by default what stands in it now, with the table in its place.
+def _insert_summary(page: Path, text: str | None, summary: str) -> str:
+    """Return the text of a page, by default what stands in it now, with the table in its place.
 
     Raises:
         InfoFlowError: if it has no place for the table, or is not UTF-8.
@@ -183,7 +183,7 @@ def _page(
         return pages[beside / run / "table.md"]
 
     def section(run: str, heading: str) -> str:
-        """What a run's table.md has below a heading."""
+        """Return what a run's table.md has below a heading."""
         text = table(run).partition(f"\n### {heading}\n")[2]
         if not text:
             raise KeyError(f"{heading} in table.md of {run}")
@@ -194,7 +194,7 @@ def _page(
         if beside / run in runs:
             return runs[beside / run]
         study = STUDY_KINDS[_config(beside / run / "record.json")["study"]]()
-        return study, recorded_run(study, beside / run)
+        return study, read_run(study, beside / run)
 
     def numbers(run: str, place: int) -> Numbers:
         """The numbers of a claim of a study."""
@@ -202,7 +202,7 @@ def _page(
         return study.claims()[place].numbers(recorded.finished)
 
     def holds(run: str, place: int, label: str) -> bool:
-        """Whether a claim of a study holds of what one of its numbers is of."""
+        """Say whether a claim of a study holds for what one of its numbers is of."""
         return of_run(run)[0].claims()[place].holds(numbers(run, place)[label])
 
     return render_page(
@@ -226,8 +226,8 @@ def _page(
 def _summary_row(
     study: Study, folder: Path, path: Path, run: "RecordedRun | None"
 ) -> tuple[str, ...]:
-    """What theory says, the number that decides, its bound, and the verdict by the rule."""
-    theory = study.statement.in_short if study.statement else study.title
+    """Return what theory says, the number that decides, its bound, and the verdict by the rule."""
+    theory = study.statement.summary if study.statement else study.title
     label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
@@ -242,7 +242,7 @@ def _summary_row(
 
 def _deciding(study: Study, run: "RecordedRun") -> tuple[str, str]:
     """The number that decides, and its bound; without it why there is none."""
-    if not run.is_judged:
+    if not run.has_verdict:
         return run.verdict.reasons[0], "-"
     return deciding_number(study.claims(), run.finished)
 
@@ -295,7 +295,7 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
 
     path = _rows_path(folder)
     try:
-        rows = pd.read_csv(BytesIO(_unpacked(path)), dtype={"table": str})
+        rows = pd.read_csv(BytesIO(_unpack(path)), dtype={"table": str})
     # pandas's errors are ValueErrors
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise InfoFlowError(f"{str(path)!r} has no rows ({error}): {_RUN_AGAIN}") from error
@@ -305,7 +305,7 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
     return rows if status is None else rows[rows["status"] == status]
 
 
-def _unpacked(path: Path) -> bytes:
+def _unpack(path: Path) -> bytes:
     """Return what a file of rows holds, unpacked.
 
     Raises:
@@ -391,7 +391,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
 
 
 def _same(cell: Any, value: Any) -> bool:
-    """Whether a cell of results.csv equals a setting of the record."""
+    """Say whether a cell of results.csv equals a setting of the record."""
     if value in (None, ""):
         return bool(cell != cell)  # NaN
     if str(cell) == str(value):
@@ -423,22 +423,22 @@ class RecordedRun(NamedTuple):
     n_seeds: int
 
     @property
-    def is_judged(self) -> bool:
-        """Whether there are numbers of all that the rule is about."""
+    def has_verdict(self) -> bool:
+        """Say whether there are numbers of all that the rule is about."""
         lost = not len(self.finished) or "diverged with" in " ".join(self.verdict.reasons)
         return bool(self.study.claims()) and not lost
 
     @property
     def word(self) -> str:
         """The verdict: "seen", "fails its rule", or "undecided", where other seeds may say else."""
-        if not self.is_judged:
+        if not self.has_verdict:
             return "undecided"
         share = share_of_seeds(self.study.claims(), self.finished, self.n_seeds)
-        return in_a_word(self.verdict.passed, share)
+        return say_verdict(self.verdict.passed, share)
 
 
-def recorded_run(study: Study, path: Path) -> RecordedRun:
-    """The run of a study that a folder holds.
+def read_run(study: Study, path: Path) -> RecordedRun:
+    """Read the run of a study that a folder holds.
 
     Raises:
         InfoFlowError: if it cannot be read, or its rows are not by the settings of its record.

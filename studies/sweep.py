@@ -160,7 +160,7 @@ def run_study(
                 f"{str(out)!r} holds results of this study: go on with --resume, or choose another "
                 "folder"
             )
-        kept = {run.index: _kept(out, run) for run in runs if folder.holds(_name(run))}
+        kept = {run.index: _read_rows(out, run) for run in runs if folder.holds(_name(run))}
         missing = [run for run in runs if run.index not in kept]
         units = _units(missing, together)
         if scheduler is None and missing:  # else runs take the memory of other machines
@@ -174,11 +174,11 @@ def run_study(
             folder.claim(identity)
             write_statement(study, out)
             writable_folder(out / "runs")
-            named = (Unit(_described(unit), (study, unit, device)) for unit in units)
+            named = (Unit(_describe(unit), (study, unit, device)) for unit in units)
             for measured in run_units(measure_unit, named):
                 for run, rows in measured:
                     write_signed(out / _name(run), _RUN, {"rows": rows})
-                    kept[run.index] = _kept(out, run)
+                    kept[run.index] = _read_rows(out, run)
                     advance()
                 _write_csv(out, _table(runs, kept))
         return _finish(study, out, runs, kept, preset, cases, together)
@@ -250,7 +250,7 @@ def report_text(
 
 
 def write_statement(study: Study, out: Path) -> None:
-    """What the study states beforehand, as ``statement.md``."""
+    """Write what the study states beforehand, as ``statement.md``."""
     if study.statement is not None:
         write_text(out / "statement.md", study.statement.text)
 
@@ -296,7 +296,7 @@ def _differing(case: Settings, cases: Sequence[Settings]) -> str:
 
 
 def _units(runs: Sequence[Run], together: bool) -> list[list[Run]]:
-    """What is computed in one call: a run; or all runs of a configuration."""
+    """Group the runs that are computed in one call: each alone, or all of a configuration."""
     if not together:
         return [[run] for run in runs]
     of_cases: dict[str, list[Run]] = {}
@@ -305,8 +305,8 @@ def _units(runs: Sequence[Run], together: bool) -> list[list[Run]]:
     return list(of_cases.values())
 
 
-def _described(unit: Sequence[Run]) -> str:
-    """What errors call the runs of a unit."""
+def _describe(unit: Sequence[Run]) -> str:
+    """Name the runs of a unit, for errors."""
     return f"run {', '.join(str(run.index) for run in unit)} ({dict(unit[0].settings)})"
 
 
@@ -421,8 +421,8 @@ def _name(run: Run) -> str:
     return f"runs/{run.key()}.json"
 
 
-def _kept(out: Path, run: Run) -> list[Row]:
-    """The rows of a finished run.
+def _read_rows(out: Path, run: Run) -> list[Row]:
+    """Read the rows of a finished run.
 
     Raises:
         InfoFlowError: if its file is spoiled.
@@ -441,7 +441,7 @@ def _kept(out: Path, run: Run) -> list[Row]:
 def _table(
     runs: Sequence[Run], kept: Mapping[int, list[Row]], status: str | None = None
 ) -> "pd.DataFrame":
-    """All rows, in the order of the sweep; with a status, those of such runs alone.
+    """Collect all rows, in the order of the sweep; with a status, those of such runs alone.
 
     Rows without numbers would make floats of integers, so they are left out before there is a
     table.

@@ -51,14 +51,14 @@ class Column:
         if rows.empty:
             return None
         if callable(self.value):
-            return _shown(self.value(rows), self.form)
+            return _format(self.value(rows), self.form)
         values = rows[self.value]
         if self.take == "spread":
             return spread(values, self.form)
         if self.take == "first":
-            return _shown(values.iloc[0], self.form)
+            return _format(values.iloc[0], self.form)
         taken = {"mean": "mean", "least": "min", "most": "max", "median": "median"}[self.take]
-        return _shown(values.agg(taken), self.form)
+        return _format(values.agg(taken), self.form)
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class TableSpec:
         cells = [
             (name, column, value)
             for column in self.columns
-            for name, column, value in self._expanded(column, rows)
+            for name, column, value in self._expand(column, rows)
         ]
         lines = []
         for key, some in groups(rows, self.by, sort=self.sort):
             said: list[object] = [
-                self._said(name, value) for name, value in zip(self.by, key, strict=True)
+                self._say(name, value) for name, value in zip(self.by, key, strict=True)
             ]
             for _, column, value in cells:
                 here = some if value is None else some[some[column.across] == value]
@@ -101,23 +101,23 @@ class TableSpec:
         names = [self.names.get(name, _header(name)) for name in self.by]
         return markdown_table([*names, *(name for name, *_ in cells)], lines)
 
-    def _expanded(
+    def _expand(
         self, column: Column | str, rows: "pd.DataFrame"
     ) -> list[tuple[str, Column, object]]:
-        """The columns that a column stands for: name, column, and the value of `across` or None."""
+        """List the columns that a column stands for: name, column, value of `across` or None."""
         if isinstance(column, str):
             column = Column(_header(column), column)
         if not column.across:
             return [(column.name, column, None)]
         return [
-            (f"{column.name} {self._said(column.across, value)}".strip(), column, value)
+            (f"{column.name} {self._say(column.across, value)}".strip(), column, value)
             for value in dict.fromkeys(rows[column.across])
         ]
 
-    def _said(self, name: str, value: object) -> str:
+    def _say(self, name: str, value: object) -> str:
         words = self.words.get(name)
         if words is None:
-            return _shown(value, "g") or "-"
+            return _format(value, "g") or "-"
         return str(words(value) if callable(words) else words[value])
 
 
@@ -203,8 +203,8 @@ def spread(values: "pd.Series[float]", form: str = ".3g") -> str:
     return f"{known.mean():{form}} ({known.min():{form}} to {known.max():{form}})"
 
 
-def _shown(value: Any, form: str) -> str | None:
-    """The text of a value in a cell; None for NaN and None."""
+def _format(value: Any, form: str) -> str | None:
+    """Return the text of a value in a cell; None for NaN and None."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (bool, np.bool_)):

@@ -60,10 +60,10 @@ def mean_entropy(
     return float(torch.special.entr(shares).sum(dim=2).mean())
 
 
-def tempered(
+def temper(
     scores: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"], entropy: float
 ) -> Float[Tensor, "n query key"]:
-    """The softmax of scores, scaled by the number that gives the pattern a mean entropy.
+    """Scale scores by the number that gives their softmax a mean entropy, and return that softmax.
 
     Args:
         scores: of one head, finite where allowed.
@@ -74,6 +74,7 @@ def tempered(
     low, high = 0.0, 1.0
     while mean_entropy(_softmax(masked, high), allowed) > entropy and high < _WIDEST:
         low, high = high, 2 * high
+    # entropy falls as the factor grows, so halving finds where it meets the one that is asked
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if mean_entropy(_softmax(masked, middle), allowed) > entropy:

@@ -129,7 +129,7 @@ def train_together(
             stack.validate()
             stack.keep([index for index, run in enumerate(stack.runs) if not run.is_over()])
             advance(status=f"{len(stack.runs)} of {len(runs)} seeds")
-    return tuple(run.trained() for run in runs)
+    return tuple(run.finish() for run in runs)
 
 
 def _check_equal(found: Sequence[object], what: str, seeds: Sequence[int]) -> None:
@@ -152,7 +152,7 @@ class _Seed:
     def is_over(self) -> bool:
         return self.diverged is not None or self.ledger.is_over()
 
-    def trained(self) -> Trained:
+    def finish(self) -> Trained:
         model = self.ledger.model
         assert isinstance(model, VectorTransformer)
         if self.diverged is not None:
@@ -188,7 +188,7 @@ class _Stack:
         self.step: Step = _Graphs(self._step, self.device) if on_gpu else self._step
 
     def epoch(self) -> None:
-        """One pass over the data of every seed."""
+        """Pass over the data of every seed once."""
         x, y = self._data()
         n, first, lr = x.shape[1], self.runs[0].ledger, self.config.lr
         order = torch.stack([run.ledger.order(n) for run in self.runs]).to(self.device)
@@ -204,7 +204,7 @@ class _Stack:
         of_seeds = {name: (total / n).tolist() for name, total in totals.items()}
         for index, run in enumerate(self.runs):
             own = {name: values[index] for name, values in of_seeds.items()}
-            _noted(run, partial(run.ledger.note_training, own, lr))
+            _note(run, partial(run.ledger.note_training, own, lr))
 
     def _step(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
         """A step of all seeds; what it measures before the update."""
@@ -216,11 +216,11 @@ class _Stack:
         return {name: means.detach() for name, means in measures.items()}
 
     def _data(self) -> tuple[Float[Tensor, "seed batch ..."], Tensor]:
-        """What the seeds are trained on in the next epoch."""
+        """Return what the seeds are trained on in the next epoch."""
         if self.data is None or any(run.data.draw is not None for run in self.runs):
             epoch = len(self.runs[0].ledger.history) + 1
             pairs = [run.data.draw_epoch(epoch, self.device) for run in self.runs]
-            self.data = _stacked(pairs)
+            self.data = _stack(pairs)
         return self.data
 
     def _clip(self) -> None:
@@ -237,14 +237,14 @@ class _Stack:
         """The validation errors of every seed; where they are the best, its weights are kept."""
         batch = max(1, _EVALUATED_AT_ONCE // len(self.runs))
         pairs = [(run.data.validation_x, run.data.validation_y) for run in self.runs]
-        x, y = _stacked(pairs)
+        x, y = _stack(pairs)
         parts = x.split(batch, dim=1)
         outputs = [self.readout(self.weights, part.to(self.device)).cpu() for part in parts]
         for index, (run, output) in enumerate(zip(self.runs, torch.cat(outputs, 1), strict=True)):
             if run.diverged is None:
-                _noted(run, partial(self._validated, index, output, y[index]))
+                _note(run, partial(self._note_validation, index, output, y[index]))
 
-    def _validated(self, index: int, output: Tensor, y: Tensor) -> None:
+    def _note_validation(self, index: int, output: Tensor, y: Tensor) -> None:
         ledger = self.runs[index].ledger
         if ledger.note_validation(output, y):
             buffers = ledger.initial_state  # which holds what is no weight, too
@@ -293,7 +293,7 @@ class _Graphs:
             if self.n_eager[size] < _EAGER_STEPS:
                 self.n_eager[size] += 1
                 return self._eager(x, y)
-            self.graphs[size] = self._captured(x.clone(), y.clone())
+            self.graphs[size] = self._capture(x.clone(), y.clone())
         graph, x_read, y_read, measures = self.graphs[size]
         x_read.copy_(x)
         y_read.copy_(y)
@@ -309,10 +309,10 @@ class _Graphs:
         others.wait_stream(self.stream)
         return measures
 
-    def _captured(
+    def _capture(
         self, x: Tensor, y: Tensor
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Measures]:
-        """The graph of a step, with what it reads and writes; nothing is run."""
+        """Capture the graph of a step, with what it reads and writes; nothing is run."""
         graph = torch.cuda.CUDAGraph()
         # other threads may go on using the GPU
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -324,15 +324,15 @@ def _parameter(run: _Seed, name: str) -> Tensor:
     return run.ledger.model.get_parameter(name).detach()
 
 
-def _stacked(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of all seeds, without copies where they are the same for all."""
+def _stack(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Stack inputs and targets of all seeds, without copies where they are the same for all."""
     if all(x is pairs[0][0] and y is pairs[0][1] for x, y in pairs):
         x, y = pairs[0]
         return x.expand(len(pairs), *x.shape), y.expand(len(pairs), *y.shape)
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
-def _noted(run: _Seed, note: Callable[[], object]) -> None:
+def _note(run: _Seed, note: Callable[[], object]) -> None:
     """Note an epoch, or that the seed has diverged."""
     try:
         note()

@@ -15,7 +15,7 @@ from infoflow_lens.studies.certificates.separability import (
 def certificate_document(
     sequences: Sequence[Sequence[Hashable]], labels: Sequence[Hashable], *, progress: bool = False
 ) -> tuple[dict[str, Any], OneLayerCertificate]:
-    """Whether one attention layer can fit all labels, as a document and as an object.
+    """Decide whether one attention layer can fit all labels; return a document and an object.
 
     The document holds the sequences, the labels, and the model's integer weights or the witness;
     :func:`infoflow_lens.studies.certificates.proof.verify` checks it without anything else.
@@ -32,8 +32,8 @@ def certificate_document(
         raise InfoFlowError(
             f"{len(sequences)} sequences and {len(labels)} labels: expected as many, at least one"
         )
-    tokens = _numbered({token for sequence in sequences for token in sequence})
-    classes = _numbered(set(labels))
+    tokens = _number({token for sequence in sequences for token in sequence})
+    classes = _number(set(labels))
     lengths = {len(sequence) for sequence in sequences}
     if len(lengths) > 1:
         raise InfoFlowError(f"sequences have lengths {sorted(lengths)[:5]}: expected one length")
@@ -67,6 +67,6 @@ def certificate_document(
     return document, found
 
 
-def _numbered(values: set[Any]) -> dict[Any, int]:
-    """Values in a fixed order, by kind and then by value, with their numbers."""
+def _number(values: set[Any]) -> dict[Any, int]:
+    """Number values in a fixed order, by kind and then by value."""
     return {v: i for i, v in enumerate(sorted(values, key=lambda v: (type(v).__name__, v)))}

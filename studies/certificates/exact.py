@@ -88,7 +88,7 @@ def is_kernel(matrix: Any, values: Sequence[int]) -> bool:
 
 
 def independent_rows(matrix: Any) -> NDArray[np.int64]:
-    """As many rows as the rank modulo a large prime, independent ones, in order.
+    """Find as many independent rows as the rank modulo a large prime, in order.
 
     Rows that are independent modulo a prime are independent. There could be more only if the prime
     divided all minors of that size.
@@ -99,6 +99,7 @@ def independent_rows(matrix: Any) -> NDArray[np.int64]:
     dense = matrix.T.toarray().astype(np.int64)
     reduced, rank = exact_arithmetic().nmod_mat(*dense.shape, dense.ravel().tolist(), _PRIME).rref()
     pivots: list[int] = []
+    # in the reduced form each row begins to the right of the one before
     for row in range(rank):
         column = pivots[-1] + 1 if pivots else 0
         while int(reduced[row, column]) == 0:

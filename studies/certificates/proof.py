@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 
 def verify_witness(sequences: Any, labels: Any, witness: Any) -> list[str]:
-    """What is wrong with a witness, in words; an empty list if it proves that one layer fails.
+    """Say what is wrong with a witness; an empty list if it proves that one layer fails.
 
     Args:
         sequences: lists of tokens.
@@ -58,7 +58,7 @@ def verify_witness(sequences: Any, labels: Any, witness: Any) -> list[str]:
 
 
 def verify_weights(sequences: Any, labels: Any, weights: Any) -> list[str]:
-    """What is wrong with a model, in words; an empty list if it is right on every sequence.
+    """Say what is wrong with a model; an empty list if it is right on every sequence.
 
     Args:
         sequences: lists of tokens.
@@ -95,7 +95,7 @@ def _wrong_data(sequences: Any, labels: Any) -> list[str]:
 
 
 def verify(certificate: Any) -> list[str]:
-    """What is wrong with a certificate, in words; an empty list if it proves what it says."""
+    """Say what is wrong with a certificate; an empty list if it proves what it says."""
     sequences, labels = certificate.get("sequences", []), certificate.get("labels", [])
     if ("witness" in certificate) == ("weights" in certificate):
         return ["expected a witness or weights, one of them"]

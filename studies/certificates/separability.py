@@ -39,9 +39,9 @@ from infoflow_lens.studies.certificates.separation import (
     Multipliers,
     Problem,
     Sequences,
+    add_features,
     decide,
     exact_margin,
-    featured,
     is_witness,
 )
 
@@ -134,7 +134,7 @@ def _parse_tokens(values: Any, max_sequences: int) -> Sequences:
             f"the sequences of x end in tokens {_few(last.tolist())}: expected the same last token "
             "(a CLS or response sign), for only then is the last column constant; append one"
         )
-    return featured(tokens)
+    return add_features(tokens)
 
 
 def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
@@ -369,7 +369,7 @@ class OneLayerCertificate(Displayed):
 
 
 def check_witness(x: Tokens, y: Labels, witness: Any) -> bool:
-    """Whether `witness` excludes one layer on these sequences, in exact integers.
+    """Say whether `witness` excludes one layer on these sequences, in exact integers.
 
     Checks that it is not zero, that rows sum to 0, the signs, and ``Phi^T Lambda = 0`` for all
     positions (Gordan's theorem) [derived].
@@ -423,7 +423,7 @@ def _entries(matrix: Any) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
 def one_layer_certificate(
     dataset: Any, *, max_sequences: Count = MAX_SEQUENCES, progress: bool = False
 ) -> OneLayerCertificate:
-    """Whether one attention layer can fit all labels, with a model or a witness (II.3) [derived].
+    """Decide whether one attention layer can fit all labels, by model or witness (II.3) [derived].
 
     Sharpens Props 7 and 8 of Chen & Zou 2024: dependent sequences are an obstruction only if the
     signs of a dependence go with the labels. Tries sums over classes as weights; then descent on
@@ -502,7 +502,7 @@ class Dependence(Displayed):
 
     @property
     def dependent(self) -> bool:
-        """Whether integers lambda, not all 0, exist with Phi^T lambda = 0."""
+        """Say whether integers lambda, not all 0, exist with Phi^T lambda = 0."""
         return bool(self.indices)
 
     @property
@@ -546,7 +546,7 @@ class Dependence(Displayed):
         return torch.tensordot(weights, outputs[index].double(), dims=1)
 
     def obstructs(self, y: Labels) -> bool:
-        """Whether this dependence alone excludes one layer for labels y (II.3) [derived].
+        """Say whether this dependence alone excludes one layer for labels y (II.3) [derived].
 
         It does iff all sequences with a positive coefficient have one label, and all with a
         negative one another: then +lambda and -lambda in these two columns are a witness. Several
@@ -569,7 +569,7 @@ class Dependence(Displayed):
 
 @checked
 def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Dependence:
-    """Whether sequences are dependent, with a short dependence if so (Def. 3) [stated].
+    """Decide whether sequences are dependent; find a short dependence if so (Def. 3) [stated].
 
     The dependence has the least sum of absolute values among those with coefficient 1 at one
     dependent sequence, where the linear program finds it; it is checked in integers.

@@ -65,12 +65,14 @@ class Problem:
         position = np.full(self.n_classes, -1)
         position[classes] = np.arange(len(classes))
         kept = np.flatnonzero(position[self.y] >= 0)
-        part = Problem(featured(self.sequences.tokens[kept]), position[self.y[kept]], len(classes))
+        part = Problem(
+            add_features(self.sequences.tokens[kept]), position[self.y[kept]], len(classes)
+        )
         return part, kept
 
 
-def featured(tokens: Integers) -> Sequences:
-    """The sequences of tokens [sequence, pos] with their features."""
+def add_features(tokens: Integers) -> Sequences:
+    """Return the sequences of tokens [sequence, pos] with their features."""
     n, width = tokens.shape
     columns = np.zeros((n, width - 1), dtype=np.int64)
     features = [np.zeros((0, 2), dtype=np.int64)]
@@ -105,7 +107,7 @@ def chunks(n: int, width: int) -> Iterator[slice]:
 
 
 def _gaps(problem: Problem, weights: NDArray[Any]) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Of parts of the sequences: own score minus each class's; the own class's entry is 0."""
+    """Yield own score minus each class's, by parts of the sequences; 0 for the own class."""
     columns = problem.sequences.columns
     for part in chunks(len(problem), problem.n_classes):
         scores = np.zeros((part.stop - part.start, problem.n_classes), dtype=weights.dtype)
@@ -139,8 +141,8 @@ def _prototypes(problem: Problem) -> Integers:
     return (problem.sequences.phi().T @ labels).astype(np.int64).toarray()
 
 
-def _rounded(problem: Problem, weights: Floats) -> Integers | None:
-    """Integer weights with margin of at least 1 that follow `weights`; None if none is found."""
+def _round(problem: Problem, weights: Floats) -> Integers | None:
+    """Find integer weights with margin of at least 1 that follow `weights`; None if not found."""
     least = min(
         (float(np.where(_others(problem, part), gaps, np.inf).min()))
         for part, gaps in _gaps(problem, weights)
@@ -327,8 +329,8 @@ def _class_order(problem: Problem, hinge: Floats) -> Integers:
     return np.array(order)
 
 
-def _hinged_pairs(problem: Problem, hinge: Floats, most: int) -> tuple[Integers, Integers]:
-    """The pairs of largest positive hinge; all pairs if they are few."""
+def _largest_pairs(problem: Problem, hinge: Floats, most: int) -> tuple[Integers, Integers]:
+    """Select the pairs of largest positive hinge; all pairs if they are few."""
     if len(problem) * (problem.n_classes - 1) <= most:
         rows, columns = np.nonzero(_others(problem, slice(None)))
         return rows, columns
@@ -349,9 +351,9 @@ def _subset_witness(problem: Problem, hinge: Floats, advance: Advance) -> Multip
         part, kept = problem.restrict(classes)
         size *= 2
         weights, hinges = _descend(part)
-        if _rounded(part, weights) is not None:
+        if _round(part, weights) is not None:
             continue
-        rows, columns = _hinged_pairs(part, hinges, _MOST_PAIRS)
+        rows, columns = _largest_pairs(part, hinges, _MOST_PAIRS)
         separable, dual = _solve_pairs(part, rows, columns)
         if separable:
             continue
@@ -372,9 +374,9 @@ def _cutting_planes(
     """
     chosen = np.zeros((len(problem), problem.n_classes), dtype=bool)
     if hinge is not None:
-        chosen[_hinged_pairs(problem, hinge, _MOST_PAIRS)] = True
+        chosen[_largest_pairs(problem, hinge, _MOST_PAIRS)] = True
     while True:
-        _add_violated(problem, weights, chosen)
+        _add_worst(problem, weights, chosen)
         rows, columns = np.nonzero(chosen)
         advance(0, f"{len(rows)} pairs")
         separable, answer = _solve_pairs(problem, rows, columns)
@@ -385,10 +387,10 @@ def _cutting_planes(
                 return result
         else:
             weights = answer
-            integers = _rounded(problem, weights)
+            integers = _round(problem, weights)
             if integers is not None:
                 return integers
-            if _add_violated(problem, weights, chosen):
+            if _add_worst(problem, weights, chosen):
                 continue
         raise InfoFlowError(
             f"{len(problem)} sequences of {problem.n_classes} classes were not decided: the linear "
@@ -397,12 +399,13 @@ def _cutting_planes(
         )
 
 
-def _add_violated(problem: Problem, weights: Floats, chosen: NDArray[np.bool_]) -> int:
-    """Adds the three most violated pairs of every sequence (gap below 1/2); returns how many."""
+def _add_worst(problem: Problem, weights: Floats, chosen: NDArray[np.bool_]) -> int:
+    """Add the three most violated pairs of every sequence (gap below 1/2); return how many."""
     before = int(chosen.sum())
     most = min(3, problem.n_classes - 1)
     for part, gaps in _gaps(problem, weights):
         gaps[np.arange(len(gaps)), problem.y[part]] = np.inf
+        # the own class has an infinite gap, so that it is never chosen
         worst = np.argpartition(gaps, most - 1, axis=1)[:, :most]
         violated = np.take_along_axis(gaps, worst, axis=1) < 0.5
         rows = np.repeat(np.arange(part.start, part.stop), most)[violated.ravel()]
@@ -435,7 +438,7 @@ def decide(problem: Problem, advance: Advance) -> Integers | Multipliers:
         return _cutting_planes(problem, None, prototypes.astype(np.float64), advance)
     del prototypes
     weights, hinge = _descend(problem)
-    if (integers := _rounded(problem, weights)) is not None:
+    if (integers := _round(problem, weights)) is not None:
         return integers
     if (found := _subset_witness(problem, hinge, advance)) is not None:
         return found

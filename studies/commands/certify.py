@@ -90,7 +90,7 @@ def _read(
 
     named = find_data(data)
     if named.kind == "task":
-        return _of_task(named.name, n, seed)
+        return _read_task(named.name, n, seed)
     table = read_rows(data)
     names = list(table.column_names)
     if label not in names:
@@ -141,7 +141,7 @@ def _tokens(row: Any, data: str) -> list[Any]:
     )
 
 
-def _of_task(name: str, n: int | None, seed: int) -> tuple[list[list[Any]], list[Any], list[str]]:
+def _read_task(name: str, n: int | None, seed: int) -> tuple[list[list[Any]], list[Any], list[str]]:
     from infoflow_lens.foundation.errors import InfoFlowError
     from infoflow_lens.studies.certificates.separability import MAX_SEQUENCES
     from infoflow_lens.tasks import TokenTask, load_task

@@ -13,7 +13,7 @@ from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 
 @construction("InfoFlow 2026, C.3")
 def position_sum(task: PositionSum, *, beta: Beta = 40.0) -> VectorTransformer:
-    """One layer of one head that attends to fixed positions alone (InfoFlow 2026, App. C.3).
+    """A layer of one head that attends to fixed positions alone (InfoFlow 2026, App. C.3).
 
     Coordinates: x in 0 .. d-1, a positional mark in d, 1 at CLS in d + 1, the result behind. CLS
     scores beta at the marked positions and 0 elsewhere, so its weights are 1/m on the m positions,
@@ -39,7 +39,7 @@ def position_sum(task: PositionSum, *, beta: Beta = 40.0) -> VectorTransformer:
 
 @construction("InfoFlow 2026, mechanism II")
 def global_mean(task: GlobalMean) -> VectorTransformer:
-    """One layer of one head without scores: the mean of all tokens (mechanism II)."""
+    """A layer of one head without scores: the mean of all tokens (mechanism II)."""
     d = task.d_token
     model: Any = _one_head(d, task.n_tokens, 1.0, positions=False)
     with torch.no_grad():

@@ -108,10 +108,10 @@ class Rows:
         exact = bool((given.float().double() == given).all())
         return column.float() if exact else column
 
-    def by_position(
+    def score_positions(
         self, alpha: Float[Tensor, "source destination"]
     ) -> tuple[Float[Tensor, "d_model pos"], Float[Tensor, "d_model pos"]]:
-        """Key and query whose score is alpha[src, dest], by the one-hot positions (Lemma 1)."""
+        """Return key and query of the score alpha[src, dest], by one-hot positions (Lemma 1)."""
         places = self.units(self.positions)
         return places, places @ alpha.T
 

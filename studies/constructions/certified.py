@@ -11,7 +11,7 @@ _MOST_WEIGHTS = 5 * 10**8
 
 
 def certified_model(certificate: OneLayerCertificate) -> HookedModel:
-    """One ReLU layer of n - 1 heads that gives every sequence of the set its label.
+    """A ReLU layer of n - 1 heads that gives every sequence of the set its label.
 
     The compact form of Theorem 1 (Chen & Zou 2024) with the certificate's weights. Logits at the
     last position are in the order of ``certificate.classes``, with its exact margin. Tokens keep

@@ -15,7 +15,7 @@ Form = Literal["blocks", "compact"]
 
 @construction("Chen & Zou 2024, Theorem 1")
 def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
-    """One layer that gives every stored sequence its label (Theorem 1, Lemmas 3 and 4).
+    """A layer that gives every stored sequence its label (Theorem 1, Lemmas 3 and 4).
 
     With k words, n = k + 1 and d token rows (the words and the sign):
 
@@ -58,7 +58,7 @@ def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
 
 
 def linear_readout(table: Float[Tensor, "label pos d_vocab"]) -> AttentionOnly:
-    """One layer whose logits are a sum over positions of a function of the token there.
+    """A layer whose logits are a sum over positions of a function of the token there.
 
     The compact form of Theorem 1, and the sufficient half of the one-layer certificate: logit c of
     a sequence is ``sum_p table[c, p, x(p)]``, p over all positions but the last.

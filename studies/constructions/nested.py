@@ -43,7 +43,7 @@ def nested_qa(task: NestedQA, *, form: NestedForm = "copy_match") -> AttentionOn
 
 
 def doubling_hops(hops: int) -> tuple[int, ...]:
-    """How many hops the sign takes in the layers after the first, their sum being `hops`.
+    """Return how many hops the sign takes in each layer after the first; their sum is `hops`.
 
     Before layer 2 + j a fact spans 1, 2, .. or 2^j hops. As many powers of two as `hops` has binary
     digits, the j-th at most 2^j: the last is the largest that leaves a number with a digit less.
@@ -70,7 +70,7 @@ def _copy(task: NestedQA, rows: Rows, entity: torch.Tensor, held: torch.Tensor) 
     for first in range(0, 3 * task.n_facts, 3):
         alpha[first, first + 2] = 1
     alpha[task.n_tokens - 2, task.n_tokens - 1] = 1
-    key, query = rows.by_position(alpha)
+    key, query = rows.score_positions(alpha)
     return Head(key, query, entity, held)
 
 

@@ -21,7 +21,7 @@ from infoflow_lens.tasks.templates import TemplateMatching
 def instructive_attention(
     task: TemplateMatching, *, alpha: Float[Tensor, "source destination"] | None = None
 ) -> AttentionOnly:
-    """One ReLU head whose pattern is `alpha` for every sequence (Lemma 1, W_pp = alpha).
+    """A ReLU head whose pattern is `alpha` for every sequence (Lemma 1, W_pp = alpha).
 
     Exact while position rows are one-hot, so in a first layer; not where an earlier layer has
     written to them. It moves tokens by position and so cannot match templates: the task provides
@@ -49,7 +49,7 @@ def instructive_attention(
     alpha = alpha.float()
     rows = Rows(task.d_vocab, n)
     everything = rows.units(range(rows.d_model))
-    key, query = rows.by_position(alpha)
+    key, query = rows.score_positions(alpha)
     return AttentionOnly(rows, ((Head(key, query, everything, everything),),), _blind(task, rows))
 
 
@@ -57,7 +57,7 @@ def instructive_attention(
 def constrained_attention(
     task: TemplateMatching, *, allowed: Bool[Tensor, "source destination"] | None = None
 ) -> AttentionOnly:
-    """One ReLU head that attends to equal tokens, but only between allowed positions (Lemma 2).
+    """A ReLU head that attends to equal tokens, but only between allowed positions (Lemma 2).
 
     W_QK is the identity on token rows and -1 on the position pairs that are not allowed. Since the
     tokens are one-hot, equal ones score 1, and -1 is enough.
@@ -81,7 +81,7 @@ def constrained_attention(
         raise InfoFlowError(f"allowed is {allowed.dtype}: expected bool")
     rows = Rows(task.d_vocab, n)
     everything = rows.units(range(rows.d_model))
-    head = masked_match(rows, rows.tokens, allowed, everything, everything)
+    head = match_head(rows, rows.tokens, allowed, everything, everything)
     return AttentionOnly(rows, ((head,),), _blind(task, rows))
 
 
@@ -101,16 +101,16 @@ def _square(value: Any, name: str, n: int) -> Tensor:
     return found
 
 
-def masked_match(
+def match_head(
     rows: Rows,
     matched: range,
     allowed: Bool[Tensor, "source destination"],
     read: Float[Tensor, "d_model rank"],
     write: Float[Tensor, "d_model rank"],
 ) -> Head:
-    """A head that attends to equal tokens of the `matched` rows between allowed positions."""
+    """Make a head that attends to equal tokens of the `matched` rows between allowed positions."""
     content = rows.units(matched)
-    key, query = rows.by_position(-(~allowed).float())
+    key, query = rows.score_positions(-(~allowed).float())
     return Head(
         key=torch.cat([content, key], dim=1),
         query=torch.cat([content, query], dim=1),

@@ -33,7 +33,7 @@ def _copy_then_match(task: InContextQA, beta: float) -> tuple[Rows, tuple[tuple[
     """The two layers of Theorem 3, scores multiplied by beta."""
     rows = Rows(task.d_vocab, task.n_tokens)
     everything = rows.units(range(rows.d_model))
-    key, query = rows.by_position(beta * _copy_within_pairs(task))
+    key, query = rows.score_positions(beta * _copy_within_pairs(task))
     asked = rows.units(_question_rows(task))
     first = Head(key, query, everything, everything)
     second = Head(asked, beta * asked, everything, everything)
@@ -83,7 +83,7 @@ def in_context_qa_softmax(
         question, sign, answer = start, start + 1, start + 2
         alpha[question, answer] = alpha[sign, question] = alpha[sign, sign] = 1
     alpha[query_at, sign_at] = alpha[sign_at, query_at] = 1
-    key, query = rows.by_position(beta * alpha)
+    key, query = rows.score_positions(beta * alpha)
     copied = rows.units(rows.rest)
     itself = rows.units([rows.last_position])
     second = Head(
@@ -99,7 +99,7 @@ def in_context_qa_softmax(
 
 @construction("derived, beyond Chen & Zou 2024, Theorem 2")
 def in_context_qa_one_layer(task: InContextQA, *, sharpness: Positive = 20.0) -> AttentionOnly:
-    """One softmax layer of k n_q heads that answers every question [derived; beyond the paper].
+    """A softmax layer of k n_q heads that answers every question [derived; beyond the paper].
 
     [flag] Theorem 2, that one layer fails, is proved for ReLU attention and for a single softmax
     head. It does not extend to many softmax heads. Head (b, q) looks, from the last position, at

@@ -32,7 +32,7 @@ class Construction:
 
     @property
     def summary(self) -> str:
-        """What it is, in a sentence."""
+        """The construction in a sentence."""
         return inspect.cleandoc(self.build.__doc__ or "").splitlines()[0]
 
     @property

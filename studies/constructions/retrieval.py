@@ -20,7 +20,7 @@ _FAR = 100.0  # below all scores of tokens, for positions outside a subset
 def d_retrieval(
     task: DRetrieval, *, beta: Beta = 1000.0, attention: Limit = "softmax"
 ) -> VectorTransformer:
-    """One layer of D heads that retrieves D tokens (Yu et al. 2026, Theorem 2 (1)).
+    """A layer of D heads that retrieves D tokens (Yu et al. 2026, Theorem 2 (1)).
 
     Coordinates: x in 0 .. d-1, 1 at CLS in d, the D retrieved values, and with subsets the one-hot
     positions. Head i of CLS scores a_i.x(s), minus a large number outside S_i, and writes the a_i.x

@@ -53,7 +53,7 @@ def perturbed_construction(
 def with_scores_of(
     model: TokenTransformer, construction: HookedModel, layers: Sequence[int] = (0,)
 ) -> TokenTransformer:
-    """A copy of `model` whose heads score, in `layers`, as those of a construction do.
+    """Copy `model` with heads that score, in `layers`, as those of a construction do.
 
     This is the paper's start for all tasks but memorization: W_QK of the first layer as
     constructed, the rest as ``build_token_model(..., init="chen_zou")`` makes it. Where the model

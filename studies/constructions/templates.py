@@ -16,7 +16,7 @@ from infoflow_lens.studies.constructions.attention_only import (
     Rows,
     nearest_code_classifier,
 )
-from infoflow_lens.studies.constructions.position_attention import masked_match
+from infoflow_lens.studies.constructions.position_attention import match_head
 from infoflow_lens.studies.constructions.registry import construction
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 
@@ -95,7 +95,7 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
 def template_matching_one_layer(
     task: TemplateMatching, *, sharpness: Positive = 20.0
 ) -> AttentionOnly:
-    """One softmax layer of v C(k, 2) heads that names every template [derived; beyond the paper].
+    """A softmax layer of v C(k, 2) heads that names every template [derived; beyond the paper].
 
     [flag] Theorem 4, that one layer fails, is proved for ReLU attention and for a single softmax
     head. Head (i, j, w) looks, from the sign, at positions i and j, unless both hold the word w:
@@ -174,7 +174,7 @@ def in_context_template_matching(
     answers = rows.units(range(task.n_words + 1, task.d_vocab))
     block = torch.arange(n) // step
     place = torch.arange(n) % step
-    first = masked_match(
+    first = match_head(
         rows,
         range(task.n_words),
         block[:, None] == block[None],
@@ -186,7 +186,7 @@ def in_context_template_matching(
     signs = [(i, sign) for sign in (1.0, -1.0) for i in range(length)]
     subtract = -gain * rows.units(range(rows.d_model))
     if form == "printed":
-        first = _with_lower_left(first, rows, task.n_words)
+        first = _add_lower_left(first, rows, task.n_words)
         for answer in task.places("a").tolist():
             alpha[answer, n - 1] = 0
         alpha[k * step : n, n - 1] = 1
@@ -201,7 +201,7 @@ def in_context_template_matching(
             (torch.cat([shown, everywhere], dim=1), torch.cat([asked, last], dim=1))
             for shown, asked in third
         ]
-    key, query = rows.by_position(alpha)
+    key, query = rows.score_positions(alpha)
     tokens = rows.units(rows.tokens)
     others = rows.units(range(task.d_vocab, rows.d_model))
     second = Head(
@@ -230,8 +230,8 @@ def _copy_and_compare(task: InContextTemplateMatching) -> Float[Tensor, "source 
     return alpha
 
 
-def _with_lower_left(head: Head, rows: Rows, n_words: int) -> Head:
-    """The printed W_QK of layer 1, with an identity below the block of the words."""
+def _add_lower_left(head: Head, rows: Rows, n_words: int) -> Head:
+    """Return the printed W_QK of layer 1, with an identity below the block of the words."""
     below = range(n_words, min(2 * n_words, rows.d_model))
     return Head(
         key=torch.cat([head.key, rows.units(below)], dim=1),

@@ -36,7 +36,7 @@ class EdgeBudget(LanguageModelStudy):
 
     name: ClassVar[str] = "edge_budget"
     title: ClassVar[str] = "How many edges does a state need, and which choice finds them?"
-    statement: ClassVar[Statement] = Statement.of("edge_budget")
+    statement: ClassVar[Statement] = Statement.read("edge_budget")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 64, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 64, "full": 128}

@@ -67,7 +67,7 @@ class GradedSetsStudy(LanguageModelStudy):
 
     name: ClassVar[str] = "graded_sets"
     title: ClassVar[str] = "Do graded sets say what states depend on, also where sets hold all?"
-    statement: ClassVar[Statement] = Statement.of("graded_sets")
+    statement: ClassVar[Statement] = Statement.read("graded_sets")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 12, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}

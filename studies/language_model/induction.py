@@ -50,7 +50,7 @@ class Induction(OnRepeats):
 
     name: ClassVar[str] = "induction"
     title: ClassVar[str] = "Is the induction circuit what it is said to be?"
-    statement: ClassVar[Statement] = Statement.of("induction")
+    statement: ClassVar[Statement] = Statement.read("induction")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:

@@ -47,7 +47,7 @@ class Reasons(OnRepeats):
 
     name: ClassVar[str] = "reasons"
     title: ClassVar[str] = "Do induction heads look where the previous-token head marks?"
-    statement: ClassVar[Statement] = Statement.of("reasons")
+    statement: ClassVar[Statement] = Statement.read("reasons")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 32, "full": 128}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
 

@@ -53,7 +53,7 @@ class Roles(BesideUntrained):
 
     name: ClassVar[str] = "roles"
     title: ClassVar[str] = "Does a head retrieve in one direction, or in several?"
-    statement: ClassVar[Statement] = Statement.of("roles")
+    statement: ClassVar[Statement] = Statement.read("roles")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}

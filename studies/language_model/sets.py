@@ -52,7 +52,7 @@ class Sets(LanguageModelStudy):
 
     name: ClassVar[str] = "sets"
     title: ClassVar[str] = "Do InfoFlow's sets say what states depend on, better than others do?"
-    statement: ClassVar[Statement] = Statement.of("sets")
+    statement: ClassVar[Statement] = Statement.read("sets")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 16, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}

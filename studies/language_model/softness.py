@@ -28,7 +28,7 @@ from infoflow_lens.studies.language_model.study import (
 from infoflow_lens.studies.plots import ORANGE, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
-from infoflow_lens.studies.tempering import map_errors, mean_entropy, tempered
+from infoflow_lens.studies.tempering import map_errors, mean_entropy, temper
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +48,7 @@ class Softness(BesideUntrained):
 
     name: ClassVar[str] = "softness"
     title: ClassVar[str] = "How much of recovery is only that attention is peaked?"
-    statement: ClassVar[Statement] = Statement.of("softness")
+    statement: ClassVar[Statement] = Statement.read("softness")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 40, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 3, "quick": 19, "full": 19}
@@ -74,7 +74,7 @@ class Softness(BesideUntrained):
                 fvu = seen.unexplained(pattern, seen.z[:, :, head])
                 whole, alone = [], []
                 for control in heads:
-                    drawn = tempered(control.scores, seen.allowed, entropy)
+                    drawn = temper(control.scores, seen.allowed, entropy)
                     whole.append(seen.unexplained(drawn, drawn @ control.values))
                     alone.append(seen.unexplained(drawn, drawn @ seen.v[:, head]))
                 median = float(torch.tensor(whole).median())

@@ -58,7 +58,7 @@ class Sufficiency(LanguageModelStudy):
 
     name: ClassVar[str] = "sufficiency"
     title: ClassVar[str] = "Are the mechanisms of all heads enough together?"
-    statement: ClassVar[Statement] = Statement.of("sufficiency")
+    statement: ClassVar[Statement] = Statement.read("sufficiency")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 512, "full": 1024}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
     ladder: ClassVar[Mapping[str, Sequence[int]]] = {

@@ -36,7 +36,7 @@ class TopK(LanguageModelStudy):
 
     name: ClassVar[str] = "top_k"
     title: ClassVar[str] = "Do heads need a fixed number of keys, or a share of the context?"
-    statement: ClassVar[Statement] = Statement.of("top_k")
+    statement: ClassVar[Statement] = Statement.read("top_k")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     lengths: ClassVar[Mapping[str, Sequence[int]]] = {

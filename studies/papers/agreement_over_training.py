@@ -61,7 +61,7 @@ class AgreementOverTraining(VectorStudy):
     name: ClassVar[str] = "agreement_over_training"
     title: ClassVar[str] = "When does a model become InfoFlow-like in training?"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 5.1 (rule 1, eq 4), App. C.1"
-    statement: ClassVar[Statement] = Statement.of("agreement_over_training")
+    statement: ClassVar[Statement] = Statement.read("agreement_over_training")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
 
@@ -104,7 +104,7 @@ class AgreementOverTraining(VectorStudy):
         """A row for each checkpoint; epoch 0 is the model before training."""
         config = _demo(settings, seed)
         task = config.task()
-        test = self.drawn(task, "test", settings["n_recovery"], seed)
+        test = self.draw(task, "test", settings["n_recovery"], seed)
         n_influence: int = settings["n_influence"]
         model = build_model(self.architecture(settings), seed=seed, device=device)
         rows = [{"epoch": 0, **_state_of(model, task, test, n_influence)}]
@@ -115,8 +115,8 @@ class AgreementOverTraining(VectorStudy):
 
         train(
             model,
-            self.drawn(task, "train", settings["n_train"], seed),
-            self.drawn(task, "validation", config.n_validation, seed),
+            self.draw(task, "train", settings["n_train"], seed),
+            self.draw(task, "validation", config.n_validation, seed),
             config.training(),
             after_epoch=look,
             progress=False,

@@ -101,7 +101,7 @@ class AttentionMaps(tokens.TokenStudy):
     name: ClassVar[str] = "attention_maps"
     title: ClassVar[str] = "Do trained models copy, match and parse as the constructions do?"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 6.2, Fig. 3"
-    statement: ClassVar[Statement] = Statement.of("attention_maps")
+    statement: ClassVar[Statement] = Statement.read("attention_maps")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:

@@ -64,7 +64,7 @@ class CostLaw(Study):
     name: ClassVar[str] = "cost_law"
     title: ClassVar[str] = "What does it cost to hold |I| tokens in a state of width E?"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 3, Sec. 5.2"
-    statement: ClassVar[Statement] = Statement.of("cost_law")
+    statement: ClassVar[Statement] = Statement.read("cost_law")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -162,7 +162,7 @@ class CostLaw(Study):
         with SeededRandom(derive_seed(self.name, "weights", seed)):
             model = nn.Sequential(*_layers(encoder), *_layers(decoder)).to(device)
 
-        def drawn(part: str, n: int) -> Pair:
+        def draw(part: str, n: int) -> Pair:
             x = self._tokens(settings, part, seed, n)
             shown = x if code is None else code.encode(x.double()).float()
             return 2 * shown - 1, 2 * x - 1  # zero in the middle
@@ -172,8 +172,8 @@ class CostLaw(Study):
         )
         return train(
             model,
-            lambda epoch: drawn(f"train {epoch}", settings["n_train"]),
-            drawn("validation", _VALIDATION),
+            lambda epoch: draw(f"train {epoch}", settings["n_train"]),
+            draw("validation", _VALIDATION),
             config,
             progress=False,
         ).nmse

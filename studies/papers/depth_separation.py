@@ -64,7 +64,7 @@ class DepthSeparationStudy(VectorStudy):
     name: ClassVar[str] = "depth_separation"
     title: ClassVar[str] = "What do two layers do that no width of one layer does?"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 1 (eq 8); App. A.1"
-    statement: ClassVar[Statement] = Statement.of("depth_separation")
+    statement: ClassVar[Statement] = Statement.read("depth_separation")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -136,7 +136,7 @@ class DepthSeparationStudy(VectorStudy):
         model: nn.Module
         if "lengths" in settings:
             staged = train_in_stages(
-                architecture, data, Stages.of(settings), config, model_seed=seed, device=device
+                architecture, data, Stages.read(settings), config, model_seed=seed, device=device
             )
             model, training = staged.model, staged.last
         else:
@@ -152,7 +152,7 @@ class DepthSeparationStudy(VectorStudy):
         ]
 
     def _data(self, n_tokens: int, n: int, part: str, seed: int) -> Pair:
-        return self.drawn(DepthSeparation(n_tokens=n_tokens, d_token=3), part, n, seed)
+        return self.draw(DepthSeparation(n_tokens=n_tokens, d_token=3), part, n, seed)
 
     def tables(self) -> Sequence[Part]:
         """Errors by parameters, then slopes beside the exponents of the theorem."""

@@ -12,7 +12,7 @@ from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.objectives import nmse
 from infoflow_lens.studies.study import Row
-from infoflow_lens.studies.tempering import MapErrors, map_errors, mean_entropy, tempered
+from infoflow_lens.studies.tempering import MapErrors, map_errors, mean_entropy, temper
 
 TOKENS, CLS = "tokens", "CLS"
 QUERIES = (TOKENS, CLS)
@@ -65,13 +65,13 @@ class FirstLayer:
         held_out = torch.arange(n) % _EVERY == _EVERY - 1
         return map_errors(self.state[:, rows], target, held_out)
 
-    def tempered(self, entropies: Mapping[str, list[float]]) -> Float[Tensor, "n head query key"]:
+    def temper(self, entropies: Mapping[str, list[float]]) -> Float[Tensor, "n head query key"]:
         """The patterns of these scores with other entropies, by kind of query and head."""
         pattern = self.pattern.clone()
         for queries, of_heads in entropies.items():
             rows = self.rows(queries)
             for head, entropy in enumerate(of_heads):
-                pattern[:, head, rows] = tempered(
+                pattern[:, head, rows] = temper(
                     self.scores[:, head, rows], self._allowed(queries), entropy
                 )
         return pattern
@@ -161,7 +161,7 @@ def recovery_rows(
     entropies = {
         queries: [after.entropy(head, queries) for head in range(n_heads)] for queries in QUERIES
     }
-    peaked = first_layer(initial, x, before.tempered(entropies))
+    peaked = first_layer(initial, x, before.temper(entropies))
     rows: list[Row] = []
     for head in range(n_heads):
         for queries in QUERIES:

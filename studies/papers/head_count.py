@@ -64,7 +64,7 @@ class HeadCount(TrainedStudy):
     name: ClassVar[str] = "head_count"
     title: ClassVar[str] = "Does one layer need as many heads as tokens to retrieve?"
     source: ClassVar[str] = "Yu et al. 2026 (ICLR), Tables 2, 3 and 5; Theorem 2"
-    statement: ClassVar[Statement] = Statement.of("head_count")
+    statement: ClassVar[Statement] = Statement.read("head_count")
     presets: ClassVar[Mapping[str, int]] = {
         "smoke": 1,
         "quick": 2,
@@ -121,8 +121,8 @@ class HeadCount(TrainedStudy):
         """Of a target that is the same for all models of a length."""
         task = DRetrieval(n_tokens=settings["n_tokens"], d_token=_D, n_components=_D, seed=0)
         return (
-            self.drawn(task, "train", settings["n_train"], seed),
-            self.drawn(task, "validation", 2000, seed),
+            self.draw(task, "train", settings["n_train"], seed),
+            self.draw(task, "validation", 2000, seed),
         )
 
     def training(self, settings: Settings) -> TrainingConfig:

@@ -82,7 +82,7 @@ class IntrinsicDimensionStudy(StagedStudy):
     name: ClassVar[str] = "intrinsic_dimension"
     title: ClassVar[str] = "Do D best pairs need D heads in the first of two layers?"
     source: ClassVar[str] = "InfoFlow 2026, Prop. 1, App. C.4, Table 11, Fig. 1(a)"
-    statement: ClassVar[Statement] = Statement.of("intrinsic_dimension")
+    statement: ClassVar[Statement] = Statement.read("intrinsic_dimension")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -158,7 +158,7 @@ class IntrinsicDimensionStudy(StagedStudy):
             "at_constant_rate": trained.epochs["constant"],
             **floor(task, settings["heads"][0], linear=settings["matrices"] == _LINEAR),
         }
-        x = self.drawn(task, "routes", 2000, seed)[0]
+        x = self.draw(task, "routes", 2000, seed)[0]
         return [{**shared, **row} for row in route_rows(task, trained.model, x)]
 
     def tables(self) -> Sequence[Part]:

@@ -23,7 +23,7 @@ class KthLargestStudy(TrainedStudy):
     name: ClassVar[str] = "kth_largest"
     title: ClassVar[str] = "Which of T numbers can one attention layer pick by its rank?"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
-    statement: ClassVar[Statement] = Statement.of("kth_largest")
+    statement: ClassVar[Statement] = Statement.read("kth_largest")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -56,8 +56,8 @@ class KthLargestStudy(TrainedStudy):
         """Of the target."""
         task = self.task(settings)
         return (
-            self.drawn(task, "train", settings["n_train"], seed),
-            self.drawn(task, "validation", 2000, seed),
+            self.draw(task, "train", settings["n_train"], seed),
+            self.draw(task, "validation", 2000, seed),
         )
 
     def training(self, settings: Settings) -> TrainingConfig:
@@ -69,7 +69,7 @@ class KthLargestStudy(TrainedStudy):
     ) -> list[Row]:
         """The error, and how often the head's first choice is the largest, k-th, smallest."""
         task = self.task(settings)
-        x = self.drawn(task, "test", 2000, seed)[0]
+        x = self.draw(task, "test", 2000, seed)[0]
         (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
         chosen = positions.argmax[0][:, 0, -1].long()  # of CLS
         rank = x[..., 0].argsort(dim=1, descending=True).argsort(dim=1).gather(1, chosen[:, None])

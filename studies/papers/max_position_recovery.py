@@ -103,7 +103,7 @@ class MaxPositionRecovery(StagedStudy):
     name: ClassVar[str] = "max_position_recovery"
     title: ClassVar[str] = "Does training make the token of the largest score recoverable?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.1 and C.2, eq 56"
-    statement: ClassVar[Statement] = Statement.of("max_position_recovery")
+    statement: ClassVar[Statement] = Statement.read("max_position_recovery")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:

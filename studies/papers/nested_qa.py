@@ -84,7 +84,7 @@ class NestedQuestions(tokens.TokenStudy):
     name: ClassVar[str] = "nested_qa"
     title: ClassVar[str] = "How many attention layers do chains of questions need?"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 7 (proposed there; no experiment)"
-    statement: ClassVar[Statement] = Statement.of("nested_qa")
+    statement: ClassVar[Statement] = Statement.read("nested_qa")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
     judges_every_run: ClassVar[bool] = True
 

@@ -66,7 +66,7 @@ class SeparatedPairs(FreshStudy):
     name: ClassVar[str] = "separated_pairs"
     title: ClassVar[str] = "Do D best pairs of separated matrices need D heads?"
     source: ClassVar[str] = "InfoFlow 2026, Prop. 1, App. C.1 and C.4, Table 11, Fig. 1(a)"
-    statement: ClassVar[Statement] = Statement.of("separated_pairs")
+    statement: ClassVar[Statement] = Statement.read("separated_pairs")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -134,7 +134,7 @@ class SeparatedPairs(FreshStudy):
             "overlap": float(largest_overlap(task.matrices)),
             **floor(task, settings["heads"][0], linear=settings["encoder"] == _LINEAR),
         }
-        x, y = self.scaled(settings)("test", 2000, seed)
+        x, y = self.scale_draws(settings)("test", 2000, seed)
         initial = restored(model, result.initial_state)
         recovered = [r for r in recovery_rows(initial, model, x, y) if r["queries"] == TOKENS]
         rows = route_rows(task, model, x)

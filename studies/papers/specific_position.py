@@ -40,7 +40,7 @@ class SpecificPosition(VectorStudy):
     title: ClassVar[str] = "Does one head with positional encoding learn to aggregate by position?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.3, Fig. 4"
 
-    statement: ClassVar[Statement] = Statement.of("specific_position")
+    statement: ClassVar[Statement] = Statement.read("specific_position")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
     _SIZES: ClassVar[Mapping[str, Mapping[str, int]]] = {
         "smoke": {"n_tokens": 8, "epochs": 12, "n_train": 2000},
@@ -94,7 +94,7 @@ class SpecificPosition(VectorStudy):
         task = PositionSum(n_tokens=settings["n_tokens"], d_token=settings["d_token"])
         model = self.model(settings, seed, device)
         data = [
-            self.drawn(task, part, n, seed)
+            self.draw(task, part, n, seed)
             for part, n in (("train", settings["n_train"]), ("validation", 2000), ("test", 1000))
         ]
         config = TrainingConfig(epochs=settings["epochs"], batch_size=128, lr=3e-3, seed=seed)

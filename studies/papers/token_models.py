@@ -348,12 +348,12 @@ def data_of(task: TokenTask, settings: Settings, seed: int) -> Any:
     if not settings.get("fresh"):
         return task.dataset("train", settings["n_train"], seed)
 
-    def drawn(epoch: int) -> Pair:
+    def draw(epoch: int) -> Pair:
         generator = torch.Generator().manual_seed(derive_seed("fresh", seed, epoch))
         x = task.draw(settings["n_train"], generator, "train")
         return x, task.target(x)
 
-    return drawn
+    return draw
 
 
 # Results

@@ -58,7 +58,7 @@ class TriangleCenterStudy(FreshStudy):
     name: ClassVar[str] = "triangle_center"
     title: ClassVar[str] = "Does a target over triples defeat two layers of every size as T grows?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.5, Table 12, Fig. 1b"
-    statement: ClassVar[Statement] = Statement.of("triangle_center")
+    statement: ClassVar[Statement] = Statement.read("triangle_center")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:

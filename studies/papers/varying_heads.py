@@ -78,7 +78,7 @@ class VaryingHeads(tokens.TokenStudy):
     name: ClassVar[str] = "varying_heads"
     title: ClassVar[str] = "What do more attention heads change?"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 9.2 and 9.3, Fig. 4 to 7"
-    statement: ClassVar[Statement] = Statement.of("varying_heads")
+    statement: ClassVar[Statement] = Statement.read("varying_heads")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 4, "full": 6}
 
     def cases(self, preset: str) -> Sequence[Settings]:

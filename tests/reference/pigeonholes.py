@@ -18,7 +18,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.studies.bounds import (
     Collision,
     attention_average,
-    shared_cube,
+    find_cube,
 )
 from infoflow_lens.theory.comparison import ComparisonTree, Leaf, component_tuples, postorder
 
@@ -115,7 +115,7 @@ def closest_pair_collision(
         per_token = torch.cat([weight.unsqueeze(-1) * values, weight.unsqueeze(-1)], dim=-1)
         picked = per_token[torch.arange(free), choices]
         sums.append(picked.mean(dim=1))
-    side, pair = shared_cube(torch.cat(sums, dim=1), len(choices))
+    side, pair = find_cube(torch.cat(sums, dim=1), len(choices))
     if pair is None:
         raise InfoFlowError(f"no two of {len(choices)} sequences share a cube; choose another eps")
     first, second = choices[list(pair)]
@@ -208,7 +208,7 @@ def encoding_collision(encoder: Function, n_coordinates: int, eps: float) -> Enc
             f"codes reach {float(codes.abs().max()):.3g}: expected [-1, 1]; the theorem needs a "
             "fixed box"
         )
-    side, pair = shared_cube(codes, len(grid))
+    side, pair = find_cube(codes, len(grid))
     if pair is None:
         raise InfoFlowError(
             f"no two of {len(grid)} codes share a cube: expected fewer latents than coordinates"

@@ -19,7 +19,7 @@ from infoflow_lens.studies.summary import (
     BEGIN,
     END,
     WRITTEN,
-    recorded_run,
+    read_run,
     rows_of,
     runs_of,
     summarise,
@@ -69,7 +69,7 @@ def test_the_recorded_run_is_that_of_the_rows(study, path):
     if " was seen" in study.statement.part("Rule.").partition("Changed on ")[2]:
         assert said is False
     else:
-        assert recorded_run(study, path).verdict.passed is said
+        assert read_run(study, path).verdict.passed is said
 
 
 @of_each_run
@@ -130,7 +130,7 @@ WORDS = dict.fromkeys(RUNS, "seen") | {
 def test_words_follow_from_seeds(name):
     """By brute force, over all ways to draw the seeds anew."""
     study, path = RUNS[name]
-    run, n = recorded_run(study, path), len(config_of(path)["seeds"])
+    run, n = read_run(study, path), len(config_of(path)["seeds"])
     said = []
     for way in itertools.product(range(n), repeat=n):
         parts = [run.finished[run.finished["run"] % n == own] for own in way]
@@ -165,7 +165,7 @@ def test_the_number_nearest_to_its_bound_decides(op, bound, numbers, deciding):
 def test_a_share_of_one_does_not_decide():
     """The least of the ratios was 5.32 for 5, and the row named an attention of 1."""
     study, path = RUNS["kth_largest/full"]
-    words, bound = deciding_number(study.claims(), recorded_run(study, path).finished)
+    words, bound = deciding_number(study.claims(), read_run(study, path).finished)
     assert words == "NMSE over that of k = 1 and T: 5.32 (k = 8)"
     assert bound == "at least 5"
 
@@ -361,7 +361,7 @@ def test_settings_survive_the_file_of_the_rows(study, tmp_path):
         ]
         pd.DataFrame(rows).to_csv(tmp_path / "results.csv", index=False)
         with pytest.raises(InfoFlowError, match="cannot be judged"):
-            recorded_run(study, tmp_path)
+            read_run(study, tmp_path)
 
 
 def test_quick_numbers_are_not_told_as_those_of_full(tmp_path):

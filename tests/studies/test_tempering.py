@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 
-from infoflow_lens.studies.tempering import map_errors, mean_entropy, tempered
+from infoflow_lens.studies.tempering import map_errors, mean_entropy, temper
 
 N, QUERIES, KEYS = 30, 4, 6
 GENERATOR = torch.Generator().manual_seed(0)
@@ -27,7 +27,7 @@ def entropy_by_hand(pattern):
 
 @pytest.mark.parametrize("entropy", [0.05, 0.5, 0.9])
 def test_a_tempered_pattern_has_the_entropy_the_choices_and_the_mask(entropy):
-    pattern = tempered(SCORES, ALLOWED, entropy)
+    pattern = temper(SCORES, ALLOWED, entropy)
     assert entropy_by_hand(pattern) == pytest.approx(entropy, abs=1e-4)
     assert mean_entropy(pattern, ALLOWED) == pytest.approx(entropy, abs=1e-4)
     assert not pattern[:, ~ALLOWED].any()
@@ -36,7 +36,7 @@ def test_a_tempered_pattern_has_the_entropy_the_choices_and_the_mask(entropy):
 
 
 def test_tempering_is_a_softmax_of_scaled_scores():
-    pattern = tempered(SCORES, ALLOWED, 0.5)[:, -1, :QUERIES]
+    pattern = temper(SCORES, ALLOWED, 0.5)[:, -1, :QUERIES]
     slope = (pattern.log()[:, 1:] - pattern.log()[:, :1]) / (
         SCORES[:, -1, 1:QUERIES] - SCORES[:, -1, :1]
     )
@@ -45,7 +45,7 @@ def test_tempering_is_a_softmax_of_scaled_scores():
 
 def test_the_most_entropy_is_that_of_even_attention():
     even = sum(math.log(n) for n in range(2, QUERIES + 1)) / (QUERIES - 1)
-    assert mean_entropy(tempered(SCORES, ALLOWED, 10.0), ALLOWED) == pytest.approx(even, abs=1e-5)
+    assert mean_entropy(temper(SCORES, ALLOWED, 10.0), ALLOWED) == pytest.approx(even, abs=1e-5)
 
 
 def test_errors_are_those_of_scikit_learn_by_either_normalisation():

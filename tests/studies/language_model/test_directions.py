@@ -8,7 +8,7 @@ from sklearn.linear_model import LinearRegression
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.studies.language_model.queries import directions, projecting
 from infoflow_lens.studies.language_model.softness import _Control, _Layer
-from infoflow_lens.studies.tempering import mean_entropy, tempered
+from infoflow_lens.studies.tempering import mean_entropy, temper
 from tests.reference import zoo
 
 N, T = 20, 8
@@ -122,7 +122,7 @@ def seen(model, tokens):
 def test_a_tempered_head_has_the_entropy_that_is_asked_for(seen):
     drawn = _Control(seen, 0).scores
     for entropy in (0.1, 0.6, 1.2):
-        pattern = tempered(drawn, seen.allowed, entropy)
+        pattern = temper(drawn, seen.allowed, entropy)
         assert mean_entropy(pattern, seen.allowed) == pytest.approx(entropy, abs=1e-3)
         assert pattern.masked_select(~seen.allowed).eq(0).all()
         torch.testing.assert_close(pattern.sum(dim=2), torch.ones(N, T))

@@ -31,7 +31,7 @@ from infoflow_lens.studies.summary import (
     END,
     WRITTEN,
     language_model_runs,
-    recorded_run,
+    read_run,
     rows_of,
     summarise,
 )
@@ -65,7 +65,7 @@ def test_tables_and_pages_are_what_the_summary_writes(tmp_path):
 def test_the_recorded_verdict_is_that_of_the_rows(path):
     config = config_of(path)
     study = LANGUAGE_MODEL_STUDIES[config["study"]]()
-    assert recorded_run(study, path).verdict.passed is config["verdict"]["passed"]
+    assert read_run(study, path).verdict.passed is config["verdict"]["passed"]
     for case in config["cases"]:
         if case["final"] and case["model"] in PRESETS:
             # a shipped model tells no step

@@ -87,7 +87,7 @@ def test_a_row_is_the_model_at_its_checkpoint():
         batch_size=32,
     )  # fmt: skip
     task = config.task()
-    x, y = STUDY.drawn(task, "test", 60, 3)
+    x, y = STUDY.draw(task, "test", 60, 3)
     model = build_model(config.architecture(), seed=3)
     for row in rows:
         with torch.no_grad():
@@ -99,7 +99,7 @@ def test_a_row_is_the_model_at_its_checkpoint():
         assert row["coverage"] == pytest.approx(coverage)
         if row["epoch"] == 0:
             data = (
-                STUDY.drawn(task, part, n, 3) for part, n in (("train", 200), ("validation", 2000))
+                STUDY.draw(task, part, n, 3) for part, n in (("train", 200), ("validation", 2000))
             )
             train(model, *data, config.training(), progress=False)
     assert rows[0]["ratio_rank1"] == rows[0]["ratio_rank2"] == 1

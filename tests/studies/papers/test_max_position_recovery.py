@@ -124,7 +124,7 @@ def test_at_cls_the_choice_is_that_of_cls(models, data):
 def test_tempered_heads_keep_their_choices_and_take_the_entropy(models, data):
     initial, trained = (first_layer(model, data[0]) for model in models)
     asked = {q: [trained.entropy(head, q) for head in (0, 1)] for q in (TOKENS, CLS)}
-    peaked = first_layer(models[0], data[0], initial.tempered(asked))
+    peaked = first_layer(models[0], data[0], initial.temper(asked))
     for queries, entropies in asked.items():
         for head, entropy in enumerate(entropies):
             assert peaked.entropy(head, queries) == pytest.approx(entropy, abs=1e-3)
