@@ -66,7 +66,7 @@ class AgreementOverTraining(VectorStudy):
     judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """One configuration."""
+        """List the one configuration."""
         sizes: Mapping[str, Settings] = {
             "smoke": {
                 "n_tokens": 8,
@@ -152,26 +152,26 @@ class AgreementOverTraining(VectorStudy):
         return FigureSpec([agreement, error, recovery], size=(3.7, 4))
 
     def claims(self) -> Sequence[Claim]:
-        """By the first and the last checkpoint of every run."""
+        """Judge the first and the last checkpoint of every run."""
         auroc = "the AUROC of the predicted sets of CLS against measured influence is {bound}"
         return (
             Claim(
                 f"{auroc} before training",
-                lambda r: _at(r, "auroc", 0),
+                lambda r: _read_end(r, "auroc", 0),
                 "<",
                 0.75,
                 name="AUROC before",
             ),
             Claim(
                 f"{auroc} at the end",
-                lambda r: _at(r, "auroc", -1),
+                lambda r: _read_end(r, "auroc", -1),
                 ">",
                 _AGREES,
                 name="AUROC at the end",
             ),
             Claim(
                 "these sets hold {bound} of the active tokens at the end",
-                lambda r: _at(r, "coverage", -1),
+                lambda r: _read_end(r, "coverage", -1),
                 ">",
                 0.97,
                 name="active tokens held at the end",
@@ -179,7 +179,7 @@ class AgreementOverTraining(VectorStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Which comes first, agreement or a small error."""
+        """Say which comes first, agreement or a small error."""
         return [
             f"seed {seed}: first epoch with an AUROC above {_AGREES}: "
             f"{_first(run, run['auroc'] > _AGREES)}, with an NMSE below {_LEARNT}: "
@@ -213,7 +213,7 @@ def _demo(settings: Settings, seed: int) -> DemoConfig:
 def _state_of(
     model: nn.Module, task: VectorTask, test: tuple[Tensor, Tensor], n_influence: int
 ) -> dict[str, float]:
-    """What is measured at a checkpoint; of the first layer, means over its heads."""
+    """Measure the model at a checkpoint; of the first layer, means over its heads."""
     inputs = test[0][:n_influence]
     positions, influence = run_probes(
         model,
@@ -242,8 +242,8 @@ def _first(run: "pd.DataFrame", reached: "pd.Series[bool]") -> str:
     return str(int(run["epoch"][reached].min())) if reached.any() else "none"
 
 
-def _at(results: "pd.DataFrame", column: str, place: int) -> Numbers:
-    """A column at the first or the last checkpoint of each run."""
+def _read_end(results: "pd.DataFrame", column: str, place: int) -> Numbers:
+    """Read a column at the first or the last checkpoint of each run."""
     # first() and last() would pass over undefined numbers
     return numbers_of(
         results.sort_values(["seed", "epoch"]),

@@ -105,7 +105,7 @@ class AttentionMaps(tokens.TokenStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By start and task."""
+        """Vary the start and the task."""
         starts: Mapping[str, Mapping[str, Any]] = {tokens.PAPER: {}, tokens.RANDOM: tokens.ADAMW}
         return [
             {"start": start, "task": task, "layers": 2, **sizes, **_training(preset, task), **more}
@@ -144,8 +144,8 @@ class AttentionMaps(tokens.TokenStudy):
         """Shares by operation and model, and the mechanisms of heads."""
         shares = (
             Column("", "share", across="model"),
-            Column("by chance", lambda rows: spread(_trained(rows)["chance"])),
-            Column("test accuracy", lambda rows: spread(_trained(rows)["test_accuracy"])),
+            Column("by chance", lambda rows: spread(_select_trained(rows)["chance"])),
+            Column("test accuracy", lambda rows: spread(_select_trained(rows)["test_accuracy"])),
         )
         mechanisms = (
             Column("mechanism of the head, a seed each", lambda r: ", ".join(r["mechanism"])),
@@ -157,9 +157,9 @@ class AttentionMaps(tokens.TokenStudy):
             "layer": lambda layer: int(layer) + 1,
         }
         return (
-            TableSpec(("start", "task", "operation"), shares, partial(_of, "operation"), words),
+            TableSpec(("start", "task", "operation"), shares, partial(_select, "operation"), words),
             "\n".join(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
-            TableSpec(("start", "task", "layer"), mechanisms, partial(_of, "head"), words),
+            TableSpec(("start", "task", "layer"), mechanisms, partial(_select, "head"), words),
             "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
             "maps of single sequences, without numbers.",
         )
@@ -175,10 +175,12 @@ class AttentionMaps(tokens.TokenStudy):
             for example in range(2)
             for layer in range(2)
         ]
-        return FigureSpec(panels, "task", (2.9, 2.9), rows=partial(_of, "map", start=tokens.PAPER))
+        return FigureSpec(
+            panels, "task", (2.9, 2.9), rows=partial(_select, "map", start=tokens.PAPER)
+        )
 
     def claims(self) -> Sequence[Claim]:
-        """By the shares in the models that solve their task."""
+        """Judge the shares in the models that solve their task."""
         solving = "{bound} of the models from the paper's start reach a test accuracy of " + str(
             tokens.SOLVED
         )
@@ -215,7 +217,7 @@ class AttentionMaps(tokens.TokenStudy):
 
 
 def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: int) -> Operations:
-    """Which of its task's operations a two-layer model with one head a layer does, where.
+    """Find which of its task's operations a two-layer model with one head a layer does, and where.
 
     Args:
         model: the model.
@@ -244,8 +246,9 @@ def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: i
     if isinstance(task, InContextQA):
         pair = task.active_index_set(x)
         pair[:, n - 2] = False  # the query
-        has_pair, copied = _copied(first, pair)
-        at_random = _copied(_shuffled(first, generator), pair)[1]
+        has_pair, copied = _find_copies(first, pair)
+        at_random = _find_copies(_shuffle(first, generator), pair)[1]
+        # matching: what the last position attends to, where it has weight, holds the pair
         chosen = positions.argmax[1][:, 0, -1:].long()
         weight = weighs.attended[1][:, 0, -1].gather(1, chosen)
         matched = (has_pair.gather(1, chosen) & weight)[:, 0]
@@ -256,52 +259,57 @@ def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: i
     words = x[:, : task.length]
     own = torch.arange(task.length)[:, None]
     ranked = positions.positions[0][:, 0, : task.length].long()
+    # a word's first choice beside itself
     best = torch.where(ranked[:, :, :1] == own, ranked[:, :, 1:], ranked[:, :, :1])
     weight = weighs.attended[0][:, 0, : task.length].gather(2, best)
     anywhere = torch.randint(task.length - 1, best.shape, generator=generator)
     anywhere += anywhere >= own  # another word
     return Operations(
-        {"parsing": _paired(best, words, weight), "strict parsing": _parsed(first, words)},
         {
-            "parsing": _share(_paired(anywhere, words, torch.ones_like(weight))),
-            "strict parsing": _share(_parsed(_shuffled(first, generator), words)),
+            "parsing": _check_pairs(best, words, weight),
+            "strict parsing": _check_parse(first, words),
+        },
+        {
+            "parsing": _share(_check_pairs(anywhere, words, torch.ones_like(weight))),
+            "strict parsing": _share(_check_parse(_shuffle(first, generator), words)),
         },
     )
 
 
-def _copied(
+def _find_copies(
     draws: Bool[Tensor, "sample query key"], pair: Bool[Tensor, "sample key"]
 ) -> tuple[Bool[Tensor, "sample context"], Bool[Tensor, " sample"]]:
-    """Which positions of the context hold all of the pair, and whether copying happened."""
+    """Mark positions of the context that hold all of the pair; say whether copying happened."""
     query = draws.shape[1] - 2
     holds = draws | torch.eye(draws.shape[1], dtype=torch.bool)
     has_pair = (holds | ~pair[:, None]).all(dim=2)[:, :query]
     return has_pair, has_pair.any(dim=1) & holds[:, -1, query]
 
 
-def _paired(
+def _check_pairs(
     chosen: Int[Tensor, "sample word 1"],
     words: Int[Tensor, "sample word"],
     weight: Bool[Tensor, "sample word 1"],
 ) -> Bool[Tensor, " sample"]:
-    """Whether all repeated words choose, with weight, an equal word, where there are any."""
+    """Say whether all repeated words choose, with weight, an equal word, where there are any."""
+    # only words with an equal one can be right or wrong
     repeated = (words[:, :, None] == words[:, None]).sum(dim=2) > 1
     equal = (words.gather(1, chosen[:, :, 0]) == words) & weight[:, :, 0]
     return (equal | ~repeated).all(dim=1)[repeated.any(dim=1)]
 
 
-def _parsed(draws: Bool[Tensor, "sample query key"], words: Tensor) -> Bool[Tensor, " sample"]:
-    """Whether each word draws from the other words that are equal, and from no others."""
+def _check_parse(draws: Bool[Tensor, "sample query key"], words: Tensor) -> Bool[Tensor, " sample"]:
+    """Say whether each word draws from the other words that are equal, and from no others."""
     length = words.shape[1]
     others = ~torch.eye(length, dtype=torch.bool)
     equal = words[:, :, None] == words[:, None]
     return ((draws[:, :length, :length] == equal) | ~others).all(dim=(1, 2))
 
 
-def _shuffled(
+def _shuffle(
     draws: Bool[Tensor, "sample query key"], generator: torch.Generator
 ) -> Bool[Tensor, "sample query key"]:
-    """As many keys in every row, at random among the other positions."""
+    """Draw as many keys in every row, at random among the other positions."""
     n = draws.shape[1]
     own = torch.eye(n, dtype=torch.bool)
     noise = torch.rand(draws.shape, generator=generator).masked_fill(own, 2.0)
@@ -320,7 +328,7 @@ def _construction(task: TokenTask) -> TokenTransformer:
 
 
 def _mechanisms(run: tokens.TokenRun) -> list[Row]:
-    """What the answer owes to each head of the trained model."""
+    """Measure what the answer owes to each head of the trained model."""
     found = measure_mechanisms(
         run.model, run.x[:_N_MECHANISMS], held_out=False, read=(-1,), exact=True, progress=False
     )
@@ -379,12 +387,12 @@ def _training(preset: str, task: str) -> dict[str, Any]:
     return {**settings, **changes.get(preset, {})}
 
 
-def _of(kind: str, results: "pd.DataFrame", start: str = "") -> "pd.DataFrame":
-    """The rows of a kind, from one start or from all."""
+def _select(kind: str, results: "pd.DataFrame", start: str = "") -> "pd.DataFrame":
+    """Select the rows of a kind, from one start or from all."""
     return results[(results["kind"] == kind) & (results["start"].eq(start) | (not start))]
 
 
-def _trained(rows: "pd.DataFrame") -> "pd.DataFrame":
+def _select_trained(rows: "pd.DataFrame") -> "pd.DataFrame":
     return rows[rows["model"] == "trained"]
 
 
@@ -400,9 +408,9 @@ def _map_shown(cells: "pd.DataFrame") -> str:
 
 
 def _solving(results: "pd.DataFrame") -> Numbers:
-    """How many models of each task solve it."""
+    """Count the models of each task that solve it."""
     return numbers_of(
-        _of("operation", results, tokens.PAPER),
+        _select("operation", results, tokens.PAPER),
         ["task"],
         lambda rows: rows[rows["test_accuracy"] >= tokens.SOLVED]["run"].nunique(),
         lambda task: tokens.TASKS[task],
@@ -410,8 +418,8 @@ def _solving(results: "pd.DataFrame") -> Numbers:
 
 
 def _shares(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
-    """By task and operation, its share in each model that solves the task, before and after."""
-    rows = _of("operation", results, tokens.PAPER)
+    """List by task and operation its share in each model that solves the task, before and after."""
+    rows = _select("operation", results, tokens.PAPER)
     rows = rows[(rows["test_accuracy"] >= tokens.SOLVED) & rows["operation"].isin(_JUDGED)]
     return [
         (

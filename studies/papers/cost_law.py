@@ -121,16 +121,16 @@ class CostLaw(Study):
                     "nmse": nmse(code.decode(code.encode(x)), x),
                     "width": code.decoder_units,
                     "law": _exponent(settings),
-                    "law_nmse": _by_law(settings, 2**code.bits_per_latent),
+                    "law_nmse": _predict(settings, 2**code.bits_per_latent),
                 }
             ]
-        error = self._trained(settings, seed, device)
+        error = self._train_decoder(settings, seed, device)
         return [
             {
                 "nmse": error,
                 "width": settings["units"] * settings["d_model"],
                 "law": _exponent(settings),
-                "law_nmse": _by_law(settings, settings["units"]),
+                "law_nmse": _predict(settings, settings["units"]),
             }
         ]
 
@@ -152,8 +152,8 @@ class CostLaw(Study):
         generator = torch.Generator().manual_seed(derive_seed(self.name, part, seed))
         return torch.rand(n, settings["size"] * settings["d_token"], generator=generator)
 
-    def _trained(self, settings: Settings, seed: int, device: str) -> float:
-        """The error of a decoder, with an encoder that is trained, too, or with the code's."""
+    def _train_decoder(self, settings: Settings, seed: int, device: str) -> float:
+        """Return the error of a decoder, with an encoder that is trained, too, or the code's."""
         size, n = settings["d_model"], settings["size"] * settings["d_token"]
         decoder = [(size, settings["units"] * size), (settings["units"] * size, n)]
         encoder, code = [(n, _ENCODER), (_ENCODER, _ENCODER), (_ENCODER, size)], None
@@ -252,7 +252,7 @@ class CostLaw(Study):
         return FigureSpec(panels, size=(3.7, 4))
 
     def claims(self) -> Sequence[Claim]:
-        """By the slopes of built and trained codes, and by errors between states."""
+        """Judge the slopes of built and trained codes, and errors between states."""
         fall = "the slope of log NMSE over log units is {bound} times the law's, for every state"
         fits = (
             "the NMSE of a trained code is {bound} wherever |I| d <= E (least over seeds, the most "
@@ -302,6 +302,7 @@ class CostLaw(Study):
         """The narrowest decoder for every width, and one |I| d / E for all."""
         codes = _codes(results)
         short = _short_codes(results, _TRAINED)
+        # the narrowest decoders stand for all, as if width made no difference
         narrow = codes[
             codes["width"] == codes.groupby(["model", "state"])["width"].transform("min")
         ]
@@ -321,8 +322,8 @@ def _exponent(state: Mapping[str, Any]) -> float:
     return exponent(state["size"], state["d_token"], state["d_model"], "law")
 
 
-def _by_law(state: Mapping[str, Any], units: float) -> float:
-    """The NMSE that the law gives `units` for each latent, 0 where the identity codes."""
+def _predict(state: Mapping[str, Any], units: float) -> float:
+    """Return the NMSE that the law gives `units` for each latent, 0 where the identity codes."""
     law = _exponent(state)
     return float(units ** (-2 / law)) if law > 1 else 0.0
 
@@ -363,7 +364,7 @@ def _codes(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _short_codes(results: "pd.DataFrame", model: str = "") -> "pd.DataFrame":
-    """Those in whose states not all fits, of one kind or of all."""
+    """Select the codes in whose states not all fits, of one kind or of all."""
     codes = _codes(results)
     codes = codes[codes["law"] > 1]
     return codes[codes["model"] == model] if model else codes
@@ -383,7 +384,7 @@ def _falls(results: "pd.DataFrame", model: str) -> Numbers:
 
 
 def _times_law(rows: "pd.DataFrame") -> float | None:
-    """How many times the error by the law the least is; None where all coordinates fit."""
+    """Divide the least error by that of the law; None where all coordinates fit."""
     at_law = float(rows["law_nmse"].iloc[0])
     return float(rows["nmse"].min()) / at_law if at_law else None
 
@@ -401,7 +402,7 @@ def _where_all_fits(results: "pd.DataFrame") -> Numbers:
 
 
 def _unlike(results: "pd.DataFrame") -> Numbers:
-    """By |I| d / E and units, the largest NMSE over the smallest, where several states have it."""
+    """Divide the largest NMSE by the smallest, for each |I| d / E and units of several states."""
     codes = _short_codes(results, _TRAINED)
     least = codes.groupby(["law", "units", "state"])["nmse"].min().groupby(level=["law", "units"])
     ratios: Any = (least.max() / least.min())[least.size() > 1].items()
@@ -421,7 +422,7 @@ def _growth(results: "pd.DataFrame") -> Numbers:
 
 
 def _colour(law: float) -> str:
-    """For laws that differ by halves."""
+    """Return a colour for laws that differ by halves."""
     return f"C{round(2 * law)}"
 
 

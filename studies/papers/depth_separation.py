@@ -68,7 +68,7 @@ class DepthSeparationStudy(VectorStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By depth and width; and the construction by its precision."""
+        """Vary depth and width; and the precision of the construction."""
         widths: Mapping[str, Mapping[str, Sequence[int]]] = {
             "smoke": {_ONE: (4, 32), _TWO: (4, 8)},
             "quick": {_ONE: (8, 16, 32, 64, 128, 256), _TWO: (8, 16, 32, 64, 128)},
@@ -109,7 +109,7 @@ class DepthSeparationStudy(VectorStudy):
         )
 
     def memory(self, settings: Settings) -> int:
-        """As for any study over vectors; little for the built models, which are not trained."""
+        """Count as any study over vectors does; little for built models, which are not trained."""
         return 0 if settings["model"] == _BUILT else super().memory(settings)
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
@@ -159,8 +159,8 @@ class DepthSeparationStudy(VectorStudy):
         errors = "nmse", Column("least NMSE", "nmse", "least", ".2e")
         slopes = (
             Column("fitted slope of log NMSE", lambda r: slope(_least(r)), form=".2f"),
-            Column("exponent of the theorem", lambda rows: _stated(rows)[0]),
-            Column("slope that it stands for", lambda rows: _stated(rows)[1]),
+            Column("exponent of the theorem", lambda rows: _state_exponent(rows)[0]),
+            Column("slope that it stands for", lambda rows: _state_exponent(rows)[1]),
         )
         return (
             TableSpec(("model", "parameters"), errors, sort=True),
@@ -172,18 +172,18 @@ class DepthSeparationStudy(VectorStudy):
     def plots(self) -> FigureSpec:
         """NMSE over parameters, log-log, with the fitted lines."""
         seeds = Curves("parameters", "nmse", ["model"], "each", style="o", label="", alpha=0.5)
-        laws = Curves("parameters", "nmse", ["line"], style="--", rows=_fitted)
+        laws = Curves("parameters", "nmse", ["line"], style="--", rows=_fit)
         sizes = Axis("parameters (built: those set)", "log")
         errors = Axis("validation NMSE (dotted: a constant)", "log", levels=[1])
         return FigureSpec([Panel([seeds, laws], sizes, errors)], size=(6.5, 4))
 
     def claims(self) -> Sequence[Claim]:
-        """By the largest two-layer model against every one-layer model, and by the slopes."""
+        """Judge the largest two-layer model against every one-layer model, and the slopes."""
         return (
             Claim(
                 "the largest one-layer model has {bound} times the parameters of the largest with "
                 "two layers",
-                lambda r: _of_depths(r, lambda one, two: one.index.max() / two.index.max()),
+                lambda r: _compare_depths(r, lambda one, two: one.index.max() / two.index.max()),
                 ">=",
                 1,
                 name="parameters of one layer over those of two",
@@ -191,7 +191,7 @@ class DepthSeparationStudy(VectorStudy):
             Claim(
                 "the best one-layer model has {bound} times the NMSE of the largest with two "
                 "layers (least over seeds)",
-                lambda r: _of_depths(r, lambda one, two: one.min() / two.loc[two.index.max()]),
+                lambda r: _compare_depths(r, lambda one, two: one.min() / two.loc[two.index.max()]),
                 ">=",
                 5,
                 name="NMSE of one layer over that of two",
@@ -199,7 +199,7 @@ class DepthSeparationStudy(VectorStudy):
             Claim(
                 "the slope of the least NMSE over parameters (log-log) of two layers, minus that "
                 "of one, is {bound}",
-                lambda r: _of_depths(r, lambda one, two: slope(two) - slope(one)),
+                lambda r: _compare_depths(r, lambda one, two: slope(two) - slope(one)),
                 "<",
                 0,
                 name="slope of two layers minus that of one",
@@ -219,7 +219,7 @@ class DepthSeparationStudy(VectorStudy):
         return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """One layer in the place of two."""
+        """Put one layer in the place of two."""
         import pandas as pd
 
         one = results[results["model"] == _ONE]
@@ -238,8 +238,8 @@ def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -
     }
 
 
-def _stated(rows: "pd.DataFrame") -> tuple[str, str]:
-    """The exponent of a model, by the theorem and by the sharper count, and the slope with it."""
+def _state_exponent(rows: "pd.DataFrame") -> tuple[str, str]:
+    """State a model's exponent, by the theorem and by the sharper count, and the slope with it."""
     if rows["model"].iloc[0] != _ONE:
         return "at most 1", "-2 can be reached"
     n_tokens = int(rows["n_tokens"].iloc[0])
@@ -262,8 +262,8 @@ def _precision(results: "pd.DataFrame") -> str:
     return f"Largest errors of the built models: {worst}; parameters are those set."
 
 
-def _fitted(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The fitted power laws, at the sizes that were run."""
+def _fit(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Fit power laws, at the sizes that were run."""
     import pandas as pd
 
     laws = []
@@ -289,7 +289,7 @@ def slope(errors: "pd.Series[float]") -> float:
     return float(np.polyfit(x, y, 1)[0])
 
 
-def _of_depths(results: "pd.DataFrame", number: Callable[[Any, Any], float]) -> Numbers:
-    """A number of the least NMSE by parameters, of one layer and of two; nothing without either."""
+def _compare_depths(results: "pd.DataFrame", number: Callable[[Any, Any], float]) -> Numbers:
+    """Compare the least NMSE by parameters of one layer and of two; nothing without either."""
     one, two = (_least(results[results["model"] == model]) for model in (_ONE, _TWO))
     return {} if one.empty or two.empty else {"": float(number(one, two))}

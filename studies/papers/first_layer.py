@@ -50,14 +50,14 @@ class FirstLayer:
     def entropy(self, head: int, queries: str) -> float:
         """The mean entropy of a head's attention, in nats."""
         pattern = self.pattern[:, head, self.rows(queries)]
-        return mean_entropy(pattern, self._allowed(queries))
+        return mean_entropy(pattern, self._mask(queries))
 
     def largest(self, head: int, queries: str) -> float:
         """The mean of a head's largest share of attention."""
         return float(self.pattern[:, head, self.rows(queries)].amax(dim=-1).mean())
 
     def errors(self, head: int, queries: str, rank: int) -> MapErrors:
-        """How badly a linear map gives back the token of a head's rank-th choice (eq 56)."""
+        """Measure how badly a linear map gives back a head's rank-th choice (eq 56)."""
         rows = self.rows(queries)
         chosen = self.chosen(rank)[:, head, rows]
         n = len(self.x)
@@ -66,17 +66,17 @@ class FirstLayer:
         return map_errors(self.state[:, rows], target, held_out)
 
     def temper(self, entropies: Mapping[str, list[float]]) -> Float[Tensor, "n head query key"]:
-        """The patterns of these scores with other entropies, by kind of query and head."""
+        """Return the patterns of these scores with other entropies, by kind of query and head."""
         pattern = self.pattern.clone()
         for queries, of_heads in entropies.items():
             rows = self.rows(queries)
             for head, entropy in enumerate(of_heads):
                 pattern[:, head, rows] = temper(
-                    self.scores[:, head, rows], self._allowed(queries), entropy
+                    self.scores[:, head, rows], self._mask(queries), entropy
                 )
         return pattern
 
-    def _allowed(self, queries: str) -> Tensor:
+    def _mask(self, queries: str) -> Tensor:
         return self.scores[0, 0, self.rows(queries)] > -torch.inf
 
 
@@ -85,7 +85,7 @@ def first_layer(
     x: Float[Tensor, "n pos d_token"],
     pattern: Float[Tensor, "n head query key"] | None = None,
 ) -> FirstLayer:
-    """What the first layer does on sequences.
+    """Run the first layer on sequences, and keep what it does.
 
     Args:
         model: the model.
@@ -97,7 +97,7 @@ def first_layer(
         "pattern": f"{_ATTENTION}.hook_pattern",
         "state": "blocks.0.hook_resid_mid",
     }
-    hooks: Any = [] if pattern is None else [(points["pattern"], _put(pattern))]
+    hooks: Any = [] if pattern is None else [(points["pattern"], _replace(pattern))]
     with torch.no_grad():
         caught = call(model, x, tuple(points.values()), edit=hooks).activations
     return FirstLayer(x.cpu(), *(caught[point].cpu() for point in points.values()))
@@ -110,26 +110,26 @@ def lost_without(
     head: int,
     queries: str,
 ) -> float:
-    """By how much the NMSE rises when a head of the first layer tells nothing at some queries.
+    """Measure the rise of the NMSE when a first-layer head tells nothing at some queries.
 
     Its output there becomes its mean over sequences, and over the tokens for token queries.
     """
     last = x.shape[1]
     rows = slice(0, last) if queries == TOKENS else slice(last, last + 1)
 
-    def to_mean(z: Tensor, hook: Any) -> Tensor:
+    def average(z: Tensor, hook: Any) -> Tensor:
         edited = z.clone()
         edited[:, rows, head] = z[:, rows, head].mean(dim=(0, 1))
         return edited
 
     with torch.no_grad():
         whole = nmse(model(x), y)
-        with model.hooks(fwd_hooks=[(f"{_ATTENTION}.hook_z", to_mean)]):
+        with model.hooks(fwd_hooks=[(f"{_ATTENTION}.hook_z", average)]):
             without = nmse(model(x), y)
     return float(without) - float(whole)
 
 
-def _put(pattern: Tensor) -> Callable[..., Tensor]:
+def _replace(pattern: Tensor) -> Callable[..., Tensor]:
     def hook_fn(own: Tensor, hook: Any) -> Tensor:
         return pattern.to(own)
 
@@ -143,7 +143,7 @@ def recovery_rows(
     y: Float[Tensor, "n d_output"],
     ranks: Sequence[int] = (1, 2),
 ) -> list[Row]:
-    """What is recovered of the choices of every head of the first layer, before and after training.
+    """Measure what is recovered of each first-layer head's choices, before and after training.
 
     A row for each head, kind of queries and rank, with errors (`_second_moment`, `_fvu`) of the
     initial model, of the trained one, and of the initial one with its scores scaled so that the

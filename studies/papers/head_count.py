@@ -74,7 +74,7 @@ class HeadCount(TrainedStudy):
     }
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By length, table and heads; full, longest and largest are all published cells."""
+        """Vary length, table and heads; full, longest and largest are all published cells."""
         every = (1, 2, 3, 4, 5)
         sizes: dict[str, list[tuple[str, int, Sequence[int]]]] = {
             "smoke": [("3", 8, (3, 4))],
@@ -102,7 +102,7 @@ class HeadCount(TrainedStudy):
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """One or two layers, of the sizes of the table."""
+        """Return one or two layers, of the sizes of the table."""
         heads, table = settings["heads"], settings["table"]
         n_layers = 2 if table == "5" else 1
         d_head = 8 if table == "2" else 32 // heads
@@ -118,7 +118,7 @@ class HeadCount(TrainedStudy):
         )
 
     def data(self, settings: Settings, seed: int) -> tuple[Pair, Pair]:
-        """Of a target that is the same for all models of a length."""
+        """Draw from a target that is the same for all models of a length."""
         task = DRetrieval(n_tokens=settings["n_tokens"], d_token=_D, n_components=_D, seed=0)
         return (
             self.draw(task, "train", settings["n_train"], seed),
@@ -144,7 +144,7 @@ class HeadCount(TrainedStudy):
         ]
 
     def tables(self) -> Sequence[Part]:
-        """All published cells, ours beside them by both normalisations, and how far they are."""
+        """Show all published cells, ours beside them by both normalisations, and how far off."""
         columns = (
             Column("published", "published", "first", ".2e"),
             Column("ours by second moment: least", _ours),
@@ -169,7 +169,7 @@ class HeadCount(TrainedStudy):
         return FigureSpec([panel], per="table", size=(4.3, 4), share="y", rows=beside_published)
 
     def claims(self) -> Sequence[Claim]:
-        """By the fall from D - 1 to D heads of one layer."""
+        """Judge the fall from D - 1 to D heads of one layer."""
         fall = (
             "one layer (E = 32) with D - 1 heads has {bound} times the NMSE of D heads (least "
             "over seeds)"
@@ -223,7 +223,7 @@ def beside_published(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _factor(rows: "pd.DataFrame", column: str) -> float:
-    """How many times the published error the least of a cell is; NaN where it was not run."""
+    """Divide the least error of a cell by the published one; NaN where it was not run."""
     return float(rows[column].min() / rows["published"].iloc[0])
 
 
@@ -241,7 +241,7 @@ def _ours(rows: "pd.DataFrame") -> str:
 
 
 def _how_far(results: "pd.DataFrame") -> str:
-    """How ours and the published cells differ, in words."""
+    """Say how ours and the published cells differ."""
     cells = [rows for _, rows in groups(beside_published(results), _CELL)]
     run = [rows for rows in cells if rows["nmse"].notna().any()]
     if not run:
@@ -270,7 +270,7 @@ def _run_of_table(rows: "pd.DataFrame") -> str:
 
 
 def _falls(results: "pd.DataFrame") -> Numbers:
-    """How many times the least error of D - 1 heads that of D heads is, by T."""
+    """Divide the least error of D - 1 heads by that of D heads, by T."""
     least = results.groupby(["n_tokens", "heads"])["nmse"].min()
     return {
         f"T = {length}": float(least[length, _D - 1] / least[length, _D])

@@ -17,11 +17,11 @@ from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers.rows import (
     beside_enough,
     best_runs,
+    exchange_heads,
     first_heads,
     has_enough_heads,
     heads_shown,
     runs_of,
-    with_one_head,
 )
 from infoflow_lens.studies.plots import GREEN, ORANGE, Axis, FigureSpec, Panel, Points
 from infoflow_lens.studies.stages import StagedResult, StagedStudy
@@ -86,7 +86,7 @@ class IntrinsicDimensionStudy(StagedStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By D, kind of matrices, draw and heads.
+        """Vary D, the kind of matrices, the draw and heads.
 
         Preset full has more matrices, and shorter sequences: at T = 16 three matrices are not
         learnt by as many steps (pilots).
@@ -166,7 +166,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         errors = (
             Column("count, one role a head", _count),
             Column("hard heads reach", "floor"),
-            Column("gap owed", lambda r: not has_enough_heads(r).all() and _owed(r)),
+            Column("gap owed", lambda r: not has_enough_heads(r).all() and _owes(r)),
             Column("NMSE, all runs", "nmse"),
             Column("least over seeds", "least", "first"),
             Column("times that of (D, D)", "times", "first"),
@@ -205,7 +205,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         return figure
 
     def claims(self) -> Sequence[Claim]:
-        """By the ratio of the least errors to (D, D), wherever a gap is owed."""
+        """Judge the ratio of the least errors to (D, D), wherever a gap is owed."""
         text = (
             f"wherever hard heads leave {_OWED} or more, a model with fewer heads in the first "
             "layer has {bound} times the NMSE of (D, D) (least over seeds, geometric mean over "
@@ -223,13 +223,13 @@ class IntrinsicDimensionStudy(StagedStudy):
                 f"{name}: NMSE {least:.2e}, ({d}, {d}) {least / times:.2e}; hard heads reach "
                 f"{rows['floor'].min():.2g}"
             )
-            owed = "" if _owed(rows) else f", so no gap is owed ({times:.3g} times)"
+            owed = "" if _owes(rows) else f", so no gap is owed ({times:.3g} times)"
             remarks.append(remark + owed)
         return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """(1, 2D - 1) in the place of (D, D)."""
-        return {"fewer heads": with_one_head(results, _CELL)}
+        return {"fewer heads": exchange_heads(results, _CELL)}
 
 
 def two_layers(settings: Settings, linear: bool, **more: Any) -> Architecture:
@@ -254,7 +254,7 @@ def two_layers(settings: Settings, linear: bool, **more: Any) -> Architecture:
 
 
 def floor(task: IntrinsicDimension, n_heads: int, *, linear: bool) -> Row:
-    """What is left by so many heads of the first layer that choose by hard maxima.
+    """Measure what is left by so many first-layer heads that choose by hard maxima.
 
     Args:
         task: the target.
@@ -278,7 +278,7 @@ def route_rows(
     model: VectorTransformer,
     x: Float[Tensor, "sample pos d_token"],
 ) -> list[Row]:
-    """For each head of the first layer `routes`, matrix by matrix (from 1)."""
+    """Measure `routes` for each head of the first layer, matrix by matrix (from 1)."""
     (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
     first, second = routes(task, x, positions.argmax[0])
     return [
@@ -296,7 +296,7 @@ def routes(
     x: Float[Tensor, "sample pos d_token"],
     chosen: Int[Tensor, "sample head query"],
 ) -> tuple[Float[Tensor, "head component"], Float[Tensor, "head component"]]:
-    """How often each head attends to the other token of the best pair of a matrix.
+    """Return how often each head attends to the other token of the best pair of a matrix.
 
     Args:
         task: the target.
@@ -317,7 +317,7 @@ def routes(
 
 
 def _note(results: "pd.DataFrame") -> str:
-    """How the table is read, and how what hard heads reach was found."""
+    """Say how the table is read, and how what hard heads reach was found."""
     searched = "these rows have heads of the matrices' own scores, and no search"
     if "floor_budget" in results:
         searched = f"by searches of {results['floor_budget'].max():.0f} tries or fewer"
@@ -334,8 +334,8 @@ def _count(rows: "pd.DataFrame") -> str:
     return "allowed" if has_enough_heads(rows).all() else "excluded"
 
 
-def _owed(rows: "pd.DataFrame") -> bool:
-    """Whether the best hard heads that were found leave much, at every draw."""
+def _owes(rows: "pd.DataFrame") -> bool:
+    """Say whether the best hard heads that were found leave much, at every draw."""
     return bool((rows["floor_low"] >= _OWED).all())
 
 
@@ -347,20 +347,20 @@ def _fewer(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
 
 
 def _gaps(results: "pd.DataFrame") -> Numbers:
-    """How many times that of (D, D) the error of fewer heads is, wherever a gap is owed."""
+    """Divide the error of fewer heads by that of (D, D), wherever a gap is owed."""
     fewer = _fewer(results)
-    return {name: float(rows["times"].iloc[0]) for name, rows in fewer if _owed(rows)}
+    return {name: float(rows["times"].iloc[0]) for name, rows in fewer if _owes(rows)}
 
 
 def partners(rows: "pd.DataFrame") -> str:
-    """How often a head attends to the partner, matrix by matrix, in words."""
+    """Say how often a head attends to the partner, matrix by matrix."""
     row = rows.iloc[0]
     numbers = range(1, int(row["D"]) + 1)
     return "; ".join(f"{row[f'first_{i}']:.2f} / {row[f'second_{i}']:.2f}" for i in numbers)
 
 
 def roles(rows: "pd.DataFrame") -> int:
-    """How many matrices a head serves, from either side."""
+    """Count the matrices that a head serves, from either side."""
     row = rows.iloc[0]
     numbers = range(1, int(row["D"]) + 1)
     return sum(max(row[f"first_{i}"], row[f"second_{i}"]) >= _ROUTE for i in numbers)
@@ -376,7 +376,7 @@ def _floors(results: "pd.DataFrame", kind: str) -> "pd.DataFrame":
 
 
 def _draw_phases(axes: "Axes", results: "pd.DataFrame") -> None:
-    """What counting comparisons says of the largest D, by heads and T."""
+    """Draw what counting comparisons says of the largest D, by heads and T."""
     from infoflow_lens.report.phase import phase_panel
 
     d, n_tokens = int(results["D"].max()), int(results["n_tokens"].max())

@@ -27,7 +27,7 @@ class KthLargestStudy(TrainedStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By k."""
+        """Vary k."""
         sizes: Mapping[str, Mapping[str, int]] = {
             "smoke": {"n_tokens": 4, "n_train": 2000, "epochs": 4},
             "quick": {"n_tokens": 16, "n_train": 16000, "epochs": 60},
@@ -38,7 +38,7 @@ class KthLargestStudy(TrainedStudy):
         return [{"k": k, **sizes[preset]} for k in ranks]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """One head, one layer."""
+        """Return a model of one head and one layer."""
         return Architecture(
             n_heads=(1,),
             d_model=32,
@@ -53,7 +53,7 @@ class KthLargestStudy(TrainedStudy):
         return KthLargest(n_tokens=settings["n_tokens"], k=settings["k"])
 
     def data(self, settings: Settings, seed: int) -> tuple[Pair, Pair]:
-        """Of the target."""
+        """Draw sequences of the target."""
         task = self.task(settings)
         return (
             self.draw(task, "train", settings["n_train"], seed),
@@ -101,7 +101,7 @@ class KthLargestStudy(TrainedStudy):
         return FigureSpec([panel], size=(6, 3.4))
 
     def claims(self) -> Sequence[Claim]:
-        """By the errors between the extremes, and by what the head of k = 1 attends to."""
+        """Judge the errors between the extremes, and what the head of k = 1 attends to."""
         between = (
             "every k in between has {bound} times the NMSE of k = 1 and of k = T (least over seeds)"
         )
@@ -146,6 +146,6 @@ def _over_extremes(results: "pd.DataFrame") -> Numbers:
 
 
 def _attends(results: "pd.DataFrame") -> Numbers:
-    """What the best model of k = 1 attends to."""
+    """Read how often the best model of k = 1 attends to the largest number."""
     best = results[results["k"] == 1].sort_values("nmse").iloc[0]
     return {"": float(best["chooses_largest"])}

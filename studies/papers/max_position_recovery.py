@@ -107,7 +107,7 @@ class MaxPositionRecovery(StagedStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By target, D and heads of both layers."""
+        """Vary the target, D and the heads of both layers."""
         around: Mapping[str, Sequence[tuple[str, int, Sequence[tuple[int, int]]]]] = {
             "smoke": [(_PAIRS, 2, [(2, 1)])],
             "quick": [(_PAIRS, 2, [(2, 2), (3, 2), (1, 3)]), (_SINGLES, 2, [(2, 2)])],
@@ -202,7 +202,7 @@ class MaxPositionRecovery(StagedStudy):
             ],
         )
         by = [*_CASE, "seed", "head", "queries"]
-        return TableSpec(by, columns, _of_heads, words), published, _NOTE
+        return TableSpec(by, columns, _join_ranks, words), published, _NOTE
 
     def plots(self) -> FigureSpec:
         """Every head by configuration, and why: ratios over entropy, beside tempered heads."""
@@ -231,7 +231,7 @@ class MaxPositionRecovery(StagedStudy):
         return FigureSpec([every, *by_target], size=(3.8, 4.2), share="y")
 
     def claims(self) -> Sequence[Claim]:
-        """By the heads that do something, of the best seed of every configuration on pairs."""
+        """Judge the heads that do something, of the best seed of every configuration on pairs."""
         used = (
             "of the configurations on pairs with h_1 >= D a share of {bound} has heads in use (by "
             "ablation, at tokens and at CLS apart; the seed of least validation error)"
@@ -239,25 +239,25 @@ class MaxPositionRecovery(StagedStudy):
         first = "the error of the first choice of these heads is {bound} of that before training"
         second = "the same of their second choice is {bound}, by the mean over heads"
         return (
-            Claim(used, _in_use_of_all, ">=", 1, name="configurations with heads in use"),
+            Claim(used, _share_in_use, ">=", 1, name="configurations with heads in use"),
             Claim(first, _first_choices, "<", _BELOW, name="error of the first choice"),
             Claim(second, _second_choices, ">=", _NO_BETTER, name="error of the second choice"),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Tempered heads, fewer heads, and all seeds."""
-        tempered = _judged(results, 1)["tempered_ratio"]
+        tempered = _best_heads(results, 1)["tempered_ratio"]
         remarks = [
             f"the same heads untrained, tempered to the same entropy: {tempered.min():.3f} to "
             f"{tempered.max():.3f}"
         ]
-        fewer = _in_use(best_runs(results[~_enough(results)], _CASE), 1)
+        fewer = _used_heads(best_runs(results[~_enough(results)], _CASE), 1)
         for (target, _, heads), rows in groups(fewer, _CASE):
             ratios = rows["ratio"]
             remarks.append(
                 f"{target}, heads {heads_shown(heads)}: {ratios.min():.3f} to {ratios.max():.3f}"
             )
-        every = _in_use(results[_enough(results)], 1)["ratio"]
+        every = _used_heads(results[_enough(results)], 1)["ratio"]
         remarks.append(
             f"all seeds: {(every < _BELOW).sum()} of {len(every)} below {_BELOW:g}, the largest "
             f"{every.max():.3f}"
@@ -281,26 +281,26 @@ def _enough(results: "pd.DataFrame") -> "pd.Series[bool]":
     return has_enough_heads(results) & (results["target"] == _PAIRS)
 
 
-def _in_use(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
-    """Rows of heads that do something at these queries, of their choice of a rank."""
+def _used_heads(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
+    """Select rows of heads that do something at these queries, of their choice of a rank."""
     return results[(results["lost_without"] >= IDLE) & (results["rank"] == rank)]
 
 
-def _judged(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
-    """Heads in use of the best seeds with at least D heads."""
-    return _in_use(best_runs(results[_enough(results)], _CASE), rank)
+def _best_heads(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
+    """Select heads in use of the best seeds with at least D heads."""
+    return _used_heads(best_runs(results[_enough(results)], _CASE), rank)
 
 
-def _in_use_of_all(results: "pd.DataFrame") -> Numbers:
-    """The share of the judged configurations that have heads in use."""
+def _share_in_use(results: "pd.DataFrame") -> Numbers:
+    """Return the share of the judged configurations that have heads in use."""
     cases = results[_CASE].drop_duplicates()
-    return {"": _judged(results, 1)["run"].nunique() / max(1, int(_enough(cases).sum()))}
+    return {"": _best_heads(results, 1)["run"].nunique() / max(1, int(_enough(cases).sum()))}
 
 
 def _first_choices(results: "pd.DataFrame") -> Numbers:
-    """What is left of the error before training, of every judged head and kind of query."""
+    """Return what is left of the error before training, of every judged head and kind of query."""
     return numbers_of(
-        _judged(results, 1),
+        _best_heads(results, 1),
         ["D", "heads", "head", "queries"],
         "ratio",
         lambda d, heads, head, at: f"D = {d}, {heads_shown(heads)}, head {head} at {at}",
@@ -310,7 +310,7 @@ def _first_choices(results: "pd.DataFrame") -> Numbers:
 def _second_choices(results: "pd.DataFrame") -> Numbers:
     """The mean over judged heads, of each configuration."""
     return numbers_of(
-        _judged(results, 2),
+        _best_heads(results, 2),
         ["D", "heads"],
         lambda rows: rows["ratio"].mean(),
         lambda d, heads: f"D = {d}, {heads_shown(heads)}",
@@ -322,8 +322,8 @@ def _lost(rows: "pd.DataFrame") -> str:
     return f"{lost:.2g}" if lost >= IDLE else "nothing"
 
 
-def _of_heads(results: "pd.DataFrame") -> "pd.DataFrame":
-    """A row for each head and kind of queries, both ranks beside each other.
+def _join_ranks(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Make a row for each head and kind of queries, both ranks beside each other.
 
     Seeds are in words, which say the one of least error of each configuration.
     """
@@ -337,7 +337,7 @@ def _of_heads(results: "pd.DataFrame") -> "pd.DataFrame":
 
 def _first_in_use(results: "pd.DataFrame", target: str) -> "pd.DataFrame":
     """First choices of the heads in use, of a target."""
-    return _in_use(results[results["target"] == target], 1)
+    return _used_heads(results[results["target"] == target], 1)
 
 
 def _where(results: "pd.DataFrame", queries: str) -> "pd.DataFrame":
@@ -345,7 +345,7 @@ def _where(results: "pd.DataFrame", queries: str) -> "pd.DataFrame":
 
 
 def _draw_gaps(axes: "Axes", results: "pd.DataFrame") -> None:
-    """From each trained head to the tempered one."""
+    """Draw a line from each trained head to the tempered one."""
     ratio, tempered = results["ratio"], results["tempered_ratio"]
     axes.vlines(results["entropy"], ratio, tempered, color="#bbbbbb", linewidth=0.8)
 

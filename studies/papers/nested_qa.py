@@ -50,8 +50,8 @@ class _Plan:
     noise: tuple[float, ...]
 
 
-def layers_needed(hops: int) -> int:
-    """The fewest layers of one max-position head for `hops`, ceil(log2(2 hops + 1)) [derived].
+def fewest_layers(hops: int) -> int:
+    """Count the layers of one max-position head that `hops` need, ceil(log2(2 hops + 1)) [derived].
 
     The answer hangs on 2 hops + 1 positions (both entities of every fact, and the query), and by
     update rule (1) (InfoFlow 2026, Sec. 5.1) one head a layer at most doubles what a state holds.
@@ -89,7 +89,7 @@ class NestedQuestions(tokens.TokenStudy):
     judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By start and way of asking, hops and layers, and noise."""
+        """Vary the start and way of asking, hops and layers, and noise."""
         plans: Mapping[str, _Plan] = {
             "smoke": _Plan(8, 256, 1, 1, {1: (1, 2), 2: (2, 3)}, (0.1,)),
             "quick": _Plan(8, 6400, 25, 50, {1: (1, 2), 2: (2, 3), 3: (2, 4)}, (0.03, 0.1, 0.3)),
@@ -134,11 +134,11 @@ class NestedQuestions(tokens.TokenStudy):
                 cases.append({**base, **about, **more, "asked": _AT_ONCE})
         return cases
 
-    def trained(self, settings: Settings, seed: int, device: str) -> tokens.TokenRun:
-        """One model, trained at once or in stages."""
+    def train(self, settings: Settings, seed: int, device: str) -> tokens.TokenRun:
+        """Train one model, at once or in stages."""
         if settings["asked"] == _GROWING:
-            return _trained_growing(self.name, settings, seed, device)
-        return super().trained(settings, seed, device)
+            return _train_growing(self.name, settings, seed, device)
+        return super().train(settings, seed, device)
 
     def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """Test accuracy before training, and of the trained model by distance from the end."""
@@ -147,7 +147,7 @@ class NestedQuestions(tokens.TokenStudy):
         untrained = untrained.to(next(run.model.parameters()).device)
         row: Row = {"before": evaluate_labels(untrained, (run.x, run.y)).accuracy}
         for near in range(1, hops + 1):
-            x = asked_later(run.x, torch.full((len(run.x),), hops - near))
+            x = move_queries(run.x, torch.full((len(run.x),), hops - near))
             row[f"from_{near}"] = evaluate_labels(run.model, (x, run.y)).accuracy
         last = ends_last(run.x)
         for name, some in (("end_last", last), ("end_before", ~last)):
@@ -178,14 +178,14 @@ class NestedQuestions(tokens.TokenStudy):
             ),
         )
         by_hand = (
-            layers("at least", layers_needed),
+            layers("at least", fewest_layers),
             layers("copy-match a hop (the paper's design)", lambda hops: 2 * hops),
             layers("copy once, match a hop", lambda hops: hops + 1),
             layers("matching at facts, too", lambda hops: 1 + hops.bit_length()),
         )
         names = {"start": "start, and how training asks"}
         return (
-            TableSpec(("start", "hops", "layers"), columns, _by_start, names=names),
+            TableSpec(("start", "hops", "layers"), columns, _name_starts, names=names),
             "Test accuracy over seeds, mean (least to largest), of the epoch of the least "
             "validation loss, for questions from the starts of chains; of these, where the "
             "last fact of the context ends one of the chains, and where it does not; in the "
@@ -215,21 +215,21 @@ class NestedQuestions(tokens.TokenStudy):
         accuracy = Axis("test accuracy (dotted: chance)", "linear", (-0.03, 1.03), [0.5])
         of_noise = Axis("test accuracy (dotted: before training)", "linear", (-0.03, 1.03))
         panels = [
-            Panel([losses], Axis("epoch"), loss, sizes(_JUDGED_HOPS, _JUDGED_HOPS + 1), _compared),
+            Panel([losses], Axis("epoch"), loss, sizes(_JUDGED_HOPS, _JUDGED_HOPS + 1), _epochs),
             Panel([asked], Axis("hops from the query to the end"), accuracy, _ASKED[_GROWING],
-                  _by_distance),
+                  _find_accuracies),
             Panel([after, before], Axis("noise on all weights"), of_noise,
-                  "construction plus noise", _constructed),
+                  "construction plus noise", _select_built),
         ]  # fmt: skip
         return FigureSpec(panels, size=(3.8, 3.4))
 
     def claims(self) -> Sequence[Claim]:
-        """By test accuracy with too few layers, with just enough, and without growing distances."""
+        """Judge accuracy with too few layers, with just enough, and without growing distances."""
         return (
             Claim(
                 "with fewer than ceil(log2(2 hops + 1)) layers the largest test accuracy over "
                 "seeds and starts is {bound} above chance",
-                _with_few_layers,
+                _lead_of_few,
                 "<=",
                 tokens.ABOVE_CHANCE,
                 name="accuracy above chance of too few layers",
@@ -237,7 +237,7 @@ class NestedQuestions(tokens.TokenStudy):
             Claim(
                 "from a Gaussian start asked from growing distances, the seed of the least "
                 "validation loss has a test accuracy of {bound}",
-                _with_enough_layers,
+                _accuracy_of_enough,
                 ">=",
                 tokens.SOLVED,
                 name="accuracy of enough layers",
@@ -245,7 +245,7 @@ class NestedQuestions(tokens.TokenStudy):
             Claim(
                 "asked from the starts of chains alone, the largest test accuracy over seeds on "
                 f"{tokens.counted(_JUDGED_HOPS, 'hop')} is " + "{bound} above chance",
-                _asked_at_once,
+                _lead_at_once,
                 "<=",
                 tokens.ABOVE_CHANCE,
                 name="accuracy above chance, asked at once",
@@ -256,7 +256,7 @@ class NestedQuestions(tokens.TokenStudy):
         """Accuracies by depth and place, longer chains, and constructions with noise."""
         runs = tokens.last_epochs(results)
         remarks = []
-        few = runs[runs["layers"] < runs["hops"].map(layers_needed)]
+        few = runs[runs["layers"] < runs["hops"].map(fewest_layers)]
         for hops, rows in few.groupby("hops"):
             highest = rows.loc[(rows["test_accuracy"] - rows["chance"]).idxmax()]
             by_place = (
@@ -320,8 +320,8 @@ def ends_last(x: Tensor) -> Tensor:
     return (x[:, 0:-2:3] != x[:, -3:-2]).all(dim=1)
 
 
-def asked_later(x: Tensor, hops: Tensor) -> Tensor:
-    """Nested questions [sample, pos] whose query moves `hops` [sample] along its chain."""
+def move_queries(x: Tensor, hops: Tensor) -> Tensor:
+    """Move the query of nested questions [sample, pos] by `hops` [sample] along its chain."""
     x = x.clone()
     for done in range(int(hops.max()) if len(hops) else 0):
         fact = (x[:, 0:-2:3] == x[:, -2:-1]).int().argmax(1, keepdim=True)
@@ -329,8 +329,8 @@ def asked_later(x: Tensor, hops: Tensor) -> Tensor:
     return x
 
 
-def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> tokens.TokenRun:
-    """A model that grows with the distance from which it is asked.
+def _train_growing(study: str, settings: Settings, seed: int, device: str) -> tokens.TokenRun:
+    """Train a model that grows with the distance from which it is asked.
 
     Stage k asks from at most k hops before the end, half of the questions from just k, with k + 1
     layers, or as many as the model has; it is validated from just k. A layer that comes is
@@ -356,8 +356,8 @@ def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> 
             config = replace(config, epochs=settings["stage"], lr_end=config.lr)
         training = train(
             model,
-            _asked_within(task, settings, stage, config.seed),
-            (asked_later(x, torch.full((len(x),), hops - stage)), y),
+            _draw_within(task, settings, stage, config.seed),
+            (move_queries(x, torch.full((len(x),), hops - stage)), y),
             config,
             progress=False,
         )
@@ -380,24 +380,25 @@ def _take_over(model: TokenTransformer, before: TokenTransformer) -> None:
             block.attn.W_V.mul_(0.1)
 
 
-def _asked_within(
+def _draw_within(
     task: TokenTask, settings: Settings, furthest: int, seed: int
 ) -> Callable[[int], Pair]:
-    """By epoch, questions from within chains, at most `furthest` hops before the end."""
+    """Return what draws questions of an epoch, at most `furthest` hops before the end."""
     drawn = tokens.data_of(task, settings, seed)
 
-    def asked(epoch: int) -> Pair:
+    def draw(epoch: int) -> Pair:
         x, y = drawn(epoch)
         generator = torch.Generator().manual_seed(derive_seed("asked", seed, epoch))
         near = torch.randint(1, furthest + 1, (len(x),), generator=generator)
+        # half of the questions are from the new distance; the others keep what was learnt
         near[torch.rand(len(x), generator=generator) < 0.5] = furthest
-        return asked_later(x, int(settings["hops"]) - near), y
+        return move_queries(x, int(settings["hops"]) - near), y
 
-    return asked
+    return draw
 
 
-def _by_start(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Runs by start, way of asking and noise, with a name for these; distances below the hops."""
+def _name_starts(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Name runs by start, way of asking and noise; keep distances below the hops."""
     import pandas as pd
 
     runs = tokens.last_epochs(results)
@@ -418,14 +419,14 @@ def _by_start(results: "pd.DataFrame") -> "pd.DataFrame":
     return by_start
 
 
-def _compared(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The epochs of the runs with which both ways of asking are compared."""
+def _epochs(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Select the epochs of the runs with which both ways of asking are compared."""
     judged = results[(results["hops"] == _JUDGED_HOPS) & (results["start"] == tokens.WHOLE)]
     return judged[judged["layers"] == _JUDGED_HOPS + 1]
 
 
-def _by_distance(results: "pd.DataFrame") -> "pd.DataFrame":
-    """By hops from the end, the accuracy of the run of least validation loss of each depth."""
+def _find_accuracies(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Find by hops from the end the accuracy of each depth's run of least validation loss."""
     runs = tokens.last_epochs(results).sort_values("best_validation_loss", kind="stable")
     runs = runs[runs["asked"] == _GROWING].drop_duplicates(["hops", "layers"])
     runs = runs.sort_values(["hops", "layers"]).rename(columns={f"from_{n}": n for n in _HOPS})
@@ -434,37 +435,37 @@ def _by_distance(results: "pd.DataFrame") -> "pd.DataFrame":
     return at.dropna(subset="accuracy").sort_values(["hops", "layers"], kind="stable")
 
 
-def _constructed(results: "pd.DataFrame") -> "pd.DataFrame":
+def _select_built(results: "pd.DataFrame") -> "pd.DataFrame":
     runs = tokens.last_epochs(results)
     return runs[runs["start"] == tokens.CONSTRUCTED]
 
 
-def _with_few_layers(results: "pd.DataFrame") -> Numbers:
-    """The largest lead over chance, by hops; NaN where no run with too few layers finished."""
+def _lead_of_few(results: "pd.DataFrame") -> Numbers:
+    """Return the largest lead over chance, by hops; NaN where no run with too few layers ended."""
     runs = tokens.last_epochs(results)
     found = {}
     for hops in sorted(int(h) for h in runs["hops"].unique()):
-        few = runs[(runs["hops"] == hops) & (runs["layers"] < layers_needed(hops))]
+        few = runs[(runs["hops"] == hops) & (runs["layers"] < fewest_layers(hops))]
         found[tokens.counted(hops, "hop")] = float((few["test_accuracy"] - few["chance"]).max())
     return found
 
 
-def _judged_runs(results: "pd.DataFrame", hops: int, asked: str) -> "pd.DataFrame":
-    """The runs from a Gaussian start with just enough layers."""
+def _select_runs(results: "pd.DataFrame", hops: int, asked: str) -> "pd.DataFrame":
+    """Select the runs from a Gaussian start with just enough layers."""
     runs = tokens.last_epochs(results)
     runs = runs[(runs["start"] == tokens.WHOLE) & (runs["layers"] == hops + 1)]
     return runs[(runs["hops"] == hops) & (runs["asked"] == asked)]
 
 
-def _with_enough_layers(results: "pd.DataFrame") -> Numbers:
+def _accuracy_of_enough(results: "pd.DataFrame") -> Numbers:
     found = {}
     for hops in (1, _JUDGED_HOPS):
-        rows = _judged_runs(results, hops, _GROWING)
+        rows = _select_runs(results, hops, _GROWING)
         label = f"{tokens.counted(hops, 'hop')}, {tokens.counted(hops + 1, 'layer')}"
         found[label] = tokens.chosen_accuracy(rows) if len(rows) else math.nan
     return found
 
 
-def _asked_at_once(results: "pd.DataFrame") -> Numbers:
-    rows = _judged_runs(results, _JUDGED_HOPS, _AT_ONCE)
+def _lead_at_once(results: "pd.DataFrame") -> Numbers:
+    rows = _select_runs(results, _JUDGED_HOPS, _AT_ONCE)
     return {"": float((rows["test_accuracy"] - rows["chance"]).max())}

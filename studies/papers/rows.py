@@ -18,7 +18,7 @@ def numbers_of(
     number: "str | Callable[[pd.DataFrame], Any]",
     label: Callable[..., str] = "{}".format,
 ) -> Numbers:
-    """What a claim judges: a number of each group of rows.
+    """Compute what a claim judges: a number of each group of rows.
 
     Args:
         results: the rows.
@@ -66,7 +66,7 @@ def least_over_draws(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[f
 
 
 def beside_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
-    """A row for each run, with what the least errors of its cell are beside those of D heads.
+    """Set beside each run the least error of its cell, and how many times that of D heads it is.
 
     Args:
         results: rows of a study of D best pairs.
@@ -83,8 +83,8 @@ def beside_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
     return runs.assign(least=own, times=own / enough)
 
 
-def with_one_head(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
-    """The rows with the least errors of (1, 2D - 1) in the place of those of (D, D)."""
+def exchange_heads(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
+    """Put the least errors of (1, 2D - 1) in the place of those of (D, D)."""
     least, changed = least_over_draws(results, by), results.copy()
     cells: Any = least.index
     for cell in cells:

@@ -20,12 +20,12 @@ from infoflow_lens.studies.papers.intrinsic_dimension import (
 from infoflow_lens.studies.papers.rows import (
     beside_enough,
     best_runs,
+    exchange_heads,
     first_heads,
     has_enough_heads,
     heads_shown,
     numbers_of,
     runs_of,
-    with_one_head,
 )
 from infoflow_lens.studies.plots import GREEN, ORANGE, Axis, FigureSpec, Panel, Points
 from infoflow_lens.studies.study import FreshStudy, Row, Settings, Statement
@@ -70,7 +70,7 @@ class SeparatedPairs(FreshStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By D, T, matrices, encoder, draw and heads, in the order of what is asked first."""
+        """Vary D, T, matrices, encoder, draw and heads, in the order of what is asked first."""
         both = (_SEPARATED, _LINEAR)
         cells: Mapping[str, Sequence[tuple[int, int, tuple[str, str], int, int]]] = {
             "smoke": [(2, 3, both, 1, 10)],
@@ -184,10 +184,10 @@ class SeparatedPairs(FreshStudy):
         )  # fmt: skip
         error = Axis("validation NMSE, every seed (by draw)", "log", levels=[_SMALL])
         panel = Panel([seeds], y=error, title=lambda rows: f"D = {rows['D'].iloc[0]}")
-        return FigureSpec([panel], per="D", size=(4.2, 4.2), share="y", rows=_by_d)
+        return FigureSpec([panel], per="D", size=(4.2, 4.2), share="y", rows=_sort_by_d)
 
     def claims(self) -> Sequence[Claim]:
-        """By the errors of (D, D) and of the others, and by what is recovered."""
+        """Judge the errors of (D, D) and of the others, and what is recovered."""
         least = "least over seeds, geometric mean over draws"
         small = f"the NMSE of (D, D) at D = 2 and 3 is {{bound}} ({least})"
         times = (
@@ -202,28 +202,28 @@ class SeparatedPairs(FreshStudy):
         return (
             Claim(
                 small,
-                partial(_of_cells, column="least", enough=True),
+                partial(_read_cells, column="least", enough=True),
                 "<=",
                 _SMALL,
                 name="NMSE of (D, D)",
             ),
             Claim(
                 times,
-                partial(_of_cells, column="times", enough=False),
+                partial(_read_cells, column="times", enough=False),
                 ">=",
                 _TIMES,
                 name="NMSE of fewer heads over it",
             ),
             Claim(
                 first,
-                partial(_recovered, choice="first_choice"),
+                partial(_recovery, choice="first_choice"),
                 "<",
                 _FIRST,
                 name="error of the first choice",
             ),
             Claim(
                 second,
-                partial(_recovered, choice="second_choice"),
+                partial(_recovery, choice="second_choice"),
                 ">=",
                 _SECOND,
                 name="error of the second",
@@ -236,45 +236,45 @@ class SeparatedPairs(FreshStudy):
         return both and settings["D"] <= _MOST_JUDGED
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """What either change alone gives, and larger D."""
+        """Say what either change alone gives, and larger D."""
         runs, remarks = beside_enough(results, _CELL), []
         for cell, rows in groups(runs, _CELL):
             d, length, matrices, encoder, heads = cell
             error = rows["least"].iloc[0]
-            if not _separated(rows).all():
-                both = runs[_separated(runs) & (runs["D"] == d) & (runs["n_tokens"] == length)]
+            if not _has_both(rows).all():
+                both = runs[_has_both(runs) & (runs["D"] == d) & (runs["n_tokens"] == length)]
                 both = both[both["heads"] == heads]["least"]
                 beside = "" if both.empty else f", with both {both.iloc[0]:.2e}"
-                remarks.append(f"{_named(*cell)}, {matrices}, {encoder}: {error:.2e}{beside}")
+                remarks.append(f"{_name_cell(*cell)}, {matrices}, {encoder}: {error:.2e}{beside}")
             elif d > _MOST_JUDGED:
-                remarks.append(f"{_named(*cell)}: {error:.2e}")
+                remarks.append(f"{_name_cell(*cell)}: {error:.2e}")
         return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Other models, and the second choice, in the place of what is judged."""
         return {
-            "fewer heads": with_one_head(results, _CELL),
+            "fewer heads": exchange_heads(results, _CELL),
             "second choice": results.assign(first_choice=results["second_choice"]),
         }
 
 
-def _by_d(results: "pd.DataFrame") -> "pd.DataFrame":
+def _sort_by_d(results: "pd.DataFrame") -> "pd.DataFrame":
     return runs_of(results).sort_values("D", kind="stable")
 
 
-def _separated(rows: "pd.DataFrame") -> "pd.Series[bool]":
-    """Those of both changes together."""
+def _has_both(rows: "pd.DataFrame") -> "pd.Series[bool]":
+    """Mark the runs of both changes together."""
     separated: pd.Series[bool] = rows["matrices"] == _SEPARATED
     return separated & (rows["encoder"] == _LINEAR)
 
 
-def _judged(rows: "pd.DataFrame", *, enough: bool) -> "pd.DataFrame":
-    """Those of both changes together with small D, of (D, D) or of fewer heads."""
-    judged = _separated(rows) & (rows["D"] <= _MOST_JUDGED)
+def _select(rows: "pd.DataFrame", *, enough: bool) -> "pd.DataFrame":
+    """Select runs of both changes together with small D, of (D, D) or of fewer heads."""
+    judged = _has_both(rows) & (rows["D"] <= _MOST_JUDGED)
     return rows[judged & (has_enough_heads(rows) == enough)]
 
 
-def _named(d: int, n_tokens: int, matrices: str, encoder: str, heads: str) -> str:
+def _name_cell(d: int, n_tokens: int, matrices: str, encoder: str, heads: str) -> str:
     return f"D = {d}, T = {n_tokens}, {heads_shown(heads)}"
 
 
@@ -290,14 +290,14 @@ def _every_seed(rows: "pd.DataFrame") -> str:
     return "; ".join(", ".join(f"{error:.2g}" for error in draw["nmse"]) for _, draw in draws)
 
 
-def _of_cells(results: "pd.DataFrame", column: str, *, enough: bool) -> Numbers:
-    """What stands beside the judged cells, by D, T and heads."""
-    judged = _judged(beside_enough(results, _CELL), enough=enough)
-    return numbers_of(judged, _CELL, lambda rows: rows[column].iloc[0], _named)
+def _read_cells(results: "pd.DataFrame", column: str, *, enough: bool) -> Numbers:
+    """Read what stands beside the judged cells, by D, T and heads."""
+    judged = _select(beside_enough(results, _CELL), enough=enough)
+    return numbers_of(judged, _CELL, lambda rows: rows[column].iloc[0], _name_cell)
 
 
-def _recovered(results: "pd.DataFrame", choice: str) -> Numbers:
-    """The mean of heads in use of the best models of (D, D), by D and T."""
-    best = _judged(best_runs(results, [*_CELL, "draw"]), enough=True)
+def _recovery(results: "pd.DataFrame", choice: str) -> Numbers:
+    """Average over the heads in use of the best models of (D, D), by D and T."""
+    best = _select(best_runs(results, [*_CELL, "draw"]), enough=True)
     in_use = best[best["lost_without"] >= IDLE]
-    return numbers_of(in_use, _CELL, lambda rows: rows[choice].mean(), _named)
+    return numbers_of(in_use, _CELL, lambda rows: rows[choice].mean(), _name_cell)

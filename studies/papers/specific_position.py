@@ -49,7 +49,7 @@ class SpecificPosition(VectorStudy):
     }
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By model."""
+        """Vary the model."""
         sizes = self._SIZES[preset]
         return [
             {"model": model, **sizes, "tail_epochs": tail, "d_token": 4, "d_model": 32, "d_mlp": 64}
@@ -57,7 +57,7 @@ class SpecificPosition(VectorStudy):
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """One layer, one head, learned positions; the paper's network is put behind it."""
+        """Return one layer, one head, learned positions; the paper's network is put behind it."""
         paper = settings["model"] == _PAPER
         return Architecture(
             n_heads=(1,),
@@ -140,7 +140,7 @@ class SpecificPosition(VectorStudy):
         return FigureSpec([panel], per="model", size=(6, 3.2), share="y")
 
     def claims(self) -> Sequence[Claim]:
-        """By the errors and the weights of every run."""
+        """Judge the errors and the weights of every run."""
         weights = "the mean weights of CLS on positions 1 to 3 are {bound} from 1/3"
         return (
             Claim(

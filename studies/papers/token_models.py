@@ -92,7 +92,7 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
 
 
 def paper_training(task: str) -> dict[str, Any]:
-    """How the runs of a task are trained from the paper's start, at the sizes of "quick".
+    """Say how the runs of a task are trained from the paper's start, at the sizes of "quick".
 
     SGD is the paper's; its numbers are not said and are chosen, on validation sequences.
     """
@@ -127,7 +127,7 @@ class TokenStudy(Study):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each epoch, with the run's test scores and what to compare them with."""
-        run = self.trained(settings, seed, device)
+        run = self.train(settings, seed, device)
         test = evaluate_labels(run.model, (run.x, run.y))
         whole: Row = {
             "chance": chance_of(run.task, run.y),
@@ -140,12 +140,12 @@ class TokenStudy(Study):
         }
         return [{**whole, **epoch} for epoch in run.training.history]
 
-    def trained(self, settings: Settings, seed: int, device: str) -> "TokenRun":
-        """One trained model."""
+    def train(self, settings: Settings, seed: int, device: str) -> "TokenRun":
+        """Train one model."""
         return train_run(self.name, settings, seed, device)
 
     def extra_columns(self, settings: Settings, seed: int, run: "TokenRun") -> Row:
-        """What a study measures of a run beside its test scores."""
+        """Measure what a study wants of a run beside its test scores."""
         return {}
 
     def memory(self, settings: Settings) -> int:
@@ -193,7 +193,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     """
     task: Any = load_settings_task(settings)
     if settings["start"] == CONSTRUCTED:
-        return _constructed(task, settings, seed)
+        return _perturb(task, settings, seed)
     paper = settings["start"] in (PAPER, SUMMED, NOISY, NOISY_SUMMED)
     construction = _first_layer(task, _parameters(settings)) if paper else None
     d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
@@ -227,10 +227,8 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     return model, task
 
 
-def _constructed(
-    task: TokenTask, settings: Settings, seed: int
-) -> tuple[TokenTransformer, TokenTask]:
-    """A construction plus noise, which must have the layers that the settings ask for."""
+def _perturb(task: TokenTask, settings: Settings, seed: int) -> tuple[TokenTransformer, TokenTask]:
+    """Add noise to a construction, which must have the layers that the settings ask for."""
     form = {"form": settings["form"]} if "form" in settings else {}
     model, _ = perturbed_construction(
         task.name, settings["noise"], seed, **_parameters(settings), **form
@@ -244,7 +242,7 @@ def _constructed(
 
 
 def _add_noise(model: TokenTransformer, share: float, deviation: float, seed: int) -> None:
-    """What is trained, times `share`, plus Gaussian noise."""
+    """Multiply what is trained by `share`, and add Gaussian noise."""
     for name, weights in model.named_parameters():
         if weights.requires_grad:
             generator = torch.Generator().manual_seed(derive_seed("noise", seed, name))
@@ -267,7 +265,7 @@ def _first_layer(task: Task, parameters: Mapping[str, Any]) -> Any:
 
 
 def chance_of(task: Task, labels: Tensor) -> float:
-    """What a model reaches that has not solved the task.
+    """Return what a model reaches that has not solved the task.
 
     1/N for memorization; the largest share of a label for template matching; for tasks in context
     what naming any candidate of the context gives: 1/k of the k answers, one over the number of
@@ -323,7 +321,7 @@ def train_run(study: str, settings: Settings, seed: int, device: str) -> TokenRu
 
 
 def training_config(settings: Settings, seed: int) -> TrainingConfig:
-    """How a run is trained."""
+    """Say how a run is trained."""
     return TrainingConfig(
         epochs=settings["epochs"],
         batch_size=settings["batch_size"],
@@ -337,14 +335,14 @@ def training_config(settings: Settings, seed: int) -> TrainingConfig:
 
 
 def held_out(study: str, task: TokenTask, settings: Settings, seed: int) -> Pair:
-    """Test sequences of a run and their labels."""
+    """Draw the test sequences of a run and their labels."""
     data = task.dataset("test", settings["n_test"], derive_seed(study, "held out", seed))
     rows = data.with_format("torch")[:]
     return rows["x"], rows["y"]
 
 
 def data_of(task: TokenTask, settings: Settings, seed: int) -> Any:
-    """What a model is trained on: a dataset, or, with ``fresh``, one that each epoch draws anew."""
+    """Return what a model is trained on: a dataset, or, with ``fresh``, a draw for each epoch."""
     if not settings.get("fresh"):
         return task.dataset("train", settings["n_train"], seed)
 
@@ -388,13 +386,13 @@ def chance_to_see(n_seeds: int, n_cells: int) -> str:
 
 
 def epochs_until(results: "pd.DataFrame", accuracy: float) -> "pd.Series[float]":
-    """By run, the first epoch with that validation accuracy; NaN for runs without."""
+    """Find, by run, the first epoch with that validation accuracy; NaN for runs without."""
     reached = results[results["validation_accuracy"] >= accuracy].groupby("run")["epoch"].min()
     return reached.astype(float).reindex(results["run"].unique())
 
 
 def solving(runs: "pd.DataFrame") -> str:
-    """How many of some runs solve their task, in words."""
+    """Say how many of some runs solve their task."""
     return f"{int((runs['test_accuracy'] >= SOLVED).sum())} of {len(runs)}"
 
 

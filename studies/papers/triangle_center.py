@@ -62,7 +62,7 @@ class TriangleCenterStudy(FreshStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By length and size."""
+        """Vary length and size."""
         return [
             {
                 "target": target,
@@ -140,15 +140,15 @@ class TriangleCenterStudy(FreshStudy):
         """NMSE over T for each size, and the range of the estimated exponent."""
         controls = [
             Curves("n_tokens", "nmse", style="s:", label=f"control: {target}", colour=colour,
-                   rows=partial(_of, target=target))
+                   rows=partial(_select, target=target))
             for target, colour in zip(_CONTROLS, ("C5", "C6"), strict=True)
         ]  # fmt: skip
         triples = Curves(
-            "n_tokens", "nmse", ["heads", "d_model"], band=True, rows=_of,
+            "n_tokens", "nmse", ["heads", "d_model"], band=True, rows=_select,
             label=lambda heads, e: f"heads {heads_shown(heads)}, E = {e}",
         )  # fmt: skip
         ends = [
-            Curves("n_tokens", f"exponent_{end}", ["d_model"], style=style, label="", rows=_of)
+            Curves("n_tokens", f"exponent_{end}", ["d_model"], style=style, label="", rows=_select)
             for end, style in (("upper", "-"), ("lower", ":"))
         ]
         length = Axis("T", "log2")
@@ -158,7 +158,7 @@ class TriangleCenterStudy(FreshStudy):
         return FigureSpec(panels, size=(4.25, 3.6))
 
     def claims(self) -> Sequence[Claim]:
-        """By the means over seeds of every T and size."""
+        """Judge the means over seeds of every T and size."""
         rise = (
             "the mean NMSE over seeds rises by {bound} from each T to the next, for every size "
             f"(where it was above {_CEILING:g}, a fall of {_NOISE:g} counts as none)"
@@ -172,15 +172,15 @@ class TriangleCenterStudy(FreshStudy):
             Claim(rise, _rises, ">=", 0, name="rise of the mean NMSE to this T"),
             Claim(
                 "it is {bound} at the largest T, for every size",
-                _at_largest,
+                _largest,
                 ">",
                 0.8,
                 name="mean NMSE",
             ),
-            Claim(apart, _apart, "<=", 1.2, name="largest over smallest size"),
+            Claim(apart, _ratios, "<=", 1.2, name="largest over smallest size"),
             Claim(
                 "with both controls the mean NMSE is {bound} at every T that was run",
-                lambda r: _of_controls(r, slice(None)),
+                lambda r: _control_means(r, slice(None)),
                 "<",
                 _LEARNT,
                 name="mean NMSE of a control",
@@ -194,14 +194,14 @@ class TriangleCenterStudy(FreshStudy):
         means = results.groupby(by)["nmse"].mean()
         of_triples = results["target"] == _TRIPLES
 
-        def put(target: str, rows: "pd.Series[bool]") -> "pd.DataFrame":
+        def exchange(target: str, rows: "pd.Series[bool]") -> "pd.DataFrame":
             errors = results["n_tokens"].map(means[target])
             return results.assign(nmse=results["nmse"].mask(rows, errors))
 
         return {
-            "pairs": put(_PAIRS, of_triples),
-            "tokens": put(_TOKENS, of_triples),
-            "no easy target": put(_TRIPLES, ~of_triples),
+            "pairs": exchange(_PAIRS, of_triples),
+            "tokens": exchange(_TOKENS, of_triples),
+            "no easy target": exchange(_TRIPLES, ~of_triples),
         }
 
 
@@ -223,7 +223,7 @@ def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
     return Target(components=components, tokens=tokens, name=f"control {target}", **sizes)
 
 
-def _of(results: "pd.DataFrame", target: str = _TRIPLES) -> "pd.DataFrame":
+def _select(results: "pd.DataFrame", target: str = _TRIPLES) -> "pd.DataFrame":
     return results[results["target"] == target]
 
 
@@ -239,7 +239,7 @@ def _exponents(rows: "pd.DataFrame") -> str:
 
 def _means(results: "pd.DataFrame") -> "pd.DataFrame":
     """The mean NMSE of triples over seeds, T by E."""
-    return _of(results).groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
+    return _select(results).groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
 
 
 def _cells(means: "pd.DataFrame") -> Numbers:
@@ -253,19 +253,19 @@ def _rises(results: "pd.DataFrame") -> Numbers:
     return _cells((means.diff() + slack).iloc[1:])
 
 
-def _at_largest(results: "pd.DataFrame") -> Numbers:
+def _largest(results: "pd.DataFrame") -> Numbers:
     return _cells(_means(results).iloc[[-1]])
 
 
-def _apart(results: "pd.DataFrame") -> Numbers:
+def _ratios(results: "pd.DataFrame") -> Numbers:
     means = _means(results)
     means = means[~(means.min(axis=1) > _CEILING)]  # models that learnt nothing are alike
     ratios = means.max(axis=1, skipna=False) / means.min(axis=1, skipna=False)
     return {f"T = {t}": float(ratio) for t, ratio in ratios.items()}
 
 
-def _of_controls(results: "pd.DataFrame", lengths: slice) -> Numbers:
-    """The mean NMSE of each control at these lengths; NaN where it was not run."""
+def _control_means(results: "pd.DataFrame", lengths: slice) -> Numbers:
+    """Average the NMSE of each control at these lengths; NaN where it was not run."""
     every = _means(results).index
     found = {}
     for target in _CONTROLS:
@@ -277,5 +277,5 @@ def _of_controls(results: "pd.DataFrame", lengths: slice) -> Numbers:
 
 def _controls_over(results: "pd.DataFrame") -> Numbers:
     least = float(_means(results).iloc[-1].min())
-    last = _of_controls(results, slice(-1, None))
+    last = _control_means(results, slice(-1, None))
     return {name: mean / least for name, mean in last.items()}

@@ -71,7 +71,7 @@ class VaryingDepth(tokens.TokenStudy):
     judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By start, task and layers."""
+        """Vary start, task and layers."""
         sizes_of = {"smoke": _SMOKE, **tokens.SIZES}.get(preset, _CONTEXTUAL)
         more = 1 if preset == "full" else 0
         cases: list[Settings] = []
@@ -145,12 +145,12 @@ class VaryingDepth(tokens.TokenStudy):
         return FigureSpec(panels, "task", (3.2, 2.5), rows=lambda r: r[r["start"] == tokens.NOISY])
 
     def claims(self) -> Sequence[Claim]:
-        """By test accuracy and gradients with too few layers, and accuracy with just enough."""
+        """Judge accuracy and gradients with too few layers, and accuracy with just enough."""
         return (
             Claim(
                 "with fewer layers than the theorems build, the largest test accuracy over seeds "
                 "and starts (the paper's plus noise, Gaussian matrices) is {bound} above chance",
-                lambda r: _of_layers(r, _most_above_chance, few=True),
+                lambda r: _read_layers(r, _most_above_chance, few=True),
                 "<=",
                 tokens.ABOVE_CHANCE,
                 name="accuracy above chance",
@@ -158,7 +158,7 @@ class VaryingDepth(tokens.TokenStudy):
             Claim(
                 "there the least gradient at the context, from Gaussian matrices and before "
                 "training, is {bound}",
-                lambda r: _of_layers(r, _least_gradient, few=True),
+                lambda r: _read_layers(r, _least_gradient, few=True),
                 ">",
                 0,
                 name="least gradient at the context",
@@ -166,7 +166,7 @@ class VaryingDepth(tokens.TokenStudy):
             Claim(
                 "with just as many, from the paper's start plus noise, the seed of the least "
                 "validation loss has a test accuracy of {bound}",
-                lambda r: _of_layers(
+                lambda r: _read_layers(
                     r[r["start"] == tokens.NOISY], tokens.chosen_accuracy, few=False
                 ),
                 ">=",
@@ -178,7 +178,7 @@ class VaryingDepth(tokens.TokenStudy):
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Seeds that solve, and a start that cannot move."""
         noisy = results[results["start"] == tokens.NOISY]
-        solved = _of_layers(
+        solved = _read_layers(
             noisy, lambda rows: (rows["test_accuracy"] >= tokens.SOLVED).sum(), few=False
         )
         shown = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
@@ -258,7 +258,7 @@ def context_length(task: TokenTask) -> int:
 
 
 def _training(preset: str, start: str, task: str) -> dict[str, Any]:
-    """How the runs of a task are trained from a start."""
+    """Say how the runs of a task are trained from a start."""
     paper = tokens.paper_training(task)
     settings: dict[str, Any] = {
         "preset": preset,
@@ -287,10 +287,10 @@ def _training(preset: str, start: str, task: str) -> dict[str, Any]:
     return {**settings, **changes.get(preset, {})}
 
 
-def _of_layers(
+def _read_layers(
     results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]", *, few: bool
 ) -> Numbers:
-    """A number of the runs of each task and depth, too few layers or just enough; NaN without."""
+    """Read a number of each task and depth, too few layers or just enough; NaN without runs."""
     runs = tokens.last_epochs(results[results["start"].isin(_JUDGED)])
     found = {}
     for task in dict.fromkeys(results["task"]):

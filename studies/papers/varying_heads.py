@@ -82,7 +82,7 @@ class VaryingHeads(tokens.TokenStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 4, "full": 6}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By task, heads, how they are combined, and learning rate."""
+        """Vary the task, heads, how they are combined, and the learning rate."""
         sizes_of = {"smoke": _SMOKE, "quick": _QUICK}.get(preset, _FULL)
         rates_of = _FULL_RATES if preset == "full" else _RATES
         few = 2 if preset == "smoke" else None
@@ -113,7 +113,7 @@ class VaryingHeads(tokens.TokenStudy):
             Column("published", lambda runs: _PUBLISHED[runs["task"].iloc[0]]),
         )
         return (
-            TableSpec(_CELL, columns, _judged, tokens.WORDS, {"heads": "heads of each layer"}),
+            TableSpec(_CELL, columns, _select_runs, tokens.WORDS, {"heads": "heads of each layer"}),
             "The rate of each row was chosen on other seeds. Over seeds, mean (least to "
             "largest); epochs to .95: the first epoch after which the validation accuracy is "
             "at least .95, of the seeds that reach it. Fig. 4 to 7 are curves without numbers.",
@@ -129,7 +129,7 @@ class VaryingHeads(tokens.TokenStudy):
                     rate, "until", ["heads"], style=style, alpha=0.8,
                     label=(lambda heads: f"[{heads.replace(' ', ', ')}]") if averaged else "",
                     colour=lambda heads: f"C{sum(map(int, heads.split()))}",
-                    rows=partial(_of_starts, averaged=averaged),
+                    rows=partial(_select_starts, averaged=averaged),
                 )
                 for averaged, style in ((True, "o-"), (False, "s:"))
             ]  # fmt: skip
@@ -143,7 +143,7 @@ class VaryingHeads(tokens.TokenStudy):
         return FigureSpec(panels, "task", (3.2, 2.5), rows=_runs)
 
     def claims(self) -> Sequence[Claim]:
-        """By epochs to .95 at the chosen rates, and test accuracies; heads averaged."""
+        """Judge epochs to .95 at the chosen rates, and test accuracies; heads averaged."""
         epochs = f"epochs to {tokens.SOLVED} (at the rate that other seeds choose)"
         alike = "with every head count, on reasoning and generalization, the"
         return (
@@ -188,8 +188,8 @@ class VaryingHeads(tokens.TokenStudy):
             *(
                 f"{tokens.TASKS[task]}, {tokens.STARTS[start]}, heads {heads}: "
                 f"epochs to {tokens.SOLVED} of the fastest seed "
-                f"{_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
-                for (start, task, heads), rows in groups(_judged(results), _CELL)
+                f"{_format(_fastest(rows))}, mean {_format(_mean_epochs(rows))}"
+                for (start, task, heads), rows in groups(_select_runs(results), _CELL)
             ),
         ]
 
@@ -203,7 +203,7 @@ class VaryingHeads(tokens.TokenStudy):
         most = max(heads[memory], key=int)
         of_most = memory & (heads == most)
         twin = one.assign(heads=most, run=one["run"] + results["run"].max() + 1)
-        rate = _judged(one)["rate"].iloc[0]
+        rate = _select_runs(one)["rate"].iloc[0]
         return {
             "one head": pd.concat([results[~of_most], twin]),
             "one rate for all": results[~of_most | (results["rate"] == rate)],
@@ -225,12 +225,12 @@ def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
     )
 
 
-def _of_starts(runs: "pd.DataFrame", averaged: bool) -> "pd.DataFrame":
+def _select_starts(runs: "pd.DataFrame", averaged: bool) -> "pd.DataFrame":
     return runs[(runs["start"].isin(_AVERAGED) == averaged) & runs["until"].notna()]
 
 
-def _judged(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The judged runs of each start, task and head counts, at the rate that the others choose."""
+def _select_runs(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Select the judged runs of each start, task and heads, at the rate that the others choose."""
     runs = _runs(results)
     seeds = sorted(runs["seed"].unique())
     half = len(seeds) // 2
@@ -242,7 +242,7 @@ def _judged(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:
-    """Of each cell the rate of the fewest mean epochs to .95, of several that of the least loss."""
+    """Find the rate of each cell with the fewest mean epochs to .95, of several the least loss."""
     known = runs.assign(until=runs["until"].fillna(math.inf))
     by_rate = known.groupby([*_CELL, "rate"], sort=False)[["until", "best_validation_loss"]].mean()
     best = by_rate.sort_values(["until", "best_validation_loss"], kind="stable").reset_index("rate")
@@ -260,21 +260,21 @@ def _mean_epochs(runs: "pd.DataFrame") -> float:
     return math.inf if runs["until"].isna().any() else float(runs["until"].mean())
 
 
-def _shown(epochs: float) -> str:
+def _format(epochs: float) -> str:
     return "never" if math.isinf(epochs) else f"{epochs:.3g}"
 
 
-def _of_task(results: "pd.DataFrame", task: str) -> Mapping[str, "pd.DataFrame"]:
-    """The judged runs of a task with averaged heads, by heads."""
+def _group_by_heads(results: "pd.DataFrame", task: str) -> Mapping[str, "pd.DataFrame"]:
+    """Group the judged runs of a task with averaged heads, by heads."""
     averaged = results[results["start"].isin(_AVERAGED) & (results["task"] == task)]
     if averaged.empty:
         return {}
-    return {heads: rows for (heads,), rows in groups(_judged(averaged), ["heads"])}
+    return {heads: rows for (heads,), rows in groups(_select_runs(averaged), ["heads"])}
 
 
 def _more_heads(results: "pd.DataFrame") -> Numbers:
     """Mean epochs with the most heads over those with one; NaN where one head fails."""
-    runs = _of_task(results, _MEMORY)
+    runs = _group_by_heads(results, _MEMORY)
     if not runs:
         return {}
     counts = sorted(runs, key=int)
@@ -292,7 +292,7 @@ def _like_one_head(
     for task in dict.fromkeys(results["task"]):
         if task in (_MEMORY, _CONTEXTUAL):
             continue
-        runs = _of_task(results, task)
+        runs = _group_by_heads(results, task)
         single = next((rows for heads, rows in runs.items() if set(heads.split()) == {"1"}), None)
         if single is None:
             found[f"{tokens.TASKS[task]}, one head"] = math.nan
@@ -305,7 +305,7 @@ def _like_one_head(
 
 def _deeper(results: "pd.DataFrame") -> Numbers:
     """Epochs of the fastest seed of four layers over those of three; NaN where these fail."""
-    runs = _of_task(results, _CONTEXTUAL)
+    runs = _group_by_heads(results, _CONTEXTUAL)
     if not runs:
         return {}
     three = [_fastest(rows) for heads, rows in runs.items() if len(heads.split()) == 3]
@@ -315,7 +315,7 @@ def _deeper(results: "pd.DataFrame") -> Numbers:
 
 
 def _training(preset: str, task: str) -> dict[str, Any]:
-    """How the runs of a task are trained; the rate comes from the grid."""
+    """Say how the runs of a task are trained; the rate comes from the grid."""
     paper = tokens.paper_training(task)
     noisy = {
         "preset": preset,

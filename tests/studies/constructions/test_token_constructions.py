@@ -6,7 +6,7 @@ import torch
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.studies.constructions import CONSTRUCTIONS, AttentionOnly, build_construction
 from infoflow_lens.studies.constructions.nested import doubling_hops
-from infoflow_lens.studies.papers.nested_qa import layers_needed
+from infoflow_lens.studies.papers.nested_qa import fewest_layers
 
 from ...conftest import some_of
 from ...reference import attention_only as reference
@@ -149,7 +149,7 @@ def test_doubling_takes_as_few_layers_as_sets_that_double_allow(hops):
     taken = doubling_hops(hops)
     assert sum(taken) == hops
     assert all(count in [2**j for j in range(step + 1)] for step, count in enumerate(taken))
-    assert model.cfg.n_layers == 1 + len(taken) == layers_needed(hops)
+    assert model.cfg.n_layers == 1 + len(taken) == fewest_layers(hops)
     x, y = task.sample(100, seed=0)
     lead = margins(model, x, y)
     assert lead.eq(1).all()  # integers: exact, for any number of hops

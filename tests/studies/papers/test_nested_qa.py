@@ -9,9 +9,9 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.studies.papers import nested_qa
 from infoflow_lens.studies.papers.nested_qa import (
     NestedQuestions,
-    asked_later,
     ends_last,
-    layers_needed,
+    fewest_layers,
+    move_queries,
 )
 from infoflow_lens.studies.papers.token_models import start_model
 from infoflow_lens.tasks import load_task
@@ -25,7 +25,7 @@ def test_the_layers_needed_are_those_of_sets_that_double(hops):
     held, layers = 1, 0
     while held < 2 * hops + 1:
         held, layers = 2 * held, layers + 1
-    assert layers_needed(hops) == layers
+    assert fewest_layers(hops) == layers
     # as many are enough: the sign and the facts take each other's hops, after one layer of copying
     at_sign, at_facts, used = 0, 1, 1
     while at_sign < hops:
@@ -112,7 +112,7 @@ def test_the_seed_is_chosen_by_validation():
 def test_questions_asked_later_have_the_same_answer():
     task = load_task("nested_qa", n_entities=9, hops=3, n_chains=2)
     x, y = task.sample(40, seed=0)
-    moved = asked_later(x, torch.arange(40) % 3)
+    moved = move_queries(x, torch.arange(40) % 3)
     assert torch.equal(moved[:, :-2], x[:, :-2])
     for row, (sequence, label) in enumerate(zip(moved.tolist(), y.tolist(), strict=True)):
         facts = dict(zip(sequence[0:-2:3], sequence[2:-2:3], strict=True))
@@ -167,12 +167,12 @@ def test_stages_grow_distance_and_depth_and_take_over_weights(monkeypatch):
         assert (config.lr_end == 0) is (stage == 3)
         # from at most so many hops before the end, and half of the questions and all validation
         # from just so many
-        near = torch.stack([asked_later(x, torch.full((len(x),), n))[:, -2] for n in range(4)])
+        near = torch.stack([move_queries(x, torch.full((len(x),), n))[:, -2] for n in range(4)])
         distance = (near == y).int().argmax(0)
         assert distance.min() >= 1
         assert distance.max() == stage
         assert stage == 1 or 0.5 < float((distance == stage).float().mean()) < 0.95
-        near = asked_later(asked, torch.full((len(asked),), stage))
+        near = move_queries(asked, torch.full((len(asked),), stage))
         assert torch.equal(near[:, -2], labels)
     for (_, ended, *_), (begun, *_) in itertools.pairwise(stages):
         for name, value in ended.items():
