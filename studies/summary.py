@@ -23,7 +23,7 @@ from infoflow_lens.studies.claims import (
     say_verdict,
     share_of_seeds,
 )
-from infoflow_lens.studies.language_model.card import comparison, measured_models
+from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
 from infoflow_lens.studies.papers import STUDIES
 from infoflow_lens.studies.papers.head_count import beside_published
@@ -214,7 +214,7 @@ def _page(
             "passed": lambda run: "passed" if of_run(run)[1].verdict.passed else "not passed",
             "numbers": numbers,
             "holds": holds,
-            "models": lambda: comparison(measured_models(beside / "models")),
+            "models": lambda: comparison(read_models(beside / "models")),
             "section": section,
             "cell": lambda run, column, *first: cell_of(table(run), column, *first),
             "statements": [study.statement.text for study in STUDIES.values() if study.statement],

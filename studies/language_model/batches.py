@@ -45,10 +45,10 @@ def text_windows(
     return _begun(rows)
 
 
-def repeated_random(
+def repeat_random(
     vocabulary: int, n: int, half: int, seed: int = 0, begin: int = END_OF_TEXT_ID
 ) -> Int[Tensor, "batch pos"]:
-    """Different random ids, then the same again (Olsson et al. 2022).
+    """Draw different random ids, then repeat them (Olsson et al. 2022).
 
     Args:
         vocabulary: ids are below it.
@@ -61,7 +61,7 @@ def repeated_random(
     return _begun(torch.cat([first, first], dim=1), begin)
 
 
-def repeated_stretches(
+def repeat_stretches(
     vocabulary: int,
     n: int,
     length: int,
@@ -70,7 +70,7 @@ def repeated_stretches(
     seed: int = 0,
     begin: int = END_OF_TEXT_ID,
 ) -> Int[Tensor, "batch pos"]:
-    """Different random ids that repeat to the end, in each sequence another number of them.
+    """Draw different random ids that repeat to the end, in each sequence another number of them.
 
     Args:
         vocabulary: ids are below it.

@@ -35,8 +35,8 @@ def model_card(name: str, measured: Mapping[str, Any]) -> str:
     return render_page(CARD, {**measured, **about})
 
 
-def measured_models(folder: Path) -> dict[str, Any]:
-    """What training measured of the models in a folder, ``NAME.json``; the presets first."""
+def read_models(folder: Path) -> dict[str, Any]:
+    """Read what training measured of the models in a folder, ``NAME.json``; the presets first."""
     names = sorted(path.stem for path in folder.glob("*.json"))
     names.sort(key=lambda name: [*PRESETS, name].index(name))
     return {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in names}

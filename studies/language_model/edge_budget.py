@@ -49,7 +49,7 @@ class EdgeBudget(LanguageModelStudy):
         """Rows of the curves, and of the edges that each method needs, of one state and of all."""
         model = load_snapshot(self.source_of(settings), device)
         n = settings["n_windows"]
-        judged, calibration = self.shuffled(model, settings, 2 * n, seed).split(n)
+        judged, calibration = self.shuffle(model, settings, 2 * n, seed).split(n)
         rows: list[Row] = []
         for part in (ONE, ALL):
             asked: Any = {"metric": "kl", "read": (-1,)} if part == ONE else {"metric": "loss"}
@@ -62,9 +62,9 @@ class EdgeBudget(LanguageModelStudy):
 
     def tables(self) -> Sequence[Part]:
         """The edges that are needed, and how many times those of the graded choice."""
-        return [part for state in (ONE, ALL) for part in self._of_states(state)]
+        return [part for state in (ONE, ALL) for part in self._show_states(state)]
 
-    def _of_states(self, part: str) -> Sequence[Part]:
+    def _show_states(self, part: str) -> Sequence[Part]:
         return (
             f"### Edges of a window needed for {_SHARE:.0%}: {part}",
             "In brackets the 95% interval over windows; behind it how many times the edges of "
@@ -73,17 +73,17 @@ class EdgeBudget(LanguageModelStudy):
             TableSpec(
                 ("method",),
                 (Column("", _cell, across="model"),),
-                rows=partial(_with_facts, part),
+                rows=partial(_add_facts, part),
                 names={"method": "chosen by"},
             ),
         )
 
     def plots(self) -> FigureSpec:
-        """What each choice keeps of what attention is worth; seeds of a kind of model together."""
+        """Draw what each choice keeps of attention's worth; seeds of a kind of model together."""
         lines = [
             Curves("edges", "regained", ("method",), band=True, style=style, rows=rows,
                    colour=_colour)
-            for style, rows in (("-", partial(_of_kind, False)), (":", partial(_of_kind, True)))
+            for style, rows in (("-", partial(_filter, False)), (":", partial(_filter, True)))
         ]  # fmt: skip
         panels = [
             Panel(lines, Axis("edges of a window", "log"),
@@ -97,17 +97,17 @@ class EdgeBudget(LanguageModelStudy):
         )
 
     def judges(self, settings: Settings) -> bool:
-        """Whether the rule is about a model: not the pilot's."""
+        """Say whether the rule is about a model: not the pilot's."""
         return bool(settings["model"] != PILOT)
 
     def claims(self) -> Sequence[Claim]:
-        """By one state of the last snapshot of every model but the pilot's."""
+        """Judge one state of the last snapshot of every model but the pilot's."""
         times = "needs {bound} times the edges of the graded choice, by the"
         return (
             Claim(
                 f"for one state and {_SHARE:.0%} of what attention is worth, the graded choice "
                 f"({GRADED}) needs {{bound}} of the edges, in every model but the pilot's",
-                _share_needed, "<=", _MOST,
+                _share_of_edges, "<=", _MOST,
             ),
             *(
                 Claim(
@@ -135,8 +135,8 @@ class EdgeBudget(LanguageModelStudy):
         return found
 
 
-def _judged(results: "pd.DataFrame", method: str) -> "pd.DataFrame":
-    """What a method needs for one state of each judged model, by model and seed."""
+def _select(results: "pd.DataFrame", method: str) -> "pd.DataFrame":
+    """Select what a method needs for one state of each judged model, by model and seed."""
     rows = final(results[(results["kind"] == "needed") & (results["part"] == ONE)])
     rows = rows[(rows["model"] != PILOT) & (rows["method"] == method)]
     several = rows["seed"].nunique() > 1
@@ -144,15 +144,15 @@ def _judged(results: "pd.DataFrame", method: str) -> "pd.DataFrame":
     return rows.set_axis([f"{m}, seed {seed}" if several else m for m, seed in labels])
 
 
-def _share_needed(results: "pd.DataFrame") -> Numbers:
-    """The share of all edges that the graded choice needs."""
-    rows = _judged(results, GRADED)
+def _share_of_edges(results: "pd.DataFrame") -> Numbers:
+    """Return the share of all edges that the graded choice needs."""
+    rows = _select(results, GRADED)
     return {str(model): share for model, share in (rows["needed"] / rows["n_edges"]).items()}
 
 
 def _times(method: str, end: str, results: "pd.DataFrame") -> Numbers:
-    """How many times the edges of the graded choice a method needs."""
-    return {str(model): times for model, times in _judged(results, method)[end].items()}
+    """Return how many times the edges of the graded choice a method needs."""
+    return {str(model): times for model, times in _select(results, method)[end].items()}
 
 
 def family(model: str) -> str:
@@ -161,9 +161,7 @@ def family(model: str) -> str:
 
 
 def outcome(row: Mapping[Any, Any]) -> str:
-    """How a method compares with the graded choice: "ahead" if it needs fewer edges, "level",
-    "behind".
-    """
+    """Compare a method with the graded choice: "ahead" with fewer edges, "level" or "behind"."""
     if row["times_high"] < 1:
         return "ahead"
     return "behind" if row["times_low"] > 1 else "level"
@@ -204,15 +202,15 @@ def _rows(found: EdgeBudgetResult) -> list[Row]:
 _WORTH, _EDGES = "what attention is worth (nats)", "edges"  # lines above the methods
 
 
-def _with_facts(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of what each method needs, below two rows of facts about all methods."""
+def _add_facts(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    """Put two rows of facts about all methods above the rows of what each method needs."""
     needed = final(results[(results["kind"] == "needed") & (results["part"] == part)])
     facts = [needed[needed["method"] == GRADED].assign(method=name) for name in (_WORTH, _EDGES)]
     return stack_rows(*facts, needed)
 
 
 def _curves(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    """What is regained, with the mean number of edges of a budget."""
+    """Select what is regained, with the mean number of edges of a budget."""
     rows = final(results[(results["kind"] == "curve") & (results["part"] == part)])
     return rows.assign(edges=rows.groupby(["method", "budget"])["edges"].transform("mean"))
 
@@ -225,7 +223,7 @@ def _title(part: str, rows: "pd.DataFrame") -> str:
     return f"{model_of(rows)}: {part}"
 
 
-def _of_kind(control: bool, rows: "pd.DataFrame") -> "pd.DataFrame":
+def _filter(control: bool, rows: "pd.DataFrame") -> "pd.DataFrame":
     return rows[rows["method"].isin(_CONTROLS) == control]
 
 

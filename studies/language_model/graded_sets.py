@@ -92,7 +92,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return [{"n_context": min(self.longest(moment), self.lengths[preset]), "n_states": 8}]
 
     def judges(self, settings: Settings) -> bool:
-        """Whether the rule is about a model: not the pilot's, nor the untrained one."""
+        """Say whether the rule is about a model: not the pilot's, nor the untrained one."""
         return settings["model"] not in (_PILOT, _RANDOM)
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
@@ -184,7 +184,7 @@ class GradedSetsStudy(LanguageModelStudy):
         }
 
     def table(self, results: "pd.DataFrame") -> str:
-        """How the strength was chosen; then all methods, a table for each model."""
+        """Show how the strength was chosen; then all methods, a table for each model."""
         chosen = chosen_of(results)
         parts: list[Part] = [
             "Spearman's correlation with influence, and the share of influence inside the quarter "
@@ -204,7 +204,7 @@ class GradedSetsStudy(LanguageModelStudy):
                 TableSpec(
                     ("method",),
                     (Column("", _cell, across="model"),),
-                    rows=partial(_compared, influence),
+                    rows=partial(_compare, influence),
                     words={"method": lambda name: f"**{name}**" if name == chosen else name},
                     names={"method": influence},
                 )
@@ -219,9 +219,9 @@ class GradedSetsStudy(LanguageModelStudy):
                 names={"method": "; ".join(_OUTCOMES)},
             ),
         ]
-        of_model = TableSpec(("method",), (Column("", _with_interval, across="place"),))
+        of_model = TableSpec(("method",), (Column("", _format_interval, across="place"),))
         for (model,), rows in groups(_test(results), ("model",)):
-            shown = _shown_layers(rows)
+            shown = _select_layers(rows)
             parts += [f"### {model}", of_model.render(shown), _sizes(shown)]
         return render(parts, results)
 
@@ -232,10 +232,10 @@ class GradedSetsStudy(LanguageModelStudy):
                   title=model_of)
             for metric in _JUDGED
         ]  # fmt: skip
-        return FigureSpec(panels, per="model", rows=_in_figure, share="y")
+        return FigureSpec(panels, per="model", rows=_select_figure, share="y")
 
     def claims(self) -> Sequence[Claim]:
-        """By the last layer of the judged models, on text that did not choose the strength."""
+        """Judge the last layer of the judged models, on text that did not choose the strength."""
         lead = (
             "by the {} ends of the 95% intervals over sequences, in Spearman's correlation with "
             "influence and in the share of influence inside a quarter of the tokens, for both "
@@ -255,7 +255,7 @@ class GradedSetsStudy(LanguageModelStudy):
         )  # fmt: skip
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """What was chosen, and its leads over rollout on all trained models."""
+        """Say what was chosen, and its leads over rollout on all trained models."""
         chosen = chosen_of(results)
         rows = last_layer(_test(results))
         told = [f"chosen on other text: {chosen}"]
@@ -296,8 +296,8 @@ def _ends_of_lead(
     return found
 
 
-def _in_figure(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The last layer on the test text, with the method that was chosen."""
+def _select_figure(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Select the last layer on the test text, with the method that was chosen."""
     return last_layer(_test(results)).assign(chosen=chosen_of(results))
 
 
@@ -321,11 +321,13 @@ def chosen_of(results: "pd.DataFrame") -> str:
 
     The mean is over trained models and influences, in the last layer.
     """
-    found = {method: _mean_over_cases(rows) for (method,), rows in _by_method(_choosing(results))}
+    found = {
+        method: _mean_over_cases(rows) for (method,), rows in _group_methods(_choosing(results))
+    }
     return max(found, key=found.__getitem__)
 
 
-def _by_method(rows: "pd.DataFrame") -> "list[tuple[Any, pd.DataFrame]]":
+def _group_methods(rows: "pd.DataFrame") -> "list[tuple[Any, pd.DataFrame]]":
     return groups(rows, ("method",))
 
 
@@ -343,8 +345,8 @@ def _mean_over_cases(rows: "pd.DataFrame") -> float:
 
 
 def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
-    """How a method compares with another on the same sequences: "ahead", "behind" or "level"."""
-    return _outcome(_by_sequence(rows), method, other)
+    """Compare two methods on the same sequences: the first is "ahead", "behind" or "level"."""
+    return _outcome(_average_metrics(rows), method, other)
 
 
 def _outcome(means: "pd.DataFrame", method: str, other: str) -> str:
@@ -356,12 +358,12 @@ def _outcome(means: "pd.DataFrame", method: str, other: str) -> str:
 
 def _lead(rows: "pd.DataFrame", method: str, other: str, metric: str) -> tuple[float, float]:
     """The mean of the paired difference, and half its 95% interval."""
-    means = _by_sequence(rows)[metric]
+    means = _average_metrics(rows)[metric]
     return _mean(means[method] - means[other])
 
 
-def _by_sequence(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """What is judged, by method and sequence."""
+def _average_metrics(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Average what is judged, by method and sequence."""
     return rows.groupby(["method", "sequence"])[list(_JUDGED)].mean()
 
 
@@ -381,14 +383,14 @@ def _mean(values: "pd.Series[float]") -> tuple[float, float]:
     return float(found.mean()), float(t.ppf(0.975, n - 1) * found.std() / n**0.5)
 
 
-def _compared(influence: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The last layer of every model, with what each method is beside the chosen graded sets."""
+def _compare(influence: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    """Select every model's last layer, and compare each method with the chosen graded sets."""
     chosen, rows = chosen_of(results), last_layer(_test(results))
     rows = rows[rows["influence"] == influence]
     found = {
         (model, method): _outcome(means, method, chosen)
         for (model,), some in groups(rows, ("model",))
-        for means in [_by_sequence(some)]
+        for means in [_average_metrics(some)]
         for method in dict.fromkeys(some["method"])
         if method not in (chosen, "measured") and chosen in set(some["method"])
     }
@@ -403,7 +405,7 @@ def _cell(rows: "pd.DataFrame") -> str:
 
 
 def tally(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Whether the chosen sets are ahead of each method, by trained model and influence."""
+    """Say whether the chosen sets are ahead of each method, by trained model and influence."""
     import pandas as pd
 
     chosen, rows = chosen_of(results), last_layer(_test(results))
@@ -414,7 +416,7 @@ def tally(results: "pd.DataFrame") -> "pd.DataFrame":
             for (model, influence), some in groups(
                 rows[rows["weights"] != _RANDOM], ("model", "influence")
             )
-            for means in [_by_sequence(some)]
+            for means in [_average_metrics(some)]
             for method in dict.fromkeys(some["method"])
             if method not in (chosen, "measured")
         ],
@@ -426,8 +428,8 @@ def _counts(rows: "pd.DataFrame") -> str:
     return "; ".join(str((rows["outcome"] == how).sum()) for how in _OUTCOMES)
 
 
-def _shown_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of all layers of a model, of four layers of a deep one, with their places."""
+def _select_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Select all layers of a model, four layers of a deep one, with their places."""
     layers = sorted(rows["layer"].unique())
     if len(layers) > _MOST_LAYERS:
         ends = range(_MOST_LAYERS)
@@ -436,14 +438,14 @@ def _shown_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
     return rows.assign(place=rows["influence"] + ", layer " + rows["layer"].astype(str))
 
 
-def _with_interval(rows: "pd.DataFrame") -> str:
+def _format_interval(rows: "pd.DataFrame") -> str:
     (rank, half), (share, _) = (_mean(rows[metric]) for metric in _JUDGED)
     first, _ = _mean(rows["share_first"])
     return f"{rank:.3f} ± {half:.3f}; {share:.3f}" + (f" ({first:.3f})" if first == first else "")
 
 
 def _sizes(rows: "pd.DataFrame") -> str:
-    """How large the sets of first choices are, in a sentence."""
+    """Say how large the sets of first choices are."""
     sizes = rows[(rows["method"] == _FIRST) & (rows["influence"] == _INFLUENCES[0])]
     told = "; ".join(
         f"layer {layer}: {some['size'].mean():.1f} of {some['candidates'].mean():.1f}, all in "
@@ -497,7 +499,7 @@ def _quarters(sets: InformationSets) -> InformationSets:
 
 
 def _has_mlp(model: nn.Module) -> bool:
-    """Whether there are feed-forward networks; where they are frozen at 0 there are none."""
+    """Say whether there are feed-forward networks; where they are frozen at 0 there are none."""
     weights = [p for name, p in model.named_parameters() if "mlp" in name and p.ndim > 1]
     return any(bool(weight.any()) for weight in weights)
 

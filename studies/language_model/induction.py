@@ -17,15 +17,15 @@ from infoflow_lens.hooks import IDEALS, RecoveryProbe, measure_mechanisms, run_p
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook
 from infoflow_lens.studies.claims import Claim, Numbers
-from infoflow_lens.studies.language_model.batches import repeated_random, repeated_stretches
+from infoflow_lens.studies.language_model.batches import repeat_random, repeat_stretches
 from infoflow_lens.studies.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.studies.language_model.snapshots import load_snapshot
 from infoflow_lens.studies.language_model.study import (
     IS_INDUCTION,
     OnRepeats,
     final,
+    format_steps,
     model_of,
-    with_steps,
 )
 from infoflow_lens.studies.plots import BLUE, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
@@ -60,12 +60,12 @@ class Induction(OnRepeats):
         vocabulary, begin = ids_of(model, half)
         draw = derive_seed("induction", seed)
         # the token behind the first of the second half is the first that can be known
-        ids = repeated_random(vocabulary, n, half, draw, begin)
+        ids = repeat_random(vocabulary, n, half, draw, begin)
         seen = _Seen(model, ids, range(half + 1, 2 * half))
         # In every sequence the stretch has another length. If all had one, the place of the token
         # to copy would be the same in all, and a specific position would be as good as a maximum.
         shortest, longest = (min(size, half) for size in _STRETCH)
-        stretches = repeated_stretches(
+        stretches = repeat_stretches(
             vocabulary, _MORE * n, 2 * half, shortest, longest, draw, begin
         )
         known = range(longest + 1, 2 * half)
@@ -126,16 +126,16 @@ class Induction(OnRepeats):
                 ("model", "step"),
                 (
                     Column(
-                        "loss on repeats (nats)", lambda rows: _Circuit.of(rows).loss, form=".2f"
+                        "loss on repeats (nats)", lambda rows: _Circuit.read(rows).loss, form=".2f"
                     ),
-                    Column("induction heads", lambda rows: len(_Circuit.of(rows).induction)),
+                    Column("induction heads", lambda rows: len(_Circuit.read(rows).induction)),
                     Column("largest prefix matching", "prefix_matching", "most", ".2f"),
                     *(
                         Column(way, partial(_confirms, claims))
                         for way, claims in self._ways().items()
                     ),
                 ),
-                rows=with_steps,
+                rows=format_steps,
             ),
             "Heads of the circuits at the last step: damage in nats of divergence when the pattern "
             "is replaced, fvu of the attended token beside its control's (random keys for the "
@@ -199,10 +199,10 @@ class Induction(OnRepeats):
         )
 
     def claims(self) -> Sequence[Claim]:
-        """By the last snapshot of every model that has an induction head."""
+        """Judge the last snapshot of every model that has an induction head."""
         there = Claim(
             f"models with an induction head (prefix matching above {IS_INDUCTION:g}) are {{bound}}",
-            lambda results: {"": len(_of_circuits(lambda circuit: {"": 1}, results))}, ">=", 1,
+            lambda results: {"": len(_collect(lambda circuit: {"": 1}, results))}, ">=", 1,
         )  # fmt: skip
         return (there, *(claim for claims in self._ways().values() for claim in claims))
 
@@ -213,16 +213,16 @@ class Induction(OnRepeats):
                 Claim(
                     "of its previous-token head and its induction head {bound} have the labels "
                     "specific_position and max_position",
-                    partial(_of_circuits, _Circuit.labelled), ">=", 2,
+                    partial(_collect, _Circuit.count_labels), ">=", 2,
                 ),
             ),
             "recovery": (
                 Claim(
                     "of what a head of that width can carry of their tokens {bound} is recovered",
-                    partial(_of_circuits, _Circuit.recovered), ">=", _CARRIED,
+                    partial(_collect, _Circuit.recovery), ">=", _CARRIED,
                 ),
                 Claim(
-                    "of the control's {bound}", partial(_of_circuits, _Circuit.by_chance),
+                    "of the control's {bound}", partial(_collect, _Circuit.chance),
                     "<=", _BY_CHANCE,
                 ),
             ),
@@ -230,12 +230,12 @@ class Induction(OnRepeats):
                 Claim(
                     "without the previous-token head, and without all induction heads, the loss on "
                     "repeated tokens rises by {bound} nats",
-                    partial(_of_circuits, _Circuit.costs), ">", _COSTS,
+                    partial(_collect, _Circuit.costs), ">", _COSTS,
                 ),
                 Claim(
                     "without each of these heads alone it rises by {bound} more than without any "
                     "other head of its layer",
-                    partial(_of_circuits, _Circuit.beyond_others), ">", 0,
+                    partial(_collect, _Circuit.lead), ">", 0,
                 ),
             ),
         }  # fmt: skip
@@ -246,8 +246,8 @@ class Induction(OnRepeats):
 
 
 def _confirms(claims: Sequence[Claim], snapshot: "pd.DataFrame") -> str | None:
-    """Whether claims hold for the rows of one snapshot; None without a circuit."""
-    if not _Circuit.of(snapshot).induction:
+    """Say whether claims hold for the rows of one snapshot; None without a circuit."""
+    if not _Circuit.read(snapshot).induction:
         return None
     verdicts = [claim.judge(snapshot.assign(final=True)) for claim in claims]
     return "confirms" if all(verdict.passed for verdict in verdicts) else "disagrees"
@@ -255,14 +255,14 @@ def _confirms(claims: Sequence[Claim], snapshot: "pd.DataFrame") -> str | None:
 
 def _circuits(results: "pd.DataFrame") -> "dict[str, _Circuit]":
     """The circuit of the last snapshot of each model that has an induction head."""
-    found = {model: _Circuit.of(rows) for (model,), rows in groups(final(results), ("model",))}
+    found = {model: _Circuit.read(rows) for (model,), rows in groups(final(results), ("model",))}
     return {model: circuit for model, circuit in found.items() if circuit.induction}
 
 
-def _of_circuits(
+def _collect(
     numbers: "Callable[[_Circuit], Mapping[str, float]]", results: "pd.DataFrame"
 ) -> Numbers:
-    """Numbers of each circuit."""
+    """Collect numbers of each circuit."""
     return {
         f"{model} {label}".strip(): number
         for model, circuit in _circuits(results).items()
@@ -300,8 +300,8 @@ def _largest(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _draw_costs(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """What each head's ablation costs; the circuit in colour."""
-    circuit = _Circuit.of(rows)
+    """Draw what each head's ablation costs; the circuit in colour."""
+    circuit = _Circuit.read(rows)
     rises = circuit.rises()
     axes.bar(
         [_label(head) for head in rises.index], rises,
@@ -330,7 +330,7 @@ class _Circuit:
     together: Mapping[str, float]
 
     @classmethod
-    def of(cls, rows: "pd.DataFrame") -> "_Circuit":
+    def read(cls, rows: "pd.DataFrame") -> "_Circuit":
         # means over seeds
         values = rows.groupby(["layer", "head"])
         heads = values.mean(numeric_only=True)
@@ -345,7 +345,7 @@ class _Circuit:
         return cls(heads, induction, previous, float(heads["loss"].iloc[0]), together)
 
     def row(self, head: Head) -> Any:
-        """What was measured of a head."""
+        """Return what was measured of a head."""
         return self.heads.loc[head]
 
     def roles(self) -> list[tuple[str, str, str, tuple[Head, ...]]]:
@@ -356,8 +356,8 @@ class _Circuit:
             ("induction", "prefix_matching", "fvu_shuffled", self.induction),
         ]
 
-    def labelled(self) -> dict[str, float]:
-        """How many of the two heads have the expected label."""
+    def count_labels(self) -> dict[str, float]:
+        """Count how many of the two heads have the expected label."""
         labels = dict(
             zip((self.previous, self.induction[0]), ("specific_position", "max_position"))
         )
@@ -365,12 +365,12 @@ class _Circuit:
             "": float(sum(h is not None and self.row(h)["mechanism"] == labels[h] for h in labels))
         }
 
-    def recovered(self) -> dict[str, float]:
-        """The recovered share of what the head's width can carry, by head."""
+    def recovery(self) -> dict[str, float]:
+        """Return the recovered share of what the head's width can carry, by head."""
         return self._share_of_room("fvu", "fvu")
 
-    def by_chance(self) -> dict[str, float]:
-        """The share of it that the controls recover, by head."""
+    def chance(self) -> dict[str, float]:
+        """Return the share of it that the controls recover, by head."""
         return self._share_of_room("fvu_random", "fvu_shuffled")
 
     def _share_of_room(self, before: str, after: str) -> dict[str, float]:
@@ -390,9 +390,9 @@ class _Circuit:
         alone = math.nan if self.previous is None else float(self.rises()[self.previous])
         return {_label(self.previous): alone, f"{len(self.induction)} induction heads": jointly}
 
-    def beyond_others(self) -> dict[str, float]:
-        """How much more the loss rises without a head of the circuit than without any other head of
-        its layer, in nats a token.
+    def lead(self) -> dict[str, float]:
+        """Return how much more the loss rises without a head of the circuit than without any
+        other head of its layer, in nats a token.
         """
         rises, circuit = self.rises(), (self.previous, *self.induction)
         layers = rises.index.get_level_values("layer")

@@ -32,12 +32,12 @@ def mean_loss(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> float:
     return float(token_losses(model, ids).double().mean())
 
 
-def repeated_loss(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> float:
-    """Mean cross-entropy where a repeat can be known, nats a token.
+def loss_on_repeats(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> float:
+    """Average the cross-entropy where a repeat can be known, in nats a token.
 
     Args:
         model: a model of transformers.
-        ids: of :func:`~infoflow_lens.studies.language_model.batches.repeated_random`: the
+        ids: of :func:`~infoflow_lens.studies.language_model.batches.repeat_random`: the
             first token of the second half is as random as those of the first, and does not count.
     """
     half = (ids.shape[1] - 1) // 2

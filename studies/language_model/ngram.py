@@ -38,7 +38,7 @@ class _Counts:
     discount: float
 
     @classmethod
-    def of(cls, grams: _Integers, vocabulary: int) -> "_Counts":
+    def count(cls, grams: _Integers, vocabulary: int) -> "_Counts":
         unique, counts = np.unique(grams, return_counts=True)
         contexts, first, types = np.unique(
             unique // vocabulary, return_index=True, return_counts=True
@@ -48,12 +48,12 @@ class _Counts:
         discount = once / (once + 2 * twice) if once else 0.5
         return cls(unique, counts, contexts, np.add.reduceat(counts, first), types, discount)
 
-    def interpolated(
+    def interpolate(
         self, grams: _Integers, vocabulary: int, lower: Float[np.ndarray, " token"]
     ) -> Float[np.ndarray, " token"]:
-        """The probability of the last token of each gram, given `lower`, that of shorter ones."""
-        count, _ = _looked_up(self.grams, grams, self.counts)
-        total, place = _looked_up(self.contexts, grams // vocabulary, self.totals)
+        """Return the probability of each gram's last token, given `lower`, that of shorter ones."""
+        count, _ = _look_up(self.grams, grams, self.counts)
+        total, place = _look_up(self.contexts, grams // vocabulary, self.totals)
         left = self.discount * self.types[place] * lower
         known = np.maximum(count - self.discount, 0) + left
         return np.where(total > 0, known / np.maximum(total, 1), lower)
@@ -80,15 +80,15 @@ class NGram:
         if not len(stream):
             raise InfoFlowError("stream is empty: expected at least one token")
         grams = {n: self._grams(stream, n) for n in range(1, self.order + 1)}
-        self._seen = {n: _Counts.of(found, vocabulary) for n, found in grams.items()}
+        self._seen = {n: _Counts.count(found, vocabulary) for n, found in grams.items()}
         # a shorter gram counts by how many different tokens it follows (Kneser-Ney's novelty)
         self._continued = {
-            n: _Counts.of(self._seen[n + 1].grams % vocabulary**n, vocabulary)
+            n: _Counts.count(self._seen[n + 1].grams % vocabulary**n, vocabulary)
             for n in range(1, self.order)
         }
 
     def losses(self, stream: Int[Tensor, " pos"]) -> dict[int, float]:
-        """For each order the mean of -log p over all tokens of a stream, nats a token.
+        """Average, for each order, -log p over all tokens of a stream, in nats a token.
 
         A token's context is whatever stands before it in the stream; before the first stands
         <|endoftext|>.
@@ -96,10 +96,10 @@ class NGram:
         found, shorter = {}, np.full(len(stream), 1 / self.vocabulary)
         for n in range(1, self.order + 1):
             grams = self._grams(stream, n)
-            p = self._seen[n].interpolated(grams, self.vocabulary, shorter)
+            p = self._seen[n].interpolate(grams, self.vocabulary, shorter)
             found[n] = float(-np.log(p).mean())
             if n < self.order:
-                shorter = self._continued[n].interpolated(grams, self.vocabulary, shorter)
+                shorter = self._continued[n].interpolate(grams, self.vocabulary, shorter)
         return found
 
     def _grams(self, stream: Tensor, n: int) -> _Integers:
@@ -113,7 +113,7 @@ class NGram:
         return grams
 
 
-def _looked_up(keys: _Integers, asked: _Integers, values: _Integers) -> tuple[_Integers, _Integers]:
+def _look_up(keys: _Integers, asked: _Integers, values: _Integers) -> tuple[_Integers, _Integers]:
     """Look up values by sorted keys: the values, 0 for missing keys, and the places of the keys."""
     place = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
     return np.where(keys[place] == asked, values[place], 0), place

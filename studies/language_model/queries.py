@@ -40,12 +40,12 @@ class Directions:
     energies: Float[Tensor, "head d_head"]
 
     def roles(self) -> Float[Tensor, " head"]:
-        """One over the mean squared cosine between two queries, weighed by their energies."""
+        """Divide one by the mean squared cosine between two queries, weighed by their energies."""
         total = self.energies.sum(dim=1)
         return total.square() / self.energies.square().sum(dim=1).clamp(min=1e-300)
 
-    def fixed(self) -> Float[Tensor, " head"]:
-        """The share of the energy in the mean direction of all queries."""
+    def share_of_mean(self) -> Float[Tensor, " head"]:
+        """Return the share of the energy in the mean direction of all queries."""
         mean = self.u.mean(dim=1).square().sum(dim=1)
         return mean / self.u.square().sum(dim=2).mean(dim=1).clamp(min=1e-300)
 
@@ -86,10 +86,10 @@ def directions(
             their positions behind the hook points.
     """
     layers = range(layer_count(model))
-    return [_of_layer(model, i, rows, batch_size, first, first_key) for i in layers]
+    return [_read_layer(model, i, rows, batch_size, first, first_key) for i in layers]
 
 
-def _of_layer(
+def _read_layer(
     model: nn.Module, layer: int, rows: Tensor, batch_size: int, first: int, first_key: int
 ) -> Directions:
     pairs = _pairs(model, layer)
@@ -104,7 +104,7 @@ def _of_layer(
         names = next((pair for pair in pairs if caught.keys() >= set(pair)), None) or _none(layer)
         scores = caught[scores_hook(model, layer)]
         n_heads = scores.shape[1]
-        q, k = (_by_head(caught[name], n_heads) for name in names)
+        q, k = (_split_heads(caught[name], n_heads) for name in names)
         if scale is None:
             scale = _scale(model, layer, q, k, scores)
         caught_q.append(q[:, :, first:].double().cpu())
@@ -140,8 +140,8 @@ def _none(layer: int) -> NoReturn:
     raise InfoFlowError(f"layer {layer} shows no queries: expected attn.hook_q and attn.hook_k")
 
 
-def _by_head(activation: Tensor, n_heads: int) -> Float[Tensor, "batch head pos d_head"]:
-    """Queries or keys head by head; grouped keys are repeated for the queries that share them."""
+def _split_heads(activation: Tensor, n_heads: int) -> Float[Tensor, "batch head pos d_head"]:
+    """Split queries or keys into heads; repeat grouped keys for the queries that share them."""
     if activation.ndim == 3:
         raise InfoFlowError(
             f"queries or keys have the shape {tuple(activation.shape)}: expected [batch, pos, "
@@ -159,7 +159,7 @@ def _scale(model: nn.Module, layer: int, q: Tensor, k: Tensor, scores: Tensor) -
     """
     allowed = visible_keys(model, layer, scores)
     product = (q @ k.transpose(2, 3)).double()
-    ours, theirs = (_centred(x, allowed) for x in (product, scores.double()))
+    ours, theirs = (_centre(x, allowed) for x in (product, scores.double()))
     scale = (ours * theirs).sum() / ours.square().sum().clamp(min=1e-300)
     apart = (theirs - scale * ours).square().sum() / theirs.square().sum().clamp(min=1e-300)
     if float(apart.sqrt()) > _TOLERANCE:
@@ -171,7 +171,7 @@ def _scale(model: nn.Module, layer: int, q: Tensor, k: Tensor, scores: Tensor) -
     return scale.cpu()
 
 
-def _centred(scores: Tensor, allowed: Tensor) -> Tensor:
+def _centre(scores: Tensor, allowed: Tensor) -> Tensor:
     kept = torch.where(allowed, scores, 0)
     mean = kept.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.where(allowed, kept - mean, 0)

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
 from infoflow_lens.studies.claims import Claim, Numbers
-from infoflow_lens.studies.language_model.batches import repeated_random
+from infoflow_lens.studies.language_model.batches import repeat_random
 from infoflow_lens.studies.language_model.induction import Head, ids_of
 from infoflow_lens.studies.language_model.measures import prefix_matching, previous_token
-from infoflow_lens.studies.language_model.snapshots import load_snapshot, untrained
+from infoflow_lens.studies.language_model.snapshots import load_snapshot, reset_weights
 from infoflow_lens.studies.language_model.study import (
     IS_INDUCTION,
     TRAINED,
     UNTRAINED,
     OnRepeats,
+    add_names,
     final,
+    format_steps,
     model_of,
     stack_rows,
-    with_names,
-    with_steps,
 )
 from infoflow_lens.studies.plots import Axis, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
@@ -60,7 +60,7 @@ class Reasons(OnRepeats):
         half = settings["half"]
         vocabulary, begin = ids_of(model, half)
         draw = derive_seed("reasons", seed)
-        ids = repeated_random(vocabulary, settings["n"], half, draw, begin)
+        ids = repeat_random(vocabulary, settings["n"], half, draw, begin)
         matching, before = _scores(model, ids)
         largest = max(matching.values())
         heads = [head for head, score in matching.items() if score > IS_INDUCTION and head[0] > 0]
@@ -73,7 +73,7 @@ class Reasons(OnRepeats):
         for head in heads:
             about: Row = {"prefix_matching": matching[head], "previous_token": before[previous]}
             rows += _rows(TRAINED, lines, head, previous, half, about)
-        with untrained(source, derive_seed("untrained", seed)) as folder:
+        with reset_weights(source, derive_seed("untrained", seed)) as folder:
             lines = measure_why_all(load_snapshot(folder, device), ids, _EVERY)
             for head in heads:
                 rows += _rows(UNTRAINED, lines, head, previous, half, {})
@@ -107,26 +107,26 @@ class Reasons(OnRepeats):
         )
 
     def claims(self) -> Sequence[Claim]:
-        """By every induction head of the last snapshots."""
+        """Judge every induction head of the last snapshots."""
         part = "the part of the keys that the previous-token head wrote"
         return (
             Claim(
                 f"for every induction head {part} has {{bound}} of the margin between the first "
                 "and the second key",
-                partial(_of_heads, lambda head: head.part["share"]), ">", _MAIN,
+                partial(_collect, lambda head: head.part["share"]), ">", _MAIN,
             ),
             Claim(
                 "less twice what any other head of the layers before has it has {bound}",
-                partial(_of_heads, lambda head: head.part["share"] - 2 * head.other["share"]),
+                partial(_collect, lambda head: head.part["share"] - 2 * head.other["share"]),
                 ">", 0,
             ),
             Claim(
                 "it is the largest part in {bound} of the lines",
-                partial(_of_heads, lambda head: head.part["largest"]), ">=", _MOSTLY,
+                partial(_collect, lambda head: head.part["largest"]), ">=", _MOSTLY,
             ),
             Claim(
                 "in the untrained model it is so in {bound}",
-                partial(_of_heads, lambda head: head.untrained), "<=", _RARELY,
+                partial(_collect, lambda head: head.untrained), "<=", _RARELY,
             ),
         )  # fmt: skip
 
@@ -150,7 +150,7 @@ class Reasons(OnRepeats):
 
 def _parts(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
     """The parts of the keys of induction heads, with the heads' names."""
-    return with_names(results[results["kind"] == kind].dropna(subset=["head"]))
+    return add_names(results[results["kind"] == kind].dropna(subset=["head"]))
 
 
 def _heads(results: "pd.DataFrame") -> "Iterator[tuple[str, int, str, _Head]]":
@@ -161,8 +161,8 @@ def _heads(results: "pd.DataFrame") -> "Iterator[tuple[str, int, str, _Head]]":
         yield model, step, name, _Head(own, untrained[beside & (untrained["name"] == name)])
 
 
-def _of_heads(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Numbers:
-    """A number of each induction head."""
+def _collect(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Numbers:
+    """Collect a number of each induction head."""
     found = _heads(final(results))
     return {f"{model} {name}": float(number(head)) for model, _, name, head in found}
 
@@ -180,7 +180,7 @@ def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
         most = f"none ({rows['prefix_matching'].max():.2f})"
         nothing = {"model": model, "step": step, "head": most, **dict.fromkeys(_COLUMNS, "")}
         lines += found or [nothing]
-    return with_steps(pd.DataFrame(lines))
+    return format_steps(pd.DataFrame(lines))
 
 
 def _largest_parts(rows: "pd.DataFrame") -> str:

@@ -26,14 +26,14 @@ from infoflow_lens.studies.language_model.study import (
     TRAINED,
     UNTRAINED,
     BesideUntrained,
-    by_model,
+    average_heads,
     final,
+    format_steps,
     least_within,
+    measure_models,
     model_of,
-    of_heads,
     select_rows,
     stack_rows,
-    with_steps,
 )
 from infoflow_lens.studies.plots import GREEN, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
@@ -63,8 +63,10 @@ class Roles(BesideUntrained):
         longest = 24 if preset == "smoke" else self.longest(moment)
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
-    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
-        """A row for each head, and for each number of directions."""
+    def measure_model(
+        self, model: nn.Module, settings: Settings, seed: int, kind: str
+    ) -> list[Row]:
+        """Make a row for each head, and for each number of directions."""
         windows = self.sequences(model, settings, seed)
         found = directions(model, windows[0::2], _BATCH)
         with torch.no_grad():
@@ -106,7 +108,7 @@ class Roles(BesideUntrained):
         for layer, own in enumerate(found):
             columns = {
                 "roles": own.roles(),
-                "fixed": own.fixed(),
+                "fixed": own.share_of_mean(),
                 "by_token": own.share_by(token),
                 "by_token_shuffled": own.share_by(shuffled),
                 "by_position": own.share_by(place),
@@ -151,13 +153,13 @@ class Roles(BesideUntrained):
                 ("model", "step", "kind"),
                 (
                     Column("loss", "loss", "mean", ".3f"),
-                    Column("directions needed", partial(_needed, "first")),
-                    Column("of random ones", partial(_needed, "random")),
+                    Column("directions needed", partial(_rank, "first")),
+                    Column("of random ones", partial(_rank, "random")),
                     Column("of d_head", lambda rows: int(rows["rank"].max())),
                     Column("roles (median, range)", _range_of_roles),
                     Column("roles with cost", _correlation, form="+.2f"),
                 ),
-                rows=with_steps,
+                rows=format_steps,
                 names={"kind": "weights"},
             ),
             "The heads of the last snapshots: the deviation of scores over keys (nats), roles (in "
@@ -168,13 +170,13 @@ class Roles(BesideUntrained):
                 ("model", "name"),
                 (
                     Column("deviation", "deviation", "first", ".2f"),
-                    Column("roles", partial(_beside, "roles", "roles_without_first", ".1f")),
+                    Column("roles", partial(_bracket, "roles", "roles_without_first", ".1f")),
                     Column("fixed", "fixed", "first", ".2f"),
-                    Column("by token", partial(_beside, "by_token", "by_token_shuffled", ".2f")),
+                    Column("by token", partial(_bracket, "by_token", "by_token_shuffled", ".2f")),
                     Column("by position", "by_position", "first", ".2f"),
                     Column("cost (nats)", "cost", "first", "+.3f"),
                 ),
-                rows=lambda results: _by_head(select_rows("kind", TRAINED, final(results))),
+                rows=lambda results: _average_heads(select_rows("kind", TRAINED, final(results))),
                 names={"name": "head"},
             ),
         )
@@ -209,24 +211,24 @@ class Roles(BesideUntrained):
         return (
             Claim(
                 "to keep the loss within 1%, {bound} direction a head is needed in every model",
-                partial(_of_trained, partial(_needed, "first")), ">", 1,
+                partial(_collect, partial(_rank, "first")), ">", 1,
             ),
             Claim(
                 "of random directions {bound} more are needed",
-                partial(_of_trained, lambda own: _needed("random", own) - _needed("first", own)),
+                partial(_collect, lambda own: _rank("random", own) - _rank("first", own)),
                 ">", 0,
             ),
             Claim(
                 "the rank correlation of the heads' roles with what they cost is {bound}",
-                partial(_of_trained, _correlation), ">", 0,
+                partial(_collect, _correlation), ">", 0,
             ),
             Claim(
                 "it is above a share of {bound} of permutations",
-                partial(_of_trained, _level), ">", _LEVEL,
+                partial(_collect, _level), ">", _LEVEL,
             ),
             Claim(
                 "less that of the untrained model it is {bound}",
-                lambda results: by_model(results, _beyond_untrained), ">", 0,
+                lambda results: measure_models(results, _lead), ">", 0,
             ),
         )  # fmt: skip
 
@@ -242,13 +244,13 @@ class Roles(BesideUntrained):
         }
 
 
-def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
-    """A number of each trained model."""
-    return by_model(select_rows("kind", TRAINED, results), number)
+def _collect(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
+    """Collect a number of each trained model."""
+    return measure_models(select_rows("kind", TRAINED, results), number)
 
 
-def _beyond_untrained(rows: "pd.DataFrame") -> float:
-    """The correlation less the untrained model's; all of it where that has none."""
+def _lead(rows: "pd.DataFrame") -> float:
+    """Return the correlation less the untrained model's; all of it where that has none."""
     own, control = (_correlation(select_rows("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
     return own if math.isnan(control) else own - control
 
@@ -275,31 +277,31 @@ def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
     return curve.assign(percent=100 * curve["rise"])
 
 
-def _needed(of: str, rows: "pd.DataFrame") -> int:
-    """The least number of directions from which on the mean rise is within."""
+def _rank(of: str, rows: "pd.DataFrame") -> int:
+    """Return the least number of directions from which on the mean rise is within."""
     curve = _curve(of, rows)
     least = least_within(curve, "rank", _TOLERANCE)
     return int(curve["rank"].max()) if least is None else least
 
 
-def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
+def _average_heads(rows: "pd.DataFrame") -> "pd.DataFrame":
     columns = ["roles", "roles_without_first", "deviation", "cost", *_SHARES]
-    return of_heads(rows[rows["part"] == "head"], columns)
+    return average_heads(rows[rows["part"] == "head"], columns)
 
 
 def _range_of_roles(rows: "pd.DataFrame") -> str:
-    roles = _by_head(rows)["roles"]
+    roles = _average_heads(rows)["roles"]
     return f"{roles.median():.1f} ({roles.min():.1f} to {roles.max():.1f})"
 
 
-def _beside(name: str, other: str, form: str, heads: "pd.DataFrame") -> str:
-    """A number of a head, and another in brackets."""
+def _bracket(name: str, other: str, form: str, heads: "pd.DataFrame") -> str:
+    """Format a number of a head, and another in brackets."""
     return f"{heads[name].iloc[0]:{form}} ({heads[other].iloc[0]:{form}})"
 
 
 def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
     """Bars of the shares of each head, on each other."""
-    heads = _by_head(rows)
+    heads = _average_heads(rows)
     below = 0 * heads["fixed"]
     for name, colour in (("fixed", GREY), ("by_token", ORANGE), ("by_position", GREEN)):
         share, label = heads[name].clip(lower=0), name.replace("_", " ")
@@ -310,7 +312,7 @@ def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
 
 def _correlation(rows: "pd.DataFrame") -> float:
     """Spearman's, of roles and cost over heads."""
-    values = _by_head(rows)
+    values = _average_heads(rows)
     if len(values) < 3:
         return math.nan
     return float(values["roles"].corr(values["cost"], method="spearman"))
@@ -318,7 +320,7 @@ def _correlation(rows: "pd.DataFrame") -> float:
 
 def _level(rows: "pd.DataFrame") -> float:
     """The share of permutations of the costs whose correlation is smaller."""
-    values = _by_head(rows).rank()
+    values = _average_heads(rows).rank()
     roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
     roles, cost = roles - roles.mean(), cost - cost.mean()
     generator = torch.Generator().manual_seed(derive_seed("roles"))

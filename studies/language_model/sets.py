@@ -120,7 +120,7 @@ class Sets(LanguageModelStudy):
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
             return circuit.to(device), task.sample(n, seed=seed)[0]
         model = load_snapshot(self.source_of(settings), device)
-        return model, self.shuffled(model, settings, n, seed)
+        return model, self.shuffle(model, settings, n, seed)
 
     def table(self, results: "pd.DataFrame") -> str:
         """The last snapshots, a table for each model; then the leads, and the training."""
@@ -138,7 +138,7 @@ class Sets(LanguageModelStudy):
             training = TableSpec(
                 ("model", "influence", "step"),
                 (Column("", "auroc", "first", ".3f", across="method"),),
-                rows=lambda rows: _judged(last_layer(rows)),
+                rows=lambda rows: _select(last_layer(rows)),
             )
             parts += ["### Over training: AUROC in the last layer, k = 1", training]
         return render(parts, whole)
@@ -158,11 +158,11 @@ class Sets(LanguageModelStudy):
                 ),
             ),
             per="model",
-            rows=lambda results: _at_sizes(last_layer(_whole(results))),
+            rows=lambda results: _select_sizes(last_layer(_whole(results))),
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """By the last layer of the last snapshot of every model but the built circuit."""
+        """Judge the last layer of the last snapshot of every model but the built circuit."""
         wins = (
             "in the last layer of every trained model, at the sizes of k = 1 and for both "
             "influences, the sets' lead over {} is {{bound}} by the lower ends of the 95% "
@@ -189,7 +189,7 @@ class Sets(LanguageModelStudy):
 
 def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
     """The sets' lead over a method: the smaller lower end or the larger upper end of two."""
-    rows = _judged(last_layer(final(_whole(results))))
+    rows = _select(last_layer(final(_whole(results))))
     ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
     found: dict[str, float] = {}
     for (model, influence), some in groups(rows, ("model", "influence")):
@@ -250,13 +250,13 @@ def _whole(results: "pd.DataFrame") -> "pd.DataFrame":
     return results[results["part"] == "all"]
 
 
-def _at_sizes(rows: "pd.DataFrame") -> "pd.DataFrame":
+def _select_sizes(rows: "pd.DataFrame") -> "pd.DataFrame":
     return rows[rows["size_of"] == _SIZES]
 
 
-def _judged(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of trained models at the set sizes of the rule."""
-    rows = _at_sizes(rows)
+def _select(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Select the rows of trained models at the set sizes of the rule."""
+    rows = _select_sizes(rows)
     return rows[rows["weights"] != _CIRCUIT]
 
 
@@ -275,7 +275,7 @@ def _cell(rows: "pd.DataFrame") -> str | None:
 
 
 def _sizes(wanted: "pd.DataFrame") -> str:
-    """How large the sets are, in a sentence."""
+    """Say how large the sets are."""
     sizes = wanted[wanted["method"] == wanted["size_of"]]
     told = "; ".join(
         f"{row['size_of']}, layer {row['layer']}: "

@@ -62,7 +62,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
     if shipped := shipped_folder(model):
         found = [(-1, str(shipped), _digest(shipped))]
     elif folder.is_dir():
-        found = _of_folder(folder)
+        found = _list_checkpoints(folder)
     elif "@" in model:
         name, _, revisions = model.partition("@")
         found = [
@@ -84,7 +84,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
     ]
 
 
-def _of_folder(folder: Path) -> list[tuple[int, str, str]]:
+def _list_checkpoints(folder: Path) -> list[tuple[int, str, str]]:
     parts = [part for part in (folder / _CHECKPOINTS).glob("step-*") if _STEP.search(part.name)]
     parts = sorted(parts, key=lambda part: _step_of(part.name))
     return [(_step_of(p.name), str(p), _digest(p)) for p in parts or [folder]]
@@ -96,7 +96,7 @@ def _step_of(name: str) -> int:
 
 
 def _digest(folder: Path) -> str:
-    """Of the config and the weights, as 12 hex digits.
+    """Digest the config and the weights, as 12 hex digits.
 
     Raises:
         InfoFlowError: if the folder holds no weights.
@@ -127,8 +127,8 @@ def _spread(steps: Sequence[int], most: int | None) -> list[int]:
 
 
 @contextmanager
-def untrained(source: str, seed: int) -> Iterator[str]:
-    """A folder with a model of the same configuration and vocabulary, its weights drawn anew.
+def reset_weights(source: str, seed: int) -> Iterator[str]:
+    """Yield a folder with a model of the same configuration and vocabulary, its weights drawn anew.
 
     Args:
         source: a folder, or a name of the hub.

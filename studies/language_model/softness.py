@@ -17,13 +17,13 @@ from infoflow_lens.studies.language_model.study import (
     TRAINED,
     UNTRAINED,
     BesideUntrained,
-    by_model,
+    average_heads,
     final,
+    format_steps,
+    measure_models,
     model_of,
-    of_heads,
     select_rows,
     stack_rows,
-    with_steps,
 )
 from infoflow_lens.studies.plots import ORANGE, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
@@ -58,8 +58,10 @@ class Softness(BesideUntrained):
         longest = min(24 if preset == "smoke" else 64, self.longest(moment))
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
-    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
-        """A row for each head."""
+    def measure_model(
+        self, model: nn.Module, settings: Settings, seed: int, kind: str
+    ) -> list[Row]:
+        """Make a row for each head."""
         windows = self.sequences(model, settings, seed)
         rows: list[Row] = []
         for layer in range(layer_count(model)):
@@ -71,12 +73,12 @@ class Softness(BesideUntrained):
             for head in range(seen.pattern.shape[1]):
                 pattern = seen.pattern[:, head]
                 entropy = mean_entropy(pattern, seen.allowed)
-                fvu = seen.unexplained(pattern, seen.z[:, :, head])
+                fvu = seen.measure_fvu(pattern, seen.z[:, :, head])
                 whole, alone = [], []
                 for control in heads:
                     drawn = temper(control.scores, seen.allowed, entropy)
-                    whole.append(seen.unexplained(drawn, drawn @ control.values))
-                    alone.append(seen.unexplained(drawn, drawn @ seen.v[:, head]))
+                    whole.append(seen.measure_fvu(drawn, drawn @ control.values))
+                    alone.append(seen.measure_fvu(drawn, drawn @ seen.v[:, head]))
                 median = float(torch.tensor(whole).median())
                 rows.append(
                     {
@@ -107,7 +109,7 @@ class Softness(BesideUntrained):
                     Column("excess (median)", "excess", "median", "+.2f"),
                     Column("largest", "excess", "most", "+.2f"),
                 ),
-                rows=lambda results: _by_head(with_steps(results)),
+                rows=lambda results: _average_heads(format_steps(results)),
                 names={"kind": "weights"},
             ),
             "The heads of the last snapshots: fvu of the head, of tempered untrained heads (median "
@@ -120,7 +122,7 @@ class Softness(BesideUntrained):
                     Column("excess", "excess", "first", "+.2f"),
                     Column("learnt", "learnt", "first"),
                 ),
-                rows=lambda results: select_rows("kind", TRAINED, _by_head(final(results))),
+                rows=lambda results: select_rows("kind", TRAINED, _average_heads(final(results))),
                 names={"name": "head"},
             ),
         )
@@ -147,17 +149,17 @@ class Softness(BesideUntrained):
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """By the share of heads, beside that of the untrained model."""
+        """Judge the share of heads, beside that of the untrained model."""
         share = (
             "the share of heads whose attended token is recovered better than from each of "
             "nineteen untrained heads of the same entropy, and by .1 of the variance better than "
             "from their median, is {bound} more than that of the untrained model, in every model"
         )
-        return (Claim(share, lambda rows: by_model(rows, _share_learnt), ">", _CHANCE),)
+        return (Claim(share, lambda rows: measure_models(rows, _share_learnt), ">", _CHANCE),)
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """What is peaked and no more."""
-        heads = select_rows("kind", TRAINED, _by_head(final(results)))
+        """Say what is peaked and no more."""
+        heads = select_rows("kind", TRAINED, _average_heads(final(results)))
         return [
             f"{model}: {(some['excess'] < _EXCESS).mean():.0%} of the heads exceed softness by "
             f"less than {_EXCESS}"
@@ -185,7 +187,7 @@ def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
 
 def _share_learnt(rows: "pd.DataFrame") -> float:
     """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
-    heads = _by_head(rows)
+    heads = _average_heads(rows)
     own, control = (
         select_rows("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED)
     )
@@ -226,10 +228,10 @@ class _Layer:
         # the heads of a layer have one mask
         self.allowed: Bool[Tensor, "query key"] = (self.pattern > 0).any(dim=1).any(dim=0)
 
-    def unexplained(
+    def measure_fvu(
         self, pattern: Float[Tensor, "n query key"], output: Float[Tensor, "n query d_head"]
     ) -> float:
-        """The fvu of the embedding of the token of largest weight, on held-out windows."""
+        """Return the fvu of the embedding of the token of largest weight, on held-out windows."""
         n = len(pattern)
         place = pattern.argmax(dim=2)
         target = self.embedding[torch.arange(n)[:, None], place]
@@ -249,8 +251,8 @@ class _Control:
         self.scores = query @ key.transpose(1, 2)
 
 
-def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """Means over seeds of each head, and whether it has learnt to retrieve."""
-    found = of_heads(rows, ("entropy", *_FVU.values(), "excess"), ("step", "kind"))
+def _average_heads(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Average over seeds for each head, and say whether it has learnt to retrieve."""
+    found = average_heads(rows, ("entropy", *_FVU.values(), "excess"), ("step", "kind"))
     learnt = (found["fvu"] < found["fvu_least"]) & (found["excess"] >= _EXCESS)
     return found.assign(learnt=learnt)

@@ -20,8 +20,8 @@ from infoflow_lens.studies.language_model.corpus import read_corpus
 from infoflow_lens.studies.language_model.snapshots import (
     Snapshot,
     load_snapshot,
+    reset_weights,
     snapshots,
-    untrained,
 )
 from infoflow_lens.studies.study import Row, Settings, Study
 from infoflow_lens.studies.tables import groups
@@ -96,7 +96,7 @@ class LanguageModelStudy(Study):
         ]
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """What is varied on one snapshot; by default its longest context alone."""
+        """Vary what is varied on one snapshot; by default its longest context alone."""
         return [{"n_context": self.longest(moment)}]
 
     def longest(self, moment: Snapshot) -> int:
@@ -116,7 +116,7 @@ class LanguageModelStudy(Study):
         return texts
 
     def source_of(self, settings: Settings) -> str:
-        """What the snapshot of these settings is loaded from."""
+        """Return what the snapshot of these settings is loaded from."""
         if not hasattr(self, "_sources"):
             self.moments("full")
         return self._sources[settings["model"], settings["step"]]
@@ -130,10 +130,10 @@ class LanguageModelStudy(Study):
         whole = torch.cat([prefix, stream[shift:]])
         return spread_windows(prefix, whole, length, settings["n_windows"], "the text")
 
-    def shuffled(
+    def shuffle(
         self, model: nn.Module, settings: Settings, n: int, seed: int
     ) -> Int[Tensor, "n pos"]:
-        """`n` windows in a random order: neighbours in the text go to different parts."""
+        """Return `n` windows in a random order: neighbours in the text go to different parts."""
         spread = self.sequences(model, {**settings, "n_windows": n}, seed)
         return spread[torch.randperm(n, generator=torch.Generator().manual_seed(seed))]
 
@@ -141,7 +141,7 @@ class LanguageModelStudy(Study):
         return token_stream(model, self._texts)
 
     def _prefix(self, model: nn.Module) -> Int[Tensor, " prefix"]:
-        """What the tokenizer puts before a text, such as BOS."""
+        """Return what the tokenizer puts before a text, such as BOS."""
         return token_stream(model, [self._texts[0][:100]])[0]
 
 
@@ -178,19 +178,21 @@ class BesideUntrained(LanguageModelStudy):
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """The rows of the snapshot; for the last one those of the untrained model beside them."""
         source = self.source_of(settings)
-        rows = self.of_model(load_snapshot(source, device), settings, seed, TRAINED)
+        rows = self.measure_model(load_snapshot(source, device), settings, seed, TRAINED)
         if settings["final"]:
-            with untrained(source, derive_seed("untrained", seed)) as folder:
-                rows += self.of_model(load_snapshot(folder, device), settings, seed, UNTRAINED)
+            with reset_weights(source, derive_seed("untrained", seed)) as folder:
+                rows += self.measure_model(load_snapshot(folder, device), settings, seed, UNTRAINED)
         return rows
 
     @abstractmethod
-    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
-        """The rows of one model, whose ``kind`` is "trained" or "untrained"."""
+    def measure_model(
+        self, model: nn.Module, settings: Settings, seed: int, kind: str
+    ) -> list[Row]:
+        """Measure one model, whose ``kind`` is "trained" or "untrained", as rows."""
 
 
-def with_steps(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Rows with their steps of training as tables show them; ``-`` where there is none."""
+def format_steps(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Return rows with their steps of training as tables show them; ``-`` where there is none."""
     known = results["step"] >= 0
     if "kind" in results:
         known &= results["kind"] != UNTRAINED
@@ -202,10 +204,10 @@ def model_of(results: "pd.DataFrame") -> str:
     return str(results["model"].iloc[0])
 
 
-def of_heads(
+def average_heads(
     results: "pd.DataFrame", columns: Sequence[str], extra_keys: Sequence[str] = ()
 ) -> "pd.DataFrame":
-    """Means over seeds for each model, layer and head, with the head's name.
+    """Average over seeds for each model, layer and head, with the head's name.
 
     Args:
         results: rows of a study.
@@ -214,11 +216,11 @@ def of_heads(
     """
     keys = ["model", *extra_keys, "layer", "head"]
     rows = results.groupby(keys, sort=False)[list(columns)].mean().reset_index()
-    return with_names(rows)
+    return add_names(rows)
 
 
-def with_names(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """Rows of heads with their names, such as 0.6."""
+def add_names(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Add the names of heads to their rows, such as 0.6."""
     heads = zip(rows["layer"], rows["head"], strict=True)
     return rows.assign(name=[f"{layer:.0f}.{head:.0f}" for layer, head in heads])
 
@@ -228,8 +230,8 @@ def final(results: "pd.DataFrame") -> "pd.DataFrame":
     return results[results["final"].astype(bool)]
 
 
-def by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
-    """A number of the rows of each model's last snapshot."""
+def measure_models(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
+    """Compute a number of the rows of each model's last snapshot."""
     return {model: number(rows) for (model,), rows in groups(final(results), ("model",))}
 
 

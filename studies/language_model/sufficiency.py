@@ -27,13 +27,13 @@ from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.studies.language_model.study import (
     LanguageModelStudy,
-    by_model,
+    add_names,
     final,
+    format_steps,
+    measure_models,
     model_of,
     select_rows,
     stack_rows,
-    with_names,
-    with_steps,
 )
 from infoflow_lens.studies.plots import GREEN, GREY, ORANGE, Axis, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
@@ -68,7 +68,7 @@ class Sufficiency(LanguageModelStudy):
     }
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """All heads; for the last snapshot of a small model numbers of windows, too."""
+        """Take all heads; for the last snapshot of a small model numbers of windows, too."""
         shape = shape_of_named(moment.source.partition("@")[0])
         length = min(self.longest(moment), _SHORT if len(shape.n_heads) > _DEEP else 2**30)
         length = min(length, 24) if preset == "smoke" else length
@@ -88,7 +88,7 @@ class Sufficiency(LanguageModelStudy):
             n_draws = _n_draws(settings["n_windows"])
             n = n_draws * settings["n_windows"]
             windows = self.sequences(model, {**settings, "n_windows": n}, seed)
-            return _by_windows(model, windows[settings["draw"] :: n_draws], seed)
+            return _measure_windows(model, windows[settings["draw"] :: n_draws], seed)
         windows = self.sequences(model, settings, seed)
         calibration, choosing, judged = windows[0::4], windows[2::4], windows[1::2]
         mechanisms = measure_mechanisms(
@@ -104,7 +104,7 @@ class Sufficiency(LanguageModelStudy):
             model, judged, mechanisms, shares=(1.0,), draws=_DRAWS, others=others, seed=seed,
             batch_size=_BATCH, progress=False,
         )  # fmt: skip
-        return [*_of_assignments(found), *_of_heads(mechanisms, others)]
+        return [*_list_assignments(found), *_list_heads(mechanisms, others)]
 
     def table(self, results: "pd.DataFrame") -> str:
         """The curve of one ideal for every head; what single heads need; numbers of windows."""
@@ -132,7 +132,7 @@ class Sufficiency(LanguageModelStudy):
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """By the last snapshot of every model."""
+        """Judge the last snapshot of every model."""
         fewer = (
             "costs {bound} nats more than the mechanisms, by the lower end of the 95% interval of "
             "the difference"
@@ -190,20 +190,20 @@ def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") ->
     """The least number over assignments, the random deals where none is named; NaN without any."""
     rows = select_rows("kind", "assignment", results)
 
-    def of_model(own: "pd.DataFrame") -> float:
+    def least(own: "pd.DataFrame") -> float:
         means = own.groupby("assignment")[column].mean()
         return float(means.reindex(list(names or _deals(means.index))).min(skipna=False))
 
-    return by_model(rows, of_model)
+    return measure_models(rows, least)
 
 
 def _n_draws(n_windows: int) -> int:
-    """How many times windows are drawn, different ones each time."""
+    """Count how many times windows are drawn, different ones each time."""
     return max(1, min(4, 128 // n_windows))
 
 
-def _of_assignments(found: SufficiencyResult) -> list[Row]:
-    """A row for each assignment: its excess, its share of mean ablation's, and who leads."""
+def _list_assignments(found: SufficiencyResult) -> list[Row]:
+    """Make a row for each assignment: its excess, its share of mean ablation's, and who leads."""
     rows: list[Row] = []
     errors = found.errors()[:, -1].tolist()
     for name, excess, error in zip(
@@ -224,8 +224,8 @@ def _interval(name: str, found: Interval) -> Row:
     return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
-def _of_heads(mechanisms: MechanismsResult, others: Mapping[str, Any]) -> list[Row]:
-    """A row for each head: damages, errors, and what is enough."""
+def _list_heads(mechanisms: MechanismsResult, others: Mapping[str, Any]) -> list[Row]:
+    """Make a row for each head: damages, errors, and what is enough."""
     frame = mechanisms.to_frame().rename(columns={ideal: f"damage_{ideal}" for ideal in IDEALS})
     records: list[Any] = frame.to_dict("records")
     for row in records:
@@ -235,8 +235,8 @@ def _of_heads(mechanisms: MechanismsResult, others: Mapping[str, Any]) -> list[R
     return [{"kind": "head", **row} for row in records]
 
 
-def _by_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
-    """Mechanisms of half of the windows, with and without their own mean patterns."""
+def _measure_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
+    """Measure mechanisms of half of the windows, with and without their own mean patterns."""
     choosing, judged = windows[0::2], windows[1::2]
     rows: list[Row] = []
     for measure in (_SAME, _OTHERS):
@@ -295,7 +295,7 @@ def _ends(rows: "pd.DataFrame") -> str:
 def _able(results: "pd.DataFrame") -> "pd.DataFrame":
     """Heads for which a hard maximum is not far from enough, by model; what it costs them."""
     rows = select_rows("kind", "head", results)
-    rows = with_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
+    rows = add_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
     models = {model: place for place, model in enumerate(dict.fromkeys(results["model"]))}
     by_damage = rows.sort_values("damage_max_position")
     return by_damage.sort_values("model", key=lambda names: names.map(models), kind="stable")
@@ -306,7 +306,7 @@ def _interval_of_damage(rows: "pd.DataFrame") -> str:
     return f"{damage - 1.96 * error:.4f} to {damage + 1.96 * error:.4f}"
 
 
-def _with_label(label: str, rows: "pd.DataFrame") -> int:
+def _count_label(label: str, rows: "pd.DataFrame") -> int:
     return int((rows["mechanism"] == label).sum())
 
 
@@ -314,26 +314,28 @@ def _enough(ideal: str, rows: "pd.DataFrame") -> int:
     return int(rows[f"sufficient_{ideal}"].sum())
 
 
-def _of_measure(measure: str) -> list[Column]:
-    """The columns of one way to measure the mechanisms of few windows."""
+def _make_columns(measure: str) -> list[Column]:
+    """Make the columns of one way to measure the mechanisms of few windows."""
 
-    def own(number: "Callable[[pd.DataFrame], object]") -> "Callable[[pd.DataFrame], object]":
+    def select(number: "Callable[[pd.DataFrame], object]") -> "Callable[[pd.DataFrame], object]":
         return lambda rows: number(rows[rows["measure"] == measure])
 
     return [
-        Column(f"label, {measure}", own(lambda rows: int(rows["n_specific_position"].iloc[0]))),
+        Column(f"label, {measure}", select(lambda rows: int(rows["n_specific_position"].iloc[0]))),
         Column(
-            f"enough, {measure}", own(lambda rows: int(rows["enough_specific_position"].iloc[0]))
+            f"enough, {measure}", select(lambda rows: int(rows["enough_specific_position"].iloc[0]))
         ),
         Column(
-            f"share, {measure}", own(lambda rows: f"{rows['share'].iloc[0]:.0%} ({_ends(rows)})")
+            f"share, {measure}", select(lambda rows: f"{rows['share'].iloc[0]:.0%} ({_ends(rows)})")
         ),
-        Column(f"within a quarter, {measure}", own(lambda rows: rows["share"].iloc[0] <= _SHARE)),
+        Column(
+            f"within a quarter, {measure}", select(lambda rows: rows["share"].iloc[0] <= _SHARE)
+        ),
     ]
 
 
 def _early(results: "pd.DataFrame") -> "pd.DataFrame":
-    return with_steps(results[results["assignment"].isin([MECHANISMS, TOP_4])])
+    return format_steps(results[results["assignment"].isin([MECHANISMS, TOP_4])])
 
 
 _BARE = "none: context, loss"
@@ -357,7 +359,7 @@ _OF_HEADS: tuple[Part, ...] = (
             Column("heads", len),
             *(Column(name, partial(_enough, ideal)) for ideal, name in _SHOWN.items()),
             *(
-                Column(f"label {name}", partial(_with_label, label))
+                Column(f"label {name}", partial(_count_label, label))
                 for label, name in (*_SHOWN.items(), (SOFT, SOFT))
             ),
         ),
@@ -382,7 +384,7 @@ _OF_WINDOWS: tuple[Part, ...] = (
     "others; heads labelled specific position, and the share of mean ablation's cost",
     TableSpec(
         ("model", "n_windows", "draw"),
-        [*_of_measure(_SAME), *_of_measure(_OTHERS)],
+        [*_make_columns(_SAME), *_make_columns(_OTHERS)],
         rows=partial(select_rows, "kind", "windows"),
         words={"draw": lambda draw: int(draw) + 1},
         names={"n_windows": "windows"},

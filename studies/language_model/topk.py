@@ -12,13 +12,13 @@ from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.studies.language_model.study import (
     LanguageModelStudy,
-    by_model,
     final,
+    format_steps,
     least_within,
+    measure_models,
     model_of,
     select_rows,
     stack_rows,
-    with_steps,
 )
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
@@ -88,7 +88,7 @@ class TopK(LanguageModelStudy):
                     Column("slope", partial(_slope, LARGEST), form=".2f"),
                     Column("with random keys", partial(_slope, RANDOM), form=".2f"),
                 ),
-                rows=lambda results: with_steps(least_keys(results)),
+                rows=lambda results: format_steps(least_keys(results)),
             ),
         )
 
@@ -114,27 +114,27 @@ class TopK(LanguageModelStudy):
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """By the layers that matter in the last snapshot of every model."""
+        """Judge the layers that matter in the last snapshot of every model."""
         return (
             Claim(
                 "every model has {bound} layer that matters (one random key a row costs more than "
                 "1% of the loss)",
-                lambda results: by_model(results, lambda own: len(_of_layers(_matters, own))),
+                lambda results: measure_models(results, lambda own: len(_collect(_matters, own))),
                 ">=", 1,
             ),
             Claim(
                 "the keys that such a layer needs grow with the context with a power of {bound}",
-                partial(_of_layers, partial(_slope, LARGEST)), "<=", _CONSTANT,
+                partial(_collect, partial(_slope, LARGEST)), "<=", _CONSTANT,
             ),
             Claim(
                 "at the longest context it needs {bound} times as many keys as random ones",
-                partial(_of_layers, _of_random), "<", 1,
+                partial(_collect, _compare_random), "<", 1,
             ),
         )  # fmt: skip
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Sentences that name the slopes."""
-        slopes = _of_layers(partial(_slope, LARGEST), results).values()
+        slopes = _collect(partial(_slope, LARGEST), results).values()
         kind = "mixed"
         if slopes and min(slopes) >= _GROWING:
             kind = "growing (global)"
@@ -176,7 +176,7 @@ def _longest(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _matters(least: "pd.DataFrame") -> bool:
-    """Whether a layer loses by one random key a row."""
+    """Say whether a layer loses by one random key a row."""
     return bool(select_rows("kept", RANDOM, least)["one"].iloc[-1] > _TOLERANCE)
 
 
@@ -195,14 +195,14 @@ def _slope(kind: str, least: "pd.DataFrame") -> float:
     return keys / lengths
 
 
-def _of_random(least: "pd.DataFrame") -> float:
-    """The keys needed at the longest context, over the random keys needed there."""
+def _compare_random(least: "pd.DataFrame") -> float:
+    """Divide the keys needed at the longest context by the random keys needed there."""
     own, random = (select_rows("kept", kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
     return float(own / random)
 
 
-def _of_layers(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
-    """A number of each layer that matters."""
+def _collect(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
+    """Collect a number of each layer that matters."""
     last = final(results)
     found = groups(least_keys(last), ("model", "layer")) if len(last) else []
     return {

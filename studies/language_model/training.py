@@ -23,7 +23,7 @@ from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.studies.language_model.batches import (
-    repeated_random,
+    repeat_random,
     text_windows,
     training_batch,
 )
@@ -31,11 +31,11 @@ from infoflow_lens.studies.language_model.card import model_card
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.corpus import SPLITS, Corpus, Split, read_corpus
 from infoflow_lens.studies.language_model.measures import (
+    loss_on_repeats,
     mean_loss,
     patterns,
     prefix_matching,
     previous_token,
-    repeated_loss,
 )
 from infoflow_lens.studies.language_model.model import build_language_model
 from infoflow_lens.studies.language_model.ngram import NGram
@@ -170,7 +170,7 @@ class _Run:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
         half = min(config.longest_repeat, (config.n_context - 1) // 2)
-        self.repeated = repeated_random(config.vocabulary, _N_REPEATED, half)
+        self.repeated = repeat_random(config.vocabulary, _N_REPEATED, half)
         self.watched = text_windows(self.streams["validation"], config.n_context, _N_WATCHED)
         self.step = self.saved = 0
         self.history: list[dict[str, Any]] = []
@@ -226,7 +226,7 @@ class _Run:
             "lr": self.config.learning_rate(self.step),
             "train_loss": sum(self.losses) / len(self.losses) if self.losses else math.nan,
             "validation_loss": mean_loss(self.model, self.watched),
-            "repeated_loss": repeated_loss(self.model, self.repeated),
+            "repeated_loss": loss_on_repeats(self.model, self.repeated),
             "prefix_matching": prefix_matching(pattern).tolist(),
             "previous_token": previous_token(pattern).tolist(),
         }
@@ -300,7 +300,7 @@ class _Run:
                 split: {str(order): loss for order, loss in ngram.losses(stream).items()}
                 for split, stream in predicted.items()
             },
-            "repeated_loss": repeated_loss(self.model, self.repeated),
+            "repeated_loss": loss_on_repeats(self.model, self.repeated),
             "chance": math.log(self.config.vocabulary - 1),
             "half": (self.repeated.shape[1] - 1) // 2,
             "prefix_matching": prefix_matching(pattern).tolist(),

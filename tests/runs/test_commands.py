@@ -23,7 +23,7 @@ from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from infoflow_lens.studies import demo
 from infoflow_lens.studies.language_model import training
 from infoflow_lens.studies.language_model.config import preset
-from infoflow_lens.studies.language_model.snapshots import untrained
+from infoflow_lens.studies.language_model.snapshots import reset_weights
 from tests.conftest import some_of, third_of
 from tests.foundation.test_documents import occupy
 from tests.processes import started
@@ -280,7 +280,7 @@ def test_no_config_of_a_folder_asks_a_network(changes, no_network, tmp_path):
         result = CliRunner().invoke(app, [command, *more, str(folder)])
         assert command == "estimate" or result.exit_code == 2, result.output
         assert no_network == []
-    with contextlib.suppress(InfoFlowError), untrained(str(folder), 0):
+    with contextlib.suppress(InfoFlowError), reset_weights(str(folder), 0):
         pass
     assert no_network == []
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from infoflow_lens.studies.language_model.batches import (
-    repeated_random,
-    repeated_stretches,
+    repeat_random,
+    repeat_stretches,
     text_windows,
     training_batch,
 )
@@ -61,7 +61,7 @@ def test_windows_cover_the_text_once():
 
 @pytest.mark.parametrize("begin", [0, 5, 29])
 def test_repeated_random_ids_are_different_and_come_twice(begin):
-    rows = repeated_random(30, 8, 12, seed=4, begin=begin)
+    rows = repeat_random(30, 8, 12, seed=4, begin=begin)
     assert rows.shape == (8, 25)
     assert (rows[:, 0] == begin).all()
     assert rows[:, 1:13].equal(rows[:, 13:])
@@ -71,7 +71,7 @@ def test_repeated_random_ids_are_different_and_come_twice(begin):
 
 
 def test_stretches_repeat_after_different_numbers_of_ids():
-    rows = repeated_stretches(50, 60, 30, 5, 9, seed=1, begin=7)
+    rows = repeat_stretches(50, 60, 30, 5, 9, seed=1, begin=7)
     periods = [period(row[1:]) for row in rows]
     assert set(periods) == {5, 6, 7, 8, 9}
     for row, p in zip(rows, periods, strict=True):

@@ -137,13 +137,13 @@ def test_what_is_unexplained_is_that_of_least_squares(seen):
     shown = np.concatenate(y[held_out])
     wrong = np.square(model.predict(np.concatenate(x[held_out])) - shown).sum()
     expected = wrong / np.square(shown - shown.mean(axis=0)).sum()
-    assert seen.unexplained(pattern, seen.z[:, :, 0]) == pytest.approx(expected, rel=1e-3)
+    assert seen.measure_fvu(pattern, seen.z[:, :, 0]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_head_that_shows_its_token_leaves_nothing(seen):
     pattern = seen.pattern[:, 0]
     shown = torch.stack([seen.embedding[i, pattern[i].argmax(dim=1)] for i in range(N)])
-    assert seen.unexplained(pattern, 2 * shown) < 1e-6
+    assert seen.measure_fvu(pattern, 2 * shown) < 1e-6
 
 
 def test_a_model_that_turns_queries_behind_the_hook_points_is_refused_by_name(tmp_path):

@@ -8,7 +8,7 @@ from transformers import GPT2LMHeadModel
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import IDEALS
 from infoflow_lens.models.shipped import shipped_folder
-from infoflow_lens.studies.language_model.batches import repeated_random
+from infoflow_lens.studies.language_model.batches import repeat_random
 from infoflow_lens.studies.language_model.induction import Induction
 from infoflow_lens.studies.pages import cell_of
 from tests.studies.studies_for_tests import smoke_rows
@@ -40,7 +40,7 @@ def loss_of(model, ids):
 
 
 def test_a_zero_ablation_is_the_model_with_that_part_of_its_output_matrix_zero(results, plain):
-    ids = repeated_random(1024, N, HALF, derive_seed("induction", 0))
+    ids = repeat_random(1024, N, HALF, derive_seed("induction", 0))
     heads = results.set_index(["layer", "head"])
     assert heads["loss"].iloc[0] == pytest.approx(loss_of(plain, ids), rel=1e-4)
     for layer, head in ((0, 6), (0, 2), (1, 0), (1, 5)):

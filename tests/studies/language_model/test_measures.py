@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from infoflow_lens.studies.language_model.batches import repeated_random
+from infoflow_lens.studies.language_model.batches import repeat_random
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.measures import (
+    loss_on_repeats,
     mean_loss,
     patterns,
     prefix_matching,
     previous_token,
-    repeated_loss,
     token_losses,
 )
 from infoflow_lens.studies.language_model.model import build_language_model
@@ -27,7 +27,7 @@ def model():
 
 def test_an_ideal_head_scores_one_and_another_zero():
     """Of ids whose occurrences are looked up, not counted."""
-    ids = repeated_random(40, 3, 10)[0].tolist()
+    ids = repeat_random(40, 3, 10)[0].tolist()
     pattern = torch.zeros(1, 1, 3, 21, 21)
     for query in range(21):
         pattern[0, 0, 0, query, max(query - 1, 0)] = 1
@@ -47,16 +47,16 @@ def test_losses_are_those_of_transformers(model):
 
 
 def test_the_loss_on_repeats_counts_the_tokens_that_can_be_known(model):
-    ids = repeated_random(300, 4, 9)
+    ids = repeat_random(300, 4, 9)
     each = token_losses(model, ids)
     expected = sum(float(each[:, place - 1].mean()) for place in range(11, 19)) / 8
-    assert repeated_loss(model, ids) == pytest.approx(expected, rel=1e-5)
+    assert loss_on_repeats(model, ids) == pytest.approx(expected, rel=1e-5)
 
 
 def test_patterns_leave_the_model_as_it_was(model):
     model.train()
     before = model.config._attn_implementation
-    found = patterns(model, repeated_random(300, 4, 9))
+    found = patterns(model, repeat_random(300, 4, 9))
     assert found.shape == (2, 4, 2, 19, 19)
     torch.testing.assert_close(found.sum(dim=-1), torch.ones(2, 4, 2, 19))
     assert model.training
@@ -91,5 +91,5 @@ def test_initial_weights_depend_on_the_config_alone():
 
 
 def test_a_new_model_is_at_chance(model):
-    ids = repeated_random(300, 16, 9)
+    ids = repeat_random(300, 16, 9)
     assert mean_loss(model, ids) == pytest.approx(math.log(300), abs=0.2)

@@ -6,7 +6,7 @@ import pytest
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import measure_why
 from infoflow_lens.models.loading import load_any
-from infoflow_lens.studies.language_model.batches import repeated_random
+from infoflow_lens.studies.language_model.batches import repeat_random
 from infoflow_lens.studies.language_model.reasons import Reasons
 from tests.studies.studies_for_tests import broken, smoke_rows
 
@@ -25,7 +25,7 @@ def results(study):
 
 def test_shares_are_those_of_lines_asked_one_by_one(results):
     model = load_any("stdlib-2l").model
-    ids = repeated_random(1024, N, HALF, derive_seed("reasons", 0))
+    ids = repeat_random(1024, N, HALF, derive_seed("reasons", 0))
     trained = results[results["kind"] == "trained"].dropna(subset=["head"])
     head = int(trained["head"].iloc[0])
     own = trained[trained["head"] == head].set_index("part")

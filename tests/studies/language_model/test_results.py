@@ -13,7 +13,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 from infoflow_lens.studies import pages
 from infoflow_lens.studies.language_model import graded_sets, roles
-from infoflow_lens.studies.language_model.card import comparison, measured_models
+from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.language_model.config import PRESETS
 from infoflow_lens.studies.pages import (
     cell_of,
@@ -37,7 +37,7 @@ from infoflow_lens.studies.summary import (
 )
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
-MODELS = measured_models(RESULTS / "language_model" / "models")
+MODELS = read_models(RESULTS / "language_model" / "models")
 RUNS = {path.name: path for path in language_model_runs(RESULTS)}
 
 

@@ -9,15 +9,15 @@ from transformers import GPT2LMHeadModel
 
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
-from infoflow_lens.studies.language_model.batches import repeated_random, text_windows
+from infoflow_lens.studies.language_model.batches import repeat_random, text_windows
 from infoflow_lens.studies.language_model.card import model_card
 from infoflow_lens.studies.language_model.config import PRESETS
 from infoflow_lens.studies.language_model.corpus import read_corpus
 from infoflow_lens.studies.language_model.measures import (
+    loss_on_repeats,
     mean_loss,
     patterns,
     prefix_matching,
-    repeated_loss,
 )
 from infoflow_lens.studies.language_model.tokens import token_stream
 
@@ -45,8 +45,8 @@ def test_the_command_in_the_card_has_the_settings_of_the_record(name, measured):
 def test_the_numbers_are_those_of_the_weights(name, measured, model):
     halves = {key: weight.half() for key, weight in model.state_dict().items()}
     assert fingerprint(halves) == measured["fingerprint"]
-    ids = repeated_random(1024, 32, measured["half"])
-    assert repeated_loss(model, ids) == pytest.approx(measured["repeated_loss"], abs=1e-3)
+    ids = repeat_random(1024, 32, measured["half"])
+    assert loss_on_repeats(model, ids) == pytest.approx(measured["repeated_loss"], abs=1e-3)
     scores = prefix_matching(patterns(model, ids))
     torch.testing.assert_close(scores, torch.tensor(measured["prefix_matching"]), atol=1e-3, rtol=0)
 

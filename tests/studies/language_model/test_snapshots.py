@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.studies.language_model.snapshots import load_snapshot, snapshots, untrained
+from infoflow_lens.studies.language_model.snapshots import load_snapshot, reset_weights, snapshots
 from tests.reference import zoo
 
 STEPS = (0, 1, 64, 128, 256, 512, 1024)
@@ -67,14 +67,14 @@ def test_what_names_nothing_is_refused(model, most):
 def test_a_folder_with_a_sign_of_revisions_in_its_name_is_a_folder(tmp_path):
     (found,) = snapshots(str(zoo.save("gpt2", tmp_path / "me@home")))
     load_snapshot(found.source, "cpu")
-    with untrained(found.source, 3) as drawn:
+    with reset_weights(found.source, 3) as drawn:
         load_snapshot(drawn, "cpu")
 
 
 def test_an_untrained_model_has_the_shape_but_not_the_weights(folder):
     before = torch.random.get_rng_state()
     trained = load_file(folder / "model.safetensors")
-    with untrained(str(folder), 3) as one, untrained(str(folder), 3) as same:
+    with reset_weights(str(folder), 3) as one, reset_weights(str(folder), 3) as same:
         drawn = load_file(f"{one}/model.safetensors")
         again = load_file(f"{same}/model.safetensors")
     name = "transformer.h.0.attn.c_attn.weight"
