@@ -189,8 +189,9 @@ def survey(
     threads: ProbeThreads = None,
     quiet: Quiet = False,
 ) -> None:
-    """Which mechanisms do the heads of a language model need, are they enough, and are InfoFlow's
-    sets what its states depend on? A preset of probe; run again to go on."""
+    """Measure which mechanisms the heads of a language model need, whether they are enough, and
+    whether InfoFlow's sets are what its states depend on. A preset of probe; run again to go on.
+    """
 
     def run(settings: SurveyConfig, **spread: Any) -> Any:
         from infoflow_lens.probing.survey import run_survey

@@ -441,7 +441,9 @@ class TrainingData:
     draw: Draw | None
 
     @classmethod
-    def of(cls, model: nn.Module, train_data: Data | Draw, validation_data: Any) -> "TrainingData":
+    def check(
+        cls, model: nn.Module, train_data: Data | Draw, validation_data: Any
+    ) -> "TrainingData":
         """Check and split data as :func:`train` takes them.
 
         Raises:
@@ -556,7 +558,7 @@ def train(
     train_data, validation_data = _both(
         train_data, validation_data, n_train, n_validation, config.seed
     )
-    data = TrainingData.of(model, train_data, validation_data)
+    data = TrainingData.check(model, train_data, validation_data)
     identity = data.identity(model, config)
     run = _Run(model, config, data.objective, identity)
     with ExitStack() as stack:

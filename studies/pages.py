@@ -55,7 +55,12 @@ def render_page(page: str, more: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters.update(
-        FORMS, n=short, span=span, listed=listed, in_words=in_words, number=_first_number
+        FORMS,
+        n=short,
+        span=span,
+        listed=list_numbers,
+        in_words=count_in_words,
+        number=_first_number,
     )
     environment.globals.update(
         FORMS, statement=lambda name: Statement.read(name).text.rstrip(), **more
@@ -95,8 +100,8 @@ def span(values: Iterable[float], form: Form = 3) -> str:
     return " to ".join(dict.fromkeys(_format_all([np.nanmin(known), np.nanmax(known)], form)))
 
 
-def listed(values: Iterable[float], form: Form = 3) -> str:
-    """Numbers in their order: "1, 2 and 3"."""
+def list_numbers(values: Iterable[float], form: Form = 3) -> str:
+    """List numbers in their order: "1, 2 and 3"."""
     *first, last = _format_all(values, form)
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -106,8 +111,8 @@ def _format_all(values: Iterable[float], form: Form) -> list[str]:
     return [write(float(value)) for value in values]
 
 
-def in_words(text: object) -> str:
-    """A text with small counts in words: "2 of 3" is "two of three"; larger ones stay."""
+def count_in_words(text: object) -> str:
+    """Put small counts of a text in words: "2 of 3" is "two of three"; larger ones stay."""
     words = {str(count): word for count, word in enumerate(_WORDS)}
     return re.sub(r"\d+", lambda count: words.get(count[0], count[0]), str(text))
 

@@ -202,7 +202,7 @@ class Study(ABC):
         """Say whether the rule is about a configuration; the others are reported."""
         return True
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Return, by control, results with the control's numbers in the place of the judged ones.
 
         A rule that passes with these proves nothing.

@@ -190,7 +190,7 @@ def _page(
         return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
 
     @cache
-    def of_run(run: str) -> tuple[Study, RecordedRun]:
+    def find_run(run: str) -> tuple[Study, RecordedRun]:
         if beside / run in runs:
             return runs[beside / run]
         study = STUDY_KINDS[_config(beside / run / "record.json")["study"]]()
@@ -198,20 +198,20 @@ def _page(
 
     def numbers(run: str, place: int) -> Numbers:
         """The numbers of a claim of a study."""
-        study, recorded = of_run(run)
+        study, recorded = find_run(run)
         return study.claims()[place].numbers(recorded.finished)
 
     def holds(run: str, place: int, label: str) -> bool:
         """Say whether a claim of a study holds for what one of its numbers is of."""
-        return of_run(run)[0].claims()[place].holds(numbers(run, place)[label])
+        return find_run(run)[0].claims()[place].holds(numbers(run, place)[label])
 
     return render_page(
         name,
         {
             "rows": cache(lambda run: rows_of(beside / run)),
-            "verdict": lambda run: of_run(run)[1].verdict,
-            "seen": lambda run: "**Seen**" if of_run(run)[1].verdict.passed else "**Not seen**",
-            "passed": lambda run: "passed" if of_run(run)[1].verdict.passed else "not passed",
+            "verdict": lambda run: find_run(run)[1].verdict,
+            "seen": lambda run: "**Seen**" if find_run(run)[1].verdict.passed else "**Not seen**",
+            "passed": lambda run: "passed" if find_run(run)[1].verdict.passed else "not passed",
             "numbers": numbers,
             "holds": holds,
             "models": lambda: comparison(read_models(beside / "models")),

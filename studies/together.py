@@ -115,7 +115,7 @@ def train_together(
     check_stackable(models)
     runs = []
     for seed, model in zip(seeds, models, strict=True):
-        of_seed = TrainingData.of(model, *(data(seed) if callable(data) else data))
+        of_seed = TrainingData.check(model, *(data(seed) if callable(data) else data))
         own = replace(config, seed=seed)
         ledger = Ledger(model, own, of_seed.objective, of_seed.identity(model, own))
         runs.append(_Seed(ledger, of_seed))

@@ -162,7 +162,7 @@ def design(
     """
     cases = [set_length(task, t) for t in sorted(set(n_tokens))]
     largest = cases[-1]
-    questions = [Question.of(case, seed) for case in cases]
+    questions = [Question.read(case, seed) for case in cases]
     d_token = getattr(largest, "d_token", 1)
     positional = positional or questions[-1].positional
     choices, left_out = head_choices(questions[-1].components, max_layers, max_heads)

@@ -83,12 +83,12 @@ def readings(
         for splits in (False, True):
             kept, notes = list(components), list[str]()
             if outer is not None and values is not None:
-                used = _find_used(outer, values)
+                used = _list_inputs(outer, values)
                 if len(used) < len(kept):
                     notes.append("the outer function reads some components only")
                 kept = [components[i] for i in used]
                 if joins:
-                    kept = _join_served(outer, values, components, used, tokens, notes)
+                    kept = _join_components(outer, values, components, used, tokens, notes)
             if splits:
                 kept = [part for c in kept for part in _split(c, tokens, notes)]
             kept = _different(kept, tokens, notes)
@@ -102,7 +102,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6)
 
 
-def _find_used(outer: Outer, values: Float[Tensor, "batch component"]) -> list[int]:
+def _list_inputs(outer: Outer, values: Float[Tensor, "batch component"]) -> list[int]:
     """List the components that the outer function depends on; the first if on none."""
     whole = outer(values)
     used = []
@@ -115,7 +115,7 @@ def _find_used(outer: Outer, values: Float[Tensor, "batch component"]) -> list[i
     return used or [0]
 
 
-def _join_served(
+def _join_components(
     outer: Outer,
     values: Float[Tensor, "batch component"],
     components: Sequence[Component],

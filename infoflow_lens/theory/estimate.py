@@ -182,7 +182,7 @@ def phase_diagram(
     Raises:
         InfoFlowError: as :func:`estimate`.
     """
-    asked = Question.of(task, seed=0)
+    asked = Question.read(task, seed=0)
     cases = {tokens: _resize(task, tokens) for tokens in n_tokens}
     found: dict[tuple[Heads, int], Verdict] = {}
     witnesses: list[Document] = []
@@ -244,7 +244,7 @@ def estimate(
         InfoFlowError: for an unknown count, trees below 1, sizes that differ, a model of another
             kind than the theory's, or a task without anything to retrieve or read.
     """
-    asked = Question.of(task, seed)
+    asked = Question.read(task, seed)
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
     asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
@@ -299,7 +299,7 @@ def estimate(
         d_head=tuple(demand.d_head for demand in case.demands),
         products=tuple(demand.products for demand in case.demands),
         width=asked.width,
-        routed=_find_routed_error(shape, task, asked.components, samples),
+        routed=_measure_routing(shape, task, asked.components, samples),
         left_out=tuple(dict.fromkeys((*best.found.left_out, *alone.found.left_out))),
         reasons=(),
         flags=flags_of(profile, n_heads, count, trees),
@@ -499,7 +499,7 @@ def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[s
     }
 
 
-def _find_routed_error(
+def _measure_routing(
     shape: ModelShape, task: Any, components: Sequence[Component], samples: Samples | None
 ) -> RoutedError | None:
     """Measure what routing leaves, where the first of two layers has fewer heads than pairs."""

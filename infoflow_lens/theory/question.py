@@ -88,7 +88,7 @@ class Question:
     least_trees: int
 
     @classmethod
-    def of(cls, task: Any, seed: int) -> "Question":
+    def read(cls, task: Any, seed: int) -> "Question":
         """Read the counts, components and fixed positions of a target.
 
         Raises:

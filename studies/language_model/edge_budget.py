@@ -122,7 +122,7 @@ class EdgeBudget(LanguageModelStudy):
             ),
         )  # fmt: skip
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with the edges of each control in place of those of the graded choice."""
         found = {}
         for control in _CONTROLS:

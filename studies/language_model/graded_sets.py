@@ -274,7 +274,7 @@ class GradedSetsStudy(LanguageModelStudy):
             told.append(f"{model} ({kind}), {influence}: {found} against rollout; {leads}")
         return told
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with the sets of first choices in place of the chosen graded sets."""
         chosen, test = chosen_of(results), results["on"] == "test"
         others = results[~(test & (results["method"] == chosen))]

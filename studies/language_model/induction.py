@@ -240,7 +240,7 @@ class Induction(OnRepeats):
             ),
         }  # fmt: skip
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with the recovery of other keys in place of the attended ones."""
         return {name: results.assign(fvu=results[f"fvu_{name}"]) for name in ("random", "shuffled")}
 

@@ -130,7 +130,7 @@ class Reasons(OnRepeats):
             ),
         )  # fmt: skip
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with another earlier head in place of the previous-token head, or of the untrained
         model.
         """

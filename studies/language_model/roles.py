@@ -232,7 +232,7 @@ class Roles(BesideUntrained):
             ),
         )  # fmt: skip
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with random directions for the first ones, or untrained heads for trained ones."""
         own = results["kind"] == TRAINED
         first = results[~(own & (results["of"] == "first"))]

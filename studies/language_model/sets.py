@@ -176,7 +176,7 @@ class Sets(LanguageModelStudy):
             for text, end, name in texts
         ]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with each control in place of the sets: it has no lead over itself."""
         found = {}
         for control in _MUST_WIN[:2]:

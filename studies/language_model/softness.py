@@ -166,7 +166,7 @@ class Softness(BesideUntrained):
             for (model,), some in groups(heads, ("model",))
         ]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with the first tempered head, or the untrained model, in place of trained heads."""
         drawn = results.assign(
             fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]

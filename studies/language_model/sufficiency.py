@@ -162,7 +162,7 @@ class Sufficiency(LanguageModelStudy):
             ),
         )  # fmt: skip
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with each assignment in place of the mechanisms: it costs no less than itself."""
         found = {}
         for name, controls in {

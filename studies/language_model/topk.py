@@ -142,7 +142,7 @@ class TopK(LanguageModelStudy):
             kind = "constant (max-position)"
         return [f"over all layers that matter: {kind}"]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with random keys in place of the largest."""
         random = select_rows("kept", RANDOM, results)
         return {"random keys": stack_rows(random, random.assign(kept=LARGEST))}

@@ -187,8 +187,8 @@ class AgreementOverTraining(VectorStudy):
             for (seed,), run in groups(results, ["seed"], sort=True)
         ]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The untrained model at both ends."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put the untrained model at both ends."""
         import pandas as pd
 
         first = results[results["epoch"] == results["epoch"].min()]

@@ -144,8 +144,8 @@ class AttentionMaps(tokens.TokenStudy):
         """Shares by operation and model, and the mechanisms of heads."""
         shares = (
             Column("", "share", across="model"),
-            Column("by chance", lambda rows: spread(_select_trained(rows)["chance"])),
-            Column("test accuracy", lambda rows: spread(_select_trained(rows)["test_accuracy"])),
+            Column("by chance", lambda rows: spread(_after_training(rows)["chance"])),
+            Column("test accuracy", lambda rows: spread(_after_training(rows)["test_accuracy"])),
         )
         mechanisms = (
             Column("mechanism of the head, a seed each", lambda r: ", ".join(r["mechanism"])),
@@ -198,8 +198,8 @@ class AttentionMaps(tokens.TokenStudy):
             Claim(gain, _gains, ">", 0, needed=False, name="beyond the untrained model"),
         )
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Untrained models, and random keys, in the place of the trained models."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put untrained models, and random keys, in the place of the trained models."""
         import pandas as pd
 
         trained = (results["kind"] == "operation") & (results["model"] == "trained")
@@ -392,7 +392,7 @@ def _select(kind: str, results: "pd.DataFrame", start: str = "") -> "pd.DataFram
     return results[(results["kind"] == kind) & (results["start"].eq(start) | (not start))]
 
 
-def _select_trained(rows: "pd.DataFrame") -> "pd.DataFrame":
+def _after_training(rows: "pd.DataFrame") -> "pd.DataFrame":
     return rows[rows["model"] == "trained"]
 
 

@@ -298,8 +298,8 @@ class CostLaw(Study):
             *(f"two layers, E = {e}: least NMSE {error:.2g}" for e, error in layers.items()),
         ]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The narrowest decoder for every width, and one |I| d / E for all."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Take the narrowest decoder for every width, and one |I| d / E for all."""
         codes = _codes(results)
         short = _short_codes(results, _TRAINED)
         # the narrowest decoders stand for all, as if width made no difference

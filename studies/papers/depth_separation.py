@@ -218,7 +218,7 @@ class DepthSeparationStudy(VectorStudy):
             )
         return remarks
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Put one layer in the place of two."""
         import pandas as pd
 

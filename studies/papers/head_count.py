@@ -189,8 +189,8 @@ class HeadCount(TrainedStudy):
             Claim(factor, _from_table, "<=", 5, needed=False, name="factor from Table 3"),
         )
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Head counts D and D + 1 in the place of D - 1 and D."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put head counts D and D + 1 in the place of D - 1 and D."""
         more = results[results["heads"] >= _D]
         return {"one head more": more.assign(heads=more["heads"] - 1)}
 

@@ -227,8 +227,8 @@ class IntrinsicDimensionStudy(StagedStudy):
             remarks.append(remark + owed)
         return remarks
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """(1, 2D - 1) in the place of (D, D)."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put (1, 2D - 1) in the place of (D, D)."""
         return {"fewer heads": exchange_heads(results, _CELL)}
 
 

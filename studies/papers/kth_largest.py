@@ -123,8 +123,8 @@ class KthLargestStudy(TrainedStudy):
             f"{between.min():.2e} to {between.max():.2e}"
         ]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """k = 1 in the place of what lies between; the head of k = T in that of k = 1."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put k = 1 in the place of what lies between; the head of k = T in that of k = 1."""
         of_k = results.groupby("k")
         first, last = min(results["k"]), max(results["k"])
         easy = float(of_k["nmse"].min().loc[first])

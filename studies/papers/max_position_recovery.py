@@ -251,21 +251,21 @@ class MaxPositionRecovery(StagedStudy):
             f"the same heads untrained, tempered to the same entropy: {tempered.min():.3f} to "
             f"{tempered.max():.3f}"
         ]
-        fewer = _used_heads(best_runs(results[~_enough(results)], _CASE), 1)
+        fewer = _active_heads(best_runs(results[~_enough(results)], _CASE), 1)
         for (target, _, heads), rows in groups(fewer, _CASE):
             ratios = rows["ratio"]
             remarks.append(
                 f"{target}, heads {heads_shown(heads)}: {ratios.min():.3f} to {ratios.max():.3f}"
             )
-        every = _used_heads(results[_enough(results)], 1)["ratio"]
+        every = _active_heads(results[_enough(results)], 1)["ratio"]
         remarks.append(
             f"all seeds: {(every < _BELOW).sum()} of {len(every)} below {_BELOW:g}, the largest "
             f"{every.max():.3f}"
         )
         return remarks
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The second choice, and the untrained heads, in the place of the first choice."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put the second choice, and the untrained heads, in the place of the first choice."""
         ratio, first = results["ratio"], results["rank"] == 1
         by = ["run", "head", "queries"]
         second = results[~first].set_index(by)["ratio"]
@@ -281,14 +281,14 @@ def _enough(results: "pd.DataFrame") -> "pd.Series[bool]":
     return has_enough_heads(results) & (results["target"] == _PAIRS)
 
 
-def _used_heads(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
+def _active_heads(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
     """Select rows of heads that do something at these queries, of their choice of a rank."""
     return results[(results["lost_without"] >= IDLE) & (results["rank"] == rank)]
 
 
 def _best_heads(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
     """Select heads in use of the best seeds with at least D heads."""
-    return _used_heads(best_runs(results[_enough(results)], _CASE), rank)
+    return _active_heads(best_runs(results[_enough(results)], _CASE), rank)
 
 
 def _share_in_use(results: "pd.DataFrame") -> Numbers:
@@ -337,7 +337,7 @@ def _join_ranks(results: "pd.DataFrame") -> "pd.DataFrame":
 
 def _first_in_use(results: "pd.DataFrame", target: str) -> "pd.DataFrame":
     """First choices of the heads in use, of a target."""
-    return _used_heads(results[results["target"] == target], 1)
+    return _active_heads(results[results["target"] == target], 1)
 
 
 def _where(results: "pd.DataFrame", queries: str) -> "pd.DataFrame":

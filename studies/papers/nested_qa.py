@@ -173,7 +173,7 @@ class NestedQuestions(tokens.TokenStudy):
             Column("last fact ends a chain", "end_last"),
             Column("it does not", "end_before"),
             *(
-                Column(f"asked {tokens.counted(n, 'hop')} before the end", f"from_{n}", "mean")
+                Column(f"asked {tokens.count_noun(n, 'hop')} before the end", f"from_{n}", "mean")
                 for n in range(1, max(_HOPS))
             ),
         )
@@ -199,7 +199,9 @@ class NestedQuestions(tokens.TokenStudy):
         """The plateau that growing distances avoid, what is learnt of chains, and noise."""
 
         def sizes(hops: float, layers: float) -> str:
-            return f"{tokens.counted(int(hops), 'hop')}, {tokens.counted(int(layers), 'layer')}"
+            return (
+                f"{tokens.count_noun(int(hops), 'hop')}, {tokens.count_noun(int(layers), 'layer')}"
+            )
 
         colours = {_GROWING: "C1", _AT_ONCE: "C0"}
         losses = Curves(
@@ -244,7 +246,7 @@ class NestedQuestions(tokens.TokenStudy):
             ),
             Claim(
                 "asked from the starts of chains alone, the largest test accuracy over seeds on "
-                f"{tokens.counted(_JUDGED_HOPS, 'hop')} is " + "{bound} above chance",
+                f"{tokens.count_noun(_JUDGED_HOPS, 'hop')} is " + "{bound} above chance",
                 _lead_at_once,
                 "<=",
                 tokens.ABOVE_CHANCE,
@@ -266,7 +268,7 @@ class NestedQuestions(tokens.TokenStudy):
                 else ""
             )
             remarks.append(
-                f"{tokens.counted(int(hops), 'hop')}, too few layers: highest test accuracy "
+                f"{tokens.count_noun(int(hops), 'hop')}, too few layers: highest test accuracy "
                 f"{highest['test_accuracy']:.3f}{by_place}, chance {highest['chance']:.3f}"
             )
         whole = runs[runs["start"] == tokens.WHOLE]
@@ -277,8 +279,9 @@ class NestedQuestions(tokens.TokenStudy):
             best = rows.sort_values("best_validation_loss").iloc[0]
             shown = ", ".join(f"{best[f'from_{n}']:.3f}" for n in range(1, most + 1))
             remarks.append(
-                f"{tokens.counted(most, 'hop')}, {tokens.counted(int(best['layers']), 'layer')}: "
-                f"{shown} when asked 1 to {most} hops before the end"
+                f"{tokens.count_noun(most, 'hop')}, "
+                f"{tokens.count_noun(int(best['layers']), 'layer')}: {shown} "
+                f"when asked 1 to {most} hops before the end"
             )
         for noise, rows in runs[runs["start"] == tokens.CONSTRUCTED].groupby("noise"):
             remarks.append(
@@ -288,8 +291,8 @@ class NestedQuestions(tokens.TokenStudy):
             )
         return remarks
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Every depth with the accuracies of a layer less, and both ways of asking exchanged."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Give every depth the accuracies of a layer less; exchange both ways of asking."""
         deeper = results.assign(layers=results["layers"] + 1)
         deepest = results.groupby("hops")["layers"].max()
         deeper = deeper[deeper["layers"] <= deeper["hops"].map(deepest)]
@@ -366,7 +369,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
     assert model is not None
     assert training is not None
     whole = replace(training, history=tuple(history), best_epoch=training.best_epoch + done)
-    return tokens.TokenRun(model, task, whole, *tokens.held_out(study, task, settings, seed))
+    return tokens.TokenRun(model, task, whole, *tokens.draw_test(study, task, settings, seed))
 
 
 def _take_over(model: TokenTransformer, before: TokenTransformer) -> None:
@@ -446,7 +449,7 @@ def _lead_of_few(results: "pd.DataFrame") -> Numbers:
     found = {}
     for hops in sorted(int(h) for h in runs["hops"].unique()):
         few = runs[(runs["hops"] == hops) & (runs["layers"] < fewest_layers(hops))]
-        found[tokens.counted(hops, "hop")] = float((few["test_accuracy"] - few["chance"]).max())
+        found[tokens.count_noun(hops, "hop")] = float((few["test_accuracy"] - few["chance"]).max())
     return found
 
 
@@ -461,7 +464,7 @@ def _accuracy_of_enough(results: "pd.DataFrame") -> Numbers:
     found = {}
     for hops in (1, _JUDGED_HOPS):
         rows = _select_runs(results, hops, _GROWING)
-        label = f"{tokens.counted(hops, 'hop')}, {tokens.counted(hops + 1, 'layer')}"
+        label = f"{tokens.count_noun(hops, 'hop')}, {tokens.count_noun(hops + 1, 'layer')}"
         found[label] = tokens.chosen_accuracy(rows) if len(rows) else math.nan
     return found
 

@@ -250,8 +250,8 @@ class SeparatedPairs(FreshStudy):
                 remarks.append(f"{_name_cell(*cell)}: {error:.2e}")
         return remarks
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Other models, and the second choice, in the place of what is judged."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put other models, and the second choice, in the place of what is judged."""
         return {
             "fewer heads": exchange_heads(results, _CELL),
             "second choice": results.assign(first_choice=results["second_choice"]),

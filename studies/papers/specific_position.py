@@ -160,8 +160,8 @@ class SpecificPosition(VectorStudy):
             ),
         )
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The last positions in the place of the summed ones."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put the last positions in the place of the summed ones."""
         last = int(results["position"].max()) + 1
         return {"other positions": results.assign(position=last - results["position"])}
 

@@ -317,7 +317,7 @@ def train_run(study: str, settings: Settings, seed: int, device: str) -> TokenRu
         training_config(settings, seed),
         progress=False,
     )
-    return TokenRun(model, task, training, *held_out(study, task, settings, seed))
+    return TokenRun(model, task, training, *draw_test(study, task, settings, seed))
 
 
 def training_config(settings: Settings, seed: int) -> TrainingConfig:
@@ -334,7 +334,7 @@ def training_config(settings: Settings, seed: int) -> TrainingConfig:
     )
 
 
-def held_out(study: str, task: TokenTask, settings: Settings, seed: int) -> Pair:
+def draw_test(study: str, task: TokenTask, settings: Settings, seed: int) -> Pair:
     """Draw the test sequences of a run and their labels."""
     data = task.dataset("test", settings["n_test"], derive_seed(study, "held out", seed))
     rows = data.with_format("torch")[:]
@@ -401,6 +401,6 @@ def task_shown(results: "pd.DataFrame") -> str:
     return TASKS[results["task"].iloc[0]]
 
 
-def counted(n: int, what: str) -> str:
-    """ "1 layer", "2 layers"."""
+def count_noun(n: int, what: str) -> str:
+    """Say a number of things: "1 layer", "2 layers"."""
     return f"{n} {what}{'' if n == 1 else 's'}"

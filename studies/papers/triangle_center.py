@@ -188,8 +188,8 @@ class TriangleCenterStudy(FreshStudy):
             Claim(over, _controls_over, "<=", 1 / 3, name="control over triples"),
         )
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Each control in the place of triples, and triples in the place of both."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put each control in the place of triples, and triples in the place of both."""
         by = ["target", "n_tokens"]
         means = results.groupby(by)["nmse"].mean()
         of_triples = results["target"] == _TRIPLES

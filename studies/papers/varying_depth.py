@@ -130,7 +130,7 @@ class VaryingDepth(tokens.TokenStudy):
             return [
                 Curves(
                     "epoch", f"{split}_{what}", ["layers", "run"], "each", style=style,
-                    label=lambda layers, run: tokens.counted(int(layers), "layer"),
+                    label=lambda layers, run: tokens.count_noun(int(layers), "layer"),
                     colour=lambda layers, run: f"C{int(layers) - 1}",
                 )
                 for split, style in (("validation", "-"), ("train", ":"))
@@ -195,8 +195,8 @@ class VaryingDepth(tokens.TokenStudy):
             )
         return remarks
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Accuracies with too few and with enough layers exchanged; a start that cannot move."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Exchange accuracies with too few and enough layers; take a start that cannot move."""
         enough = results["layers"] == results["task"].map(_ENOUGH)
         few = results["layers"] < results["task"].map(_ENOUGH)
         here, chance = results["test_accuracy"], results["chance"]
@@ -297,7 +297,7 @@ def _read_layers(
         enough = _ENOUGH[task]
         for layers in range(1, enough) if few else (enough,):
             rows = runs[(runs["task"] == task) & (runs["layers"] == layers)]
-            label = f"{tokens.TASKS[task]}, {tokens.counted(layers, 'layer')}"
+            label = f"{tokens.TASKS[task]}, {tokens.count_noun(layers, 'layer')}"
             found[label] = float(number(rows)) if len(rows) else math.nan
     return found
 

@@ -193,8 +193,8 @@ class VaryingHeads(tokens.TokenStudy):
             ),
         ]
 
-    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Memorization with one head, or with its rate, in the place of that with the most."""
+    def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Put memorization with one head, or its rate, in the place of that with the most."""
         import pandas as pd
 
         heads = results["heads"].astype(str)

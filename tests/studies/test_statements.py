@@ -92,7 +92,7 @@ def test_the_statement_has_the_bounds_of_the_claims(name):
 def test_no_rule_passes_with_the_numbers_of_its_controls(name):
     study, passing = ALL[name], passing_rows(name)
     assert study.verdict(passing).passed
-    controlled = study.controlled(passing)
+    controlled = study.control_results(passing)
     if name in STUDIES:
         assert set(controlled) == set(study.statement.controls)
     text = " ".join(study.statement.text.split()).lower()

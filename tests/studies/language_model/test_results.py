@@ -17,8 +17,8 @@ from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.language_model.config import PRESETS
 from infoflow_lens.studies.pages import (
     cell_of,
-    in_words,
-    listed,
+    count_in_words,
+    list_numbers,
     page_templates,
     render_page,
     short,
@@ -161,12 +161,12 @@ def test_factors_have_two_digits_and_ranges_two_ends():
 
 
 def test_numbers_in_a_row_and_small_counts_stand_as_prose():
-    assert listed([0.5]) == ".500"
-    assert listed([0.5, 1.25]) == ".500 and 1.250"
-    assert listed([3, 1, 2], "{:g}".format) == "3, 1 and 2"
-    assert in_words("2 of 3") == "two of three"
-    assert in_words(0) == "none"
-    assert in_words(120) == "120"
+    assert list_numbers([0.5]) == ".500"
+    assert list_numbers([0.5, 1.25]) == ".500 and 1.250"
+    assert list_numbers([3, 1, 2], "{:g}".format) == "3, 1 and 2"
+    assert count_in_words("2 of 3") == "two of three"
+    assert count_in_words(0) == "none"
+    assert count_in_words(120) == "120"
 
 
 def test_a_cell_is_found_by_the_cells_before_it():

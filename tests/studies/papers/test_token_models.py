@@ -15,7 +15,7 @@ from infoflow_lens.studies.papers.token_models import (
     chance_of,
     chance_to_see,
     chosen_accuracy,
-    counted,
+    count_noun,
     data_of,
     last_epochs,
     load_settings_task,
@@ -179,7 +179,7 @@ def test_results_are_read_by_run():
     last = last_epochs(pd.DataFrame(rows))
     assert list(last["epoch"]) == [2, 2]
     assert chosen_accuracy(last) == 0.7
-    assert (counted(1, "layer"), counted(2, "layer")) == ("1 layer", "2 layers")
+    assert (count_noun(1, "layer"), count_noun(2, "layer")) == ("1 layer", "2 layers")
 
 
 @pytest.mark.parametrize(("n_seeds", "n_cells"), [(1, 1), (2, 3), (3, 2)])
