@@ -184,6 +184,7 @@ def _one_serves(
     """
 
     def holds(sign: float, n: int) -> bool:
+        # larger values of the newest member may never lower the outer function
         raised = values.clone()
         raised[:, group[-1]] = values[:, group[-1]].roll(1).maximum(values[:, group[-1]])
         if not bool((sign * (outer(raised) - outer(values)) >= -1e-6).all()):
@@ -206,6 +207,7 @@ def _one_serves(
             ]
         )
         slack = 1e-5 * ends.abs().amax(dim=0) + 1e-9
+        # the sign of the gap must be the same for all rests, and mixtures no better than both
         gap = ends[0] - ends[1]
         gap = torch.where(gap.abs() > slack, gap.sign(), torch.zeros_like(gap))
         return bool((gap.prod(dim=1) >= 0).all()) and bool(
@@ -284,12 +286,14 @@ def _ends(
     for place in places:
         others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)
         scores = _score_at(component.preference, others, place, tokens[-_ENDS:, None])
+        # for every filling of the other places, how each pair of tokens is ordered at this place
         signs = [
             (s[:, None] - s).sign() * ((s[:, None] - s).abs() > 1e-4 * s.std()) for s in scores.T
         ]
         most = max(signs, key=lambda each: int((each != 0).sum()))
         if not all((each * most >= 0).all() or (each * most <= 0).all() for each in signs):
             return None
+        # the filling under which the order shows most clearly stands for all
         row = int(scores.std(dim=0).argmax())
         for sign in (1.0, -1.0):
             score = partial(_end, component.preference, others[[row]], place, sign)

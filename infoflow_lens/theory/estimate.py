@@ -409,6 +409,7 @@ class _Case:
             or len(pairs) < 2
         ):
             return None
+        # a query can choose its role behind a nonlinear encoder, or behind a feed-forward network
         able = [shape.routes, *[shape.has_mlp] * (shape.n_layers - 1)]
         if shape.n_layers < 2 or not any(able):
             return None
@@ -448,6 +449,7 @@ class _Case:
             why = "by routed heads, each with several roles, "
             return "allowed by construction", why + self._explain(self.routing)[3:], None
         missing = self.alone.schedule is None
+        # the count is of max-position retrieval; it decides only where no schedule is known
         counted = missing and self.reachable and not asked.positional
         if counted and asked.counts_out(self.shape, self.n_tokens, count, trees):
             if asked.unmet:
@@ -466,7 +468,7 @@ class _Case:
 
     @property
     def run_on(self) -> int:
-        """On how many inputs the schedule of the verdict was run."""
+        """The number of inputs on which the schedule of the verdict was run."""
         assert self.samples is not None
         assert self.alone.schedule or self.best.schedule
         answer = self.alone if self.alone.schedule is not None else self.best

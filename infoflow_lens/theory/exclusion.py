@@ -207,6 +207,7 @@ def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             tokens = x[row].double()
             apart = torch.cdist(tokens[places], tokens)
             apart[torch.arange(len(places)), places] = torch.inf
+            # less than a quarter of the way to any other token, which the verifier asks for
             step = min(_STEP, 0.2 * float(apart.min()))
             noise = torch.randn(tokens[places].shape, generator=generator)
             yield _document(
@@ -241,6 +242,7 @@ def _ties(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             gradient = _along(component, x.view(m, a, -1))
             slopes = gradient.norm(dim=-1, keepdim=True)
             near = torch.cdist(x, tokens) + torch.eye(n, len(tokens)).mul(1e9)
+            # every token moves so far that the preference grows by the same step
             step = min(_STEP, 0.2 * float(near.min())) * float(slopes.min())
             yield _document(
                 "ties", shape, samples, input=tokens, held=held,
@@ -293,6 +295,7 @@ def _draw_ties(
     x = x + _TILT * norms * torch.randn(x.shape, generator=generator, dtype=x.dtype)
     x *= norms / x.norm(dim=-1, keepdim=True)
     for _ in range(_TIED_STEPS):
+        # Newton's steps of the first token of each tuple, until all are as low as the lowest
         values = component.preference(x[own])
         gradient = _along(component, x[own])[:, 0]
         by = (values - values.amin()) / gradient.square().sum(dim=-1).clamp(min=1e-9)
@@ -327,6 +330,7 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
         places = active[row].nonzero()[:n_places, 0].tolist()
         others = [p for p in range(n) if p not in places]
         if len(places) == n_places and (others or shape.positional):
+            # the other option: of another input where positions are told apart, else from elsewhere
             second = x[(row + 1) % len(x), places] if shape.positional else x[row, others[:1]]
             options = torch.stack([x[row, places], second.expand(n_places, -1)], dim=1)
             yield _document(

@@ -254,10 +254,12 @@ class Next(Retrieval):
         if component.positions is not None:
             outside = torch.ones(run.n_tokens, dtype=torch.bool)
             outside[list(component.positions)] = False
+            # so that other positions come last, from either end
             scores = scores.masked_fill(outside, torch.inf if self.from_below else -torch.inf)
         scores = -scores if self.from_below else scores
         top = torch.full((len(scores), 1), torch.inf)
         reached = run.reached.get(self, torch.cat([scores, top], dim=1))
+        # all queries of a layer see what the layers before have found, and not each other's finds
         after = run.reached_next.setdefault(self, reached.clone())
         below = scores[:, None] < reached[:, queries, None]
         if for_tokens:
@@ -307,6 +309,7 @@ class Message(Retrieval):
         """The best candidate for each token, or for CLS."""
         batch, n, d = run.x.shape
         component, everywhere = run.components[self.component], torch.arange(n)
+        # a candidate, then what it carries for the places below, in the order that the score asks
         parts = [everywhere.expand(batch, n)[..., None]]
         parts += [run.reached[need][..., list(order)] for need, order in self.needs]
         carried = torch.cat(parts, dim=-1)
@@ -319,6 +322,7 @@ class Message(Retrieval):
         seen, chosen = run.sees & inside, []
         if component.distinct:
             seen = seen & ~torch.eye(n, dtype=torch.bool)
+        # a few queries at a time, since every one is paired with every candidate
         at_once = max(1, _MOST_CANDIDATES // (batch * n * (component.arity + 1) * d))
         for queries in everywhere.split(at_once):
             own = run.x[:, queries, None, None].expand(-1, -1, n, 1, d)

@@ -107,6 +107,7 @@ def _through(
     room = found.new_empty(rows * found.shape[1])
     for start in range(0, found.shape[0], rows):
         for middle, ((first, end), (left, right)) in enumerate(zip(queries, sources, strict=True)):
+            # only queries that read this position, and sources that it holds, can gain a path
             top, bottom = max(first, start), min(end, start + rows)
             if top >= bottom or left >= right:
                 continue
@@ -270,6 +271,7 @@ def propagate_back(
     found = edges.new_zeros(len(edges), *queries.shape, edges.shape[2])
     top = range(len(edges))[layer]
     exists = (queries >= 0)[..., None].to(edges)
+    # an asked state holds itself alone; what lies above it stays 0
     found[top] = found[top].scatter(2, queries.clamp(min=0)[..., None], exists)
     for below in range(top - 1, -1, -1):
         found[below] = step(found[below + 1], weights[below + 1], semiring)

@@ -162,6 +162,7 @@ def run_schedule(
     )  # fmt: skip
     members = []
     for layer in placed:
+        # the heads of a layer act at once, on what the layers below have found
         run.reached_next = {}
         run.sets = update(run.sets, [job.rule(run, for_tokens) for job, for_tokens in layer])
         run.reached.update(run.reached_next)

@@ -172,6 +172,7 @@ def reversals(
     first, second, changed = (_fillings(tokens, n, arity, generator) for _ in range(3))
     filled = torch.tensor([place in places for place in range(arity)])[:, None]
     rest = torch.tensor([place not in (*places, *fixed) for place in range(arity)])[:, None]
+    # the same rest beside both fillings, and then another rest beside both
     both = first, torch.where(filled, second, first)
     before = _step(score, *both)
     after = (
@@ -259,6 +260,7 @@ def collapse(component: Component, tokens: Float[Tensor, "sample d_token"]) -> C
         best = torch.maximum(component.preference(first), component.preference(second))
         if bool((scores <= best + _ROUNDING * (scores.std() + 1e-9)).all()):
             kept = [place for place in range(component.arity) if place != j]
+            # the place that is left out takes the token of the one that stands for it
             at = [kept.index(i if place == j else place) for place in range(component.arity)]
             preference = partial(permute, component.preference, at)
             fewer = replace(
@@ -291,6 +293,7 @@ def order_of(component: Component, places: Sequence[int], n_filled: int, tokens:
         return partial(permute, component.preference, [places.index(p) for p in range(len(places))])
     inside = [part for part in component.parts or () if set(part.places) <= set(places)]
     if inside and all(part.score for part in inside):
+        # declared parts are exact and cheap; they serve where their order is the component's
         said = partial(sum_of_parts, inside, places)
         whole = partial(permute, said, places)
         filled, given = places[:n_filled], places[n_filled:]
@@ -322,6 +325,7 @@ def partners_grow(component: Component, tokens: Float[Tensor, "sample d_token"])
     for n_keys in (16, 256):
         keys = tokens[torch.randint(len(tokens), (n_keys,), generator=generator)]
         pairs = torch.stack(torch.broadcast_tensors(queries[:, None], keys[None]), dim=-2)
+        # the best first token for every second one, too; the side with fewer partners counts
         sides = [component.preference(x).argmax(dim=1) for x in (pairs, pairs.flip(-2))]
         counts.append(min(len(keys[side].unique(dim=0)) for side in sides))
     return counts[1] > counts[0]

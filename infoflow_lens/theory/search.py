@@ -139,6 +139,7 @@ def _kinds(
         else:
             kind = {1: "single", 2: "pair"}.get(component.arity, "wide")
         groups[kind].append(index)
+    # a rank is found from the nearer end: step by step from the top, or from below
     nearer, below = [1], []
     for index in groups["ranked"]:
         component = components[index]
@@ -150,6 +151,7 @@ def _kinds(
         shared, rests = common_positions(components[index])
         common = max(common, len(shared))
         held: dict[int, set[int]] = {}
+        # a holder reads the rest of all tuples that it holds; the widest one sets the size
         for holder, row in zip(tuple_holders(n_tokens, rests), rests, strict=True):
             held.setdefault(holder, {holder}).update(row)
         rest = max(rest, max(map(len, held.values())))
@@ -209,6 +211,7 @@ class _Problem:
         if layer == len(self.n_heads) - 1 or not self.usable[layer]:
             yield _TokenAction()
             return
+        # each of these is one head, or one a component, whatever else the layer does
         covers = [0]
         if self.reads_positions and not self.causal and kinds.max_arity > state.covered:
             arities = {kinds.max_arity}
@@ -237,6 +240,7 @@ class _Problem:
         """Yield what CLS heads can do in a layer; None for aggregating everything."""
         kinds, heads = self.kinds, self.cls_heads[layer]
         last = layer == len(self.n_heads) - 1
+        # CLS reads what all listed tuples share in the layer in which tokens read the rest
         heads -= listing if kinds.common else 0
         if heads < 0:
             return
@@ -245,6 +249,7 @@ class _Problem:
             return
         if not self.max_position_only:
             yield None
+        # what is left of each kind, and already prepared at tokens where it must be
         singles = len(kinds.singles) - max(state.single_cls + state.single_inh, 0)
         pairs = (len(kinds.pairs) if state.covered >= 2 else state.prepared) - state.pair_cls
         wide = (len(kinds.wide) if state.covered >= kinds.max_arity else 0) - state.wide_cls
@@ -285,6 +290,7 @@ class _Problem:
         cls: _ClsAction | None,
     ) -> _State:
         kinds, limit, last = self.kinds, self.n_tokens, layer == len(self.n_heads) - 1
+        # every head multiplies what its own query holds, and adds what all tokens then share
         block = Specific(tokens.cover).gain(limit) if tokens.cover else 1
         ranked, listed = tokens.climb * len(kinds.ranked), tokens.listed * kinds.rest
         gained = block + tokens.pairs * kinds.sides + ranked + listed
@@ -302,6 +308,7 @@ class _Problem:
             excl += (taken + cls.read * len(self.reads)) * state.own
             excl += tokens.listed * kinds.common
             if taken:
+                # whichever token CLS retrieves brings along what all tokens share
                 inh, single_inh = state.shared, state.single_tok
             done = (
                 min(state.single_cls + cls.singles, len(kinds.singles)),
@@ -325,6 +332,7 @@ class _Problem:
             wide_cls=done[2],
             listed_tok=state.listed_tok + tokens.listed,
             listed_cls=done[3],
+            # a token that climbs doubles its run, by the run of what it found
             run_tok=state.run_tok * (2 if tokens.climb else 1),
             run_cls=done[4],
             read=done[5],
@@ -424,6 +432,7 @@ def _spread(states: Sequence[_State], most: int) -> list[_State]:
     stages: dict[int, list[_State]] = {}
     for state in sorted(states, key=lambda s: s.costs):
         stages.setdefault(sum(state.progress), []).append(state)
+    # the cheapest of every stage first, then the second of every stage, and so on
     rounds = itertools.zip_longest(*stages.values())
     flat = [state for round_ in rounds for state in round_ if state is not None]
     return flat[: max(most, len(stages))]
