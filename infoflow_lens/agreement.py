@@ -180,7 +180,7 @@ class Explained(Savable):
         return self.n_states - self.no_other - self.empty - self.everything
 
     def reason(self) -> str:
-        """Why nothing can be said; empty if something can."""
+        """Say why nothing can be said; empty if something can."""
         if self.n_informative:
             return ""
         if not self.n_states:
@@ -295,7 +295,7 @@ def _set_agreement(
 def coverage(
     predicted: Bool[Tensor, "batch source"], active: Bool[Tensor, "batch source"]
 ) -> float:
-    """Mean share of the active index set that lies inside the predicted set (Sec. 5.1, eq 4)."""
+    """Average the share of the active index set inside the predicted set (Sec. 5.1, eq 4)."""
     return _mean((predicted & active).sum(1) / active.sum(1))
 
 
@@ -550,7 +550,7 @@ class _States:
     def agreement(
         self, layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool
     ) -> SetAgreement:
-        """Over some states of a layer."""
+        """Compare the sets of some states of a layer."""
         return _set_agreement(
             self._predicted[layer][chosen],
             self._measured[layer][chosen],

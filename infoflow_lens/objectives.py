@@ -172,7 +172,7 @@ class CrossEntropy:
             )
 
     def check_variance(self, y: Tensor, name: str) -> None:
-        """Any labels have a cross-entropy."""
+        """Accept any labels, since all have a cross-entropy."""
 
     def status(self, row: Mapping[str, float | int], best: float) -> str:
         """Losses and accuracy."""

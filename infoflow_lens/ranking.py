@@ -411,7 +411,7 @@ def _same_shape(name: str, one: Tensor, influence: Tensor) -> None:
 
 
 def _recency(n_pos: int, n_source: int) -> Float[Tensor, "pos source"]:
-    """Higher for nearer sources; CLS stands behind the last."""
+    """Score sources by how near they are; CLS stands behind the last."""
     return -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs().float()
 
 

@@ -119,12 +119,14 @@ def best_heads(
     n_judged = max(100, min(_JUDGED, _JUDGED_TOKENS // seen.x.shape[1]))
     others = _Sequences(task, n_judged // 4, derive_seed("heads, choice", seed))
     choices: list[Choose] = [last.chosen]
+    # where the search leaves an error, the construction of the theory stands in, too
     if roles > 1 and search.least > _NOTHING:
         choices.append(lambda x: _route(task, n_heads, x, seed))
     readouts, errors = [], []
     for choose in choices:
         readouts.append(_fit(seen.parts(choose), seen.y))
         errors.append(nmse_of(others.parts(choose) @ readouts[-1], others.y))
+    # chosen on other sequences than those of the search, and judged on others again
     found = int(torch.cat(errors).argmin())
     scores = None if found == len(last.forms) else last.select(torch.tensor([found]))
     judge = _Sequences(task, n_judged, derive_seed("heads, judge", seed))
@@ -167,7 +169,7 @@ class HeadScores:
         )
 
     def where(self, better: Float[Tensor, " set"], others: "HeadScores") -> "HeadScores":
-        """Others in the place of some of these sets."""
+        """Put others in the place of some of these sets."""
         rows = better[:, None, None, None, None]
         return HeadScores(
             torch.where(rows, others.forms, self.forms), torch.where(rows, others.gates, self.gates)
@@ -218,6 +220,7 @@ class _Sequences:
         own = torch.arange(chosen.shape[-1]).expand_as(chosen[:, :1])
         held = torch.cat([own, chosen], dim=1)
         first, second = torch.combinations(torch.arange(held.shape[1]), 2).T
+        # every pair of tokens that a query holds, as an index of the scores of all pairs
         at = (held[:, first] * chosen.shape[-1] + held[:, second]).transpose(1, 2).flatten(2)
         best = []
         for component, pairs, alone in zip(self.components, self.pairs, self.alone, strict=True):
@@ -254,6 +257,7 @@ class _Search:
         """The best sets of heads to begin with, and those that were found."""
         starts = self._starts()
         if self.roles > 1:
+            # heads of several roles begin with what heads of one role have reached
             alone = _Search(self.sequences, self.n_heads, 1, self.budget, self.seed)
             starts = self._expand_roles(alone.run()).join(starts)
             self.tried = alone.tried
@@ -276,6 +280,7 @@ class _Search:
                 first = torch.arange(len(errors)) * n_children
                 heads = heads.where(better, tries.select(first + child))
                 errors = torch.where(better, least, errors)
+                # longer steps after a success, shorter ones after a failure
                 steps = (steps * torch.where(better, 1.3, 0.85)).clamp(0.005, 1.0)
         self.least = float(errors.min())
         return starts.join(heads)
@@ -290,7 +295,7 @@ class _Search:
         return torch.cat(found)
 
     def _starts(self) -> HeadScores:
-        """Different scores of components in all heads and roles; and sums, at random."""
+        """Draw different scores of components for all heads and roles; and sums, at random."""
         sides = _sides(self.sequences.components, self.sequences.x)
         n_scores = self.n_heads * self.roles
         several = itertools.combinations(range(len(sides)), min(n_scores, len(sides)))
@@ -325,6 +330,7 @@ class _Search:
         sizes = (tokens @ forms).square().sum(dim=-1)
         deviation = sizes.std(dim=-1).clamp(min=1e-6)
         gates = squares / deviation[..., None, None]
+        # (size - mean) / deviation, as a quadratic form of (x, 1)
         gates[..., -1, -1] -= sizes.mean(dim=-1) / deviation
         return gates
 

@@ -139,7 +139,7 @@ class Study(ABC):
         """
 
     def memory(self, settings: Settings) -> int:
-        """About how many bytes a run takes at its peak; 0 if that is not known."""
+        """Return about how many bytes a run takes at its peak; 0 if that is not known."""
         return 0
 
     def tables(self) -> Sequence[Part]:
@@ -239,7 +239,7 @@ class VectorStudy(Study):
     def data_of(
         self, task: VectorTask, settings: Settings, seed: int, n: int, part: str = "validation"
     ) -> tuple[Pair, Pair]:
-        """Standardised sequences to train on, and `n` of another part; each length has its own."""
+        """Draw standardised sequences to train on, and `n` of another part, at each length."""
         length = task.n_tokens
         return standardise(
             self.draw(task, f"train {length}", settings["n_train"], seed),
@@ -316,7 +316,7 @@ class FreshStudy(TrainedStudy):
         """Return the target; it is the same for all seeds."""
 
     def data(self, settings: Settings, seed: int) -> tuple[Draw, Pair]:
-        """Fresh sequences in every epoch, and those that validate."""
+        """Draw fresh sequences in every epoch, and those that validate."""
         drawn = self.scale_draws(settings)
 
         def draw(epoch: int) -> Pair:
@@ -331,7 +331,7 @@ class FreshStudy(TrainedStudy):
         return lambda part, n, seed: standardise(scale, self.draw(task, part, n, seed))[1]
 
     def training(self, settings: Settings) -> TrainingConfig:
-        """Along a cosine, at full length from the start."""
+        """Train along a cosine, at full length from the start."""
         return TrainingConfig(
             epochs=settings["steps"] * self.BATCH // settings["n_train"],
             batch_size=self.BATCH,

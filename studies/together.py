@@ -224,10 +224,11 @@ class _Stack:
         return self.data
 
     def _clip(self) -> None:
-        """Every seed's gradient to the largest norm, as `clip_grad_norm_` does for one model."""
+        """Shorten each seed's gradient to the largest norm, as `clip_grad_norm_` does for one."""
         gradients = [p.grad for p in self.weights.values() if p.grad is not None]
         if self.config.grad_clip is not None:
             norms = torch.stack([part.flatten(1).norm(dim=1) for part in gradients]).norm(dim=0)
+            # as `clip_grad_norm_` has it: a factor for each seed, which only shortens
             factors = (self.config.grad_clip / (norms + 1e-6)).clamp(max=1)
             for part in gradients:
                 part.mul_(factors.view(-1, *[1] * (part.ndim - 1)))
@@ -264,6 +265,7 @@ class _Stack:
             name: nn.Parameter(weight.detach()[chosen]) for name, weight in self.weights.items()
         }
         self._prepare()
+        # the new optimiser takes over the moments of the seeds that go on
         for weight, state in zip(self.weights.values(), states, strict=True):
             self.optimizer.state[weight] = {
                 name: value[chosen] if isinstance(value, Tensor) and value.ndim else value

@@ -210,7 +210,7 @@ class NestedQA(TokenTask):
         return self._follow(x)[0]
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """Both entities of every fact on the way, and the query.
+        """Mark both entities of every fact on the way, and the query.
 
         A single chain ends in the entity that no fact starts from, whatever is asked: then the end
         and the starts of all other facts are enough.

@@ -273,7 +273,7 @@ class Target(RetrievalTask):
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None
     ) -> Float[Tensor, "batch pos d_token"]:
-        """`n` sequences, by the named distribution or by the function of one's own.
+        """Draw `n` sequences, by the named distribution or by the function of one's own.
 
         Raises:
             InfoFlowError: if that function gives another shape.

@@ -77,7 +77,7 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, n: int, generator: torch.Generator, split: Split | None = None) -> Tensor:
-        """`n` sequences; with a split, those that belong to it."""
+        """Draw `n` sequences; with a split, those that belong to it."""
 
     @abstractmethod
     def features(self) -> datasets.Features:
@@ -111,7 +111,7 @@ class Task(ABC):
     def sample(
         self, n: Count, seed: Seed
     ) -> tuple[Shaped[Tensor, " batch pos *token"], Shaped[Tensor, " batch *target"]]:
-        """`n` sequences and their targets; the same `seed` gives the same sample.
+        """Draw `n` sequences and their targets; the same `seed` gives the same sample.
 
         Raises:
             InfoFlowError: if `n` is below 1.
@@ -193,7 +193,7 @@ def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dic
 
 
 def check_positions(positions: Any, n_tokens: int, name: str = "positions") -> tuple[int, ...]:
-    """Different positions of a sequence, at least one, in order.
+    """Check for different positions of a sequence, at least one, in order.
 
     Raises:
         InfoFlowError: if they are not.
@@ -254,7 +254,7 @@ class VectorTask(Task):
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None
     ) -> Float[Tensor, "batch pos d_token"]:
-        """`n` sequences of i.i.d. tokens; splits differ by their seeds alone."""
+        """Draw `n` sequences of i.i.d. tokens; splits differ by their seeds alone."""
         shape = (n, self.n_tokens, self.d_token)
         if self.tokens in ("uniform", "unit"):
             unit = torch.rand(shape, generator=generator)

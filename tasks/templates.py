@@ -38,7 +38,7 @@ def pattern_of(wildcards: Sequence[object]) -> Pattern:
 
 
 def all_patterns(length: int) -> Iterator[Pattern]:
-    """Every template of a length, in lexicographic order: the set partitions of its positions."""
+    """Yield every template of a length, in lexicographic order: its positions' set partitions."""
     if length == 0:
         yield ()
         return
@@ -196,7 +196,7 @@ class TemplateTask(TokenTask):
         generator: torch.Generator,
         split: Split | None,
     ) -> Int[Tensor, "batch block pos"]:
-        """Every template with different random words in the place of its wildcards."""
+        """Put different random words in the place of every template's wildcards."""
         alphabet = self._alphabet(split)
         n, blocks = templates.shape
         drawn = draw_distinct(n * blocks, self._most_wildcards, len(alphabet), generator)

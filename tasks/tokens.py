@@ -88,7 +88,7 @@ class TokenTask(Task):
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
     ) -> Int[Tensor, "batch pos"]:
-        """`n` sequences from the paper's distribution."""
+        """Draw `n` sequences from the paper's distribution."""
 
     @abstractmethod
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
@@ -161,7 +161,7 @@ class TokenTask(Task):
     def all_sequences(
         self, limit: int = 1_000_000
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
-        """Every sequence of the sample space once, with its label.
+        """List every sequence of the sample space once, with its label.
 
         Raises:
             InfoFlowError: if there are more than `limit`.
@@ -178,7 +178,7 @@ class TokenTask(Task):
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None
     ) -> Int[Tensor, "batch pos"]:
-        """`n` sequences from the paper's distribution, or from its part that is the split's.
+        """Draw `n` sequences from the paper's distribution, or from its part that is the split's.
 
         Uniform over the sample space; for templates, over templates and then over substitutions.
 
@@ -334,7 +334,7 @@ class InContextTask(TokenTask):
 def draw_distinct(
     n: int, k: int, choices: int, generator: torch.Generator
 ) -> Int[Tensor, "batch k"]:
-    """`n` times `k` different numbers below `choices`, in uniformly random order."""
+    """Draw `n` times `k` different numbers below `choices`, in uniformly random order."""
     rows = max(1, 2**24 // choices)
     parts = [
         torch.rand(min(rows, n - start), choices, generator=generator).topk(k, dim=1).indices

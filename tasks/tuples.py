@@ -297,7 +297,7 @@ class TriangleCenter(RetrievalTask):
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None
     ) -> Float[Tensor, "batch pos d_token"]:
-        """`n` sequences of i.i.d. tokens, their norms clamped."""
+        """Draw `n` sequences of i.i.d. tokens, their norms clamped."""
         x = super().draw(n, generator, split)
         norms = x.norm(dim=-1, keepdim=True)
         return x * norms.clamp(self.min_norm, self.max_norm) / norms

@@ -105,7 +105,7 @@ def brief(value: Any) -> str:
 
 
 def _other(value: Any) -> str:
-    """Other values: their repr if it is short, else the name of their class."""
+    """Show other values: by their repr if it is short, else by the name of their class."""
     if callable(value):  # a model's words are many, and take their time
         return getattr(value, "__name__", type(value).__name__)
     try:

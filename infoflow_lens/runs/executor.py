@@ -292,7 +292,7 @@ class _Cluster:
         self._seen = time.monotonic()
 
     def room(self) -> int:
-        """Two units for each thread of the workers that are there now."""
+        """Count two units for each thread of the workers that are there now."""
         try:
             n_threads = sum(self._client.nthreads().values())
         except Exception as error:

@@ -281,7 +281,7 @@ def _part(component: Component, places: Sequence[int], tokens: Tensor) -> Compon
 def _ends(
     component: Component, places: Sequence[int], tokens: Float[Tensor, "sample d_token"]
 ) -> list[Component] | None:
-    """Both ends of an order of single tokens for each place; None if some place has several."""
+    """Find both ends of an order of single tokens for each place; None if one has several."""
     parts = []
     for place in places:
         others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)

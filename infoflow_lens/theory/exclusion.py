@@ -316,7 +316,7 @@ def _worst(component: Component, x: Float[Tensor, "token d"], samples: Samples) 
 
 
 def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
-    """More places than heads, each of which some sequence makes matter."""
+    """Yield more places than heads, each of which some sequence makes matter."""
     task, n_places = samples.task, shape.n_heads[0] + 1
     n = task.n_tokens
     if n_places > n or samples.sequences(1).ndim == 2:

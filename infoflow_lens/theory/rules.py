@@ -235,7 +235,7 @@ class GlobalAggregation(Rule):
         sets.bring(everything, strength)
 
     def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """Every position, for the queries that aggregate."""
+        """Say that every position is read, and by which queries."""
         keys = torch.arange(len(self.queries), device=self.device)
         return torch.where(self.queries[:, None], keys, -1)
 

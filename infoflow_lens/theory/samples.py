@@ -48,7 +48,7 @@ class Samples:
         return cls(task, n, seed)
 
     def number(self, schedule: Schedule, components: Sequence[Component]) -> int:
-        """On how many of them a schedule is run: on fewer than there are where that is dear."""
+        """Count the samples on which a schedule is run: fewer than there are where that is dear."""
         arity = max([1, *(c.arity for c in components)])
         size = min(self.task.n_tokens, schedule.size)
         work = self.task.n_tokens * size**arity * max(1, len(components)) + self.n_scores

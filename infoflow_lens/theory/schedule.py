@@ -38,7 +38,7 @@ class Target(Protocol):
         ...
 
     def sample(self, n: int, seed: int) -> tuple[Tensor, Tensor]:
-        """`n` sequences [n, pos, d_token] and their targets."""
+        """Draw `n` sequences [n, pos, d_token] and their targets."""
         ...
 
     def active_index_set(self, x: Tensor) -> Tensor:

@@ -428,7 +428,7 @@ def _keep_best(states: Iterable[_State]) -> list[_State]:
 
 
 def _spread(states: Sequence[_State], most: int) -> list[_State]:
-    """About so many states, the cheapest at every stage of progress, one of each at least."""
+    """Keep about so many states, the cheapest at every stage of progress, one of each at least."""
     stages: dict[int, list[_State]] = {}
     for state in sorted(states, key=lambda s: s.costs):
         stages.setdefault(sum(state.progress), []).append(state)

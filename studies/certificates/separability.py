@@ -471,6 +471,7 @@ def _as_witness(problem: Problem, classes: tuple[int, ...], found: Multipliers) 
     entries: dict[tuple[int, int], int] = {}
     for row, column, value in zip(found.rows.tolist(), found.columns.tolist(), found.values):
         own = int(problem.y[row])
+        # a multiplier of a pair adds to the own class what it takes from the other
         entries[row, own] = entries.get((row, own), 0) + value
         entries[row, column] = entries.get((row, column), 0) - value
     triples = [(row, column, value) for (row, column), value in sorted(entries.items())]
@@ -597,6 +598,7 @@ def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Depen
     if len(pivots) == n:
         return Dependence(n, n, (), ())
     _, first, index = np.unique(parsed.tokens, axis=0, return_index=True, return_inverse=True)
+    # a sequence that occurs twice is the shortest dependence
     again = np.flatnonzero(first[index.reshape(-1)] != np.arange(n))
     if len(again):
         i = int(again[0])
@@ -615,6 +617,7 @@ def _short_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tupl
 
     n = phi.shape[0]
     extra = int(np.setdiff1d(np.arange(n), pivots)[0])
+    # positive and negative parts of lambda, so that the sum of absolute values is linear
     equations = sparse.hstack([phi.T, -phi.T]).tocsr()
     bounds = np.full((2 * n, 2), (0, np.inf))
     bounds[extra, 0] = 1

@@ -101,7 +101,7 @@ def is_witness(problem: Problem, entries: Sequence[tuple[int, int, int]]) -> boo
 
 
 def chunks(n: int, width: int) -> Iterator[slice]:
-    """`n` rows of `width` numbers in parts that fit into memory."""
+    """Split `n` rows of `width` numbers into parts that fit into memory."""
     size = max(1, _MOST_AT_ONCE // max(1, width))
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
@@ -167,7 +167,7 @@ def _others(problem: Problem, part: slice) -> NDArray[np.bool_]:
 
 
 def _descend(problem: Problem, iterations: int = 300) -> tuple[Floats, Floats]:
-    """Minimises ``sum max(0, 1 - gap)^2`` over pairs (sequence, other class).
+    """Minimise ``sum max(0, 1 - gap)^2`` over pairs (sequence, other class).
 
     The least value is 0 iff the set is separable. Else it is attained, and the gradient says that
     the hinges are multipliers of a witness, so pairs with a positive hinge hold one [derived].
@@ -192,6 +192,7 @@ def _descend(problem: Problem, iterations: int = 300) -> tuple[Floats, Floats]:
     def loss(flat: Floats) -> tuple[float, Floats]:
         hinge = hinges(flat.reshape(shape))
         value = float(np.vdot(hinge, hinge)) / 2
+        # the own class's score enters the gap to every other class
         hinge[own] = -hinge.sum(axis=1)
         return value, (transposed @ hinge).ravel()
 
@@ -229,7 +230,7 @@ def _pair_matrix(problem: Problem, rows: Integers, columns: Integers) -> tuple[A
 
 
 def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[bool, Any]:
-    """Separates the pairs, or finds multipliers: ``min s`` with ``gap >= 1 - s`` and s >= 0.
+    """Separate the pairs, or find multipliers: ``min s`` with ``gap >= 1 - s`` and s >= 0.
 
     The least s is 0 if the pairs are separable and else 1: nothing lies between, since weights can
     be scaled. So no small number decides [derived].
@@ -293,6 +294,7 @@ def _sparser(problem: Problem, found: Multipliers, rows: Integers, columns: Inte
     inside = [k for k, pair in enumerate(zip(rows.tolist(), columns.tolist())) if pair in known]
     for pair in inside[:: max(1, len(inside) // 8)]:
         bounds = np.full((len(rows), 2), (0, np.inf))
+        # at least 1 for one pair, since all zeros would have the least sum
         bounds[pair, 0] = 1
         least = linprog(
             np.ones(len(rows)),
@@ -316,6 +318,7 @@ def _class_order(problem: Problem, hinge: Floats) -> Integers:
         (np.ones(len(problem)), (problem.y, np.arange(len(problem)))), shape=(n, len(problem))
     )
     mass = chosen_by @ hinge
+    # hinges of one class against another, in both directions
     mass = mass + mass.T
     first = int(mass.max(axis=1).argmax())
     order, taken = [first], np.zeros(n, dtype=bool)
@@ -323,6 +326,7 @@ def _class_order(problem: Problem, hinge: Floats) -> Integers:
     reach = mass[first].copy()
     while len(order) < n:
         following = int(np.where(taken, -1.0, reach).argmax())
+        # of the classes that are left, the one that is most confused with those taken
         order.append(following)
         taken[following] = True
         reach += mass[following]
@@ -353,6 +357,7 @@ def _subset_witness(problem: Problem, hinge: Floats, advance: Advance) -> Multip
         weights, hinges = _descend(part)
         if _round(part, weights) is not None:
             continue
+        # descent has not separated them: a linear program on the pairs that it left decides
         rows, columns = _largest_pairs(part, hinges, _MOST_PAIRS)
         separable, dual = _solve_pairs(part, rows, columns)
         if separable:
@@ -367,7 +372,7 @@ def _subset_witness(problem: Problem, hinge: Floats, advance: Advance) -> Multip
 def _cutting_planes(
     problem: Problem, hinge: Floats | None, weights: Floats, advance: Advance
 ) -> Integers | Multipliers:
-    """Decides by linear programs on a growing set of pairs.
+    """Decide by linear programs on a growing set of pairs.
 
     Raises:
         InfoFlowError: if neither answer could be checked in integers.
@@ -380,6 +385,7 @@ def _cutting_planes(
         rows, columns = np.nonzero(chosen)
         advance(0, f"{len(rows)} pairs")
         separable, answer = _solve_pairs(problem, rows, columns)
+        # pairs that cannot be separated exclude all; weights must still be right on every pair
         if not separable:
             found = _exact_multipliers(problem, rows, columns, answer)
             if found is not None:
@@ -430,6 +436,7 @@ def decide(problem: Problem, advance: Advance) -> Integers | Multipliers:
         return np.zeros((len(problem.sequences.features), 1), dtype=np.int64)
     if (double := _duplicates(problem)) is not None:
         return double
+    # the cheapest answer first: sums over classes, descent, a witness on few classes
     prototypes = _prototypes(problem)
     if exact_margin(problem, prototypes) >= 1:
         return prototypes

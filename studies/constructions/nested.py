@@ -65,7 +65,7 @@ def _layout(task: NestedQA, blocks: int) -> tuple[Rows, list[torch.Tensor]]:
 
 
 def _copy(task: NestedQA, rows: Rows, entity: torch.Tensor, held: torch.Tensor) -> Head:
-    """First entities to the second ones' positions, and the query to the sign."""
+    """Copy first entities to the second ones' positions, and the query to the sign."""
     alpha = torch.zeros(task.n_tokens, task.n_tokens)
     for first in range(0, 3 * task.n_facts, 3):
         alpha[first, first + 2] = 1
@@ -77,7 +77,7 @@ def _copy(task: NestedQA, rows: Rows, entity: torch.Tensor, held: torch.Tensor) 
 def _match(
     rows: Rows, held: torch.Tensor, asked: torch.Tensor, read: torch.Tensor, write: torch.Tensor
 ) -> Head:
-    """Reads where rows `held` of a fact equal rows `asked` of the query; the sign is no key."""
+    """Read where rows `held` of a fact equal rows `asked` of the query; the sign is no key."""
     sign, anywhere = rows.units([rows.last_position]), rows.units(rows.positions).sum(1, True)
     return Head(torch.cat([held, sign], 1), torch.cat([asked, -anywhere], 1), read, write)
 

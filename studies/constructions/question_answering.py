@@ -24,7 +24,7 @@ def _answer_rows(task: InContextQA) -> range:
 
 
 def _copy_within_pairs(task: InContextQA) -> Float[Tensor, "source destination"]:
-    """Every position of a pair, or of the query, copies the others of it."""
+    """Let every position of a pair, or of the query, copy the others of it."""
     blocks = [1 - torch.eye(3)] * task.n_pairs + [1 - torch.eye(2)]
     return torch.block_diag(*blocks)
 

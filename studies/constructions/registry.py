@@ -47,7 +47,7 @@ BuilderT = TypeVar("BuilderT", bound=Callable[..., AttentionOnly | HookedModel])
 
 
 def construction(source: str) -> Callable[[BuilderT], BuilderT]:
-    """Registers a function from a task to weights, under its name, with its settings checked.
+    """Register a function from a task to weights, under its name, with its settings checked.
 
     The task is that of the annotation of its first argument.
 

@@ -120,7 +120,7 @@ class Induction(OnRepeats):
         return rows
 
     def tables(self) -> Sequence[Part]:
-        """Each way by model and step; then the heads of the circuit."""
+        """Show each way by model and step; then the heads of the circuit."""
         return (
             TableSpec(
                 ("model", "step"),

@@ -219,7 +219,7 @@ class _Head:
         self.untrained = float(untrained["largest"][untrained["is_previous"] == 1].mean())
 
     def cells(self) -> dict[str, str]:
-        """Its numbers as a table shows them."""
+        """Return its numbers as a table shows them."""
         part, other = self.part, self.other
         shown = (
             f"{part['lines']:.0f}", f"{part['on_target']:.1%}", part.name.removeprefix("head "),

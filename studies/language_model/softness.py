@@ -128,7 +128,7 @@ class Softness(BesideUntrained):
         )
 
     def plots(self) -> FigureSpec:
-        """Each head and its control, and the excess over training."""
+        """Draw each head and its control, and the excess over training."""
         heads = [
             Curves("fvu_control", "fvu", take="each", style="o", colour=colour, label=kind,
                    rows=partial(select_rows, "kind", kind))

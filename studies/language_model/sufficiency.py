@@ -116,7 +116,7 @@ class Sufficiency(LanguageModelStudy):
         return f"{text}\n\n{render(_OVER_TRAINING, early)}" if len(early) else text
 
     def plots(self) -> FigureSpec:
-        """Every head with its k largest keys, beside assignments; shares by numbers of windows."""
+        """Draw every head with its k largest keys, beside assignments; shares by windows."""
         return FigureSpec(
             (
                 Panel((_draw_assignments,), Axis("keys kept by every head", "log2"),
@@ -397,7 +397,7 @@ _OVER_TRAINING: tuple[Part, ...] = (
 
 
 def _draw_assignments(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """Every head with its k largest keys; assignments as levels, random deals as a band."""
+    """Draw every head with its k largest keys; assignments as levels, random deals as a band."""
     excess = rows.groupby("assignment")["excess"].mean()
     tops = [excess[f"{EVERY}top {k}"] for k in KS]
     axes.plot(KS, tops, "o-", color="#cc79a7", label="every head: k largest keys")

@@ -46,7 +46,7 @@ class TopK(LanguageModelStudy):
     }
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """Doubled lengths up to the model's context; shorter and longest alone before the end."""
+        """Double lengths up to the model's context; shorter and longest alone before the end."""
         longest = self.longest(moment)
         lengths = [t for t in self.lengths[preset] if t <= longest]
         if not moment.final:

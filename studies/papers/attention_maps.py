@@ -165,7 +165,7 @@ class AttentionMaps(tokens.TokenStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Mean maps of the first seed from the paper's start, a column for each task.
+        """Draw mean maps of the first seed from the paper's start, a column for each task.
 
         Queries downwards, keys to the right; weights as shares of the largest of each map.
         """
@@ -345,7 +345,7 @@ def _mechanisms(run: tokens.TokenRun) -> list[Row]:
 
 
 def _mean_maps(run: tokens.TokenRun) -> list[Row]:
-    """Mean patterns over the test sequences of the paper's two examples of each task."""
+    """Average patterns over the test sequences of the paper's two examples of each task."""
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
     device = next(run.model.parameters()).device
     rows: list[Row] = []

@@ -68,7 +68,7 @@ class CostLaw(Study):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """Built codes by bits, trained ones by units for each latent, two layers by E."""
+        """Vary built codes by bits, trained ones by units for each latent, two layers by E."""
         few = [(2, 2, 4), (3, 1, 2), (2, 1, 1), (4, 2, 4), (3, 1, 1), (3, 2, 2), (4, 2, 2)]
         more = [(4, 1, 2), (6, 2, 4), (8, 2, 4), (4, 1, 1)]
         states: Mapping[str, Sequence[tuple[int, int, int]]] = {
@@ -390,7 +390,7 @@ def _times_law(rows: "pd.DataFrame") -> float | None:
 
 
 def _widest(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Trained codes with the most units of their state."""
+    """Select trained codes with the most units of their state."""
     codes = _codes(results)
     codes = codes[codes["model"] == _TRAINED]
     return codes[codes["width"] == codes.groupby("state")["width"].transform("max")]

@@ -126,7 +126,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """Two layers of heads of the same dimension."""
+        """Return two layers of heads of the same dimension."""
         return two_layers(settings, settings["matrices"] == _LINEAR, init_mode="xavier_normal")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
@@ -233,7 +233,7 @@ class IntrinsicDimensionStudy(StagedStudy):
 
 
 def two_layers(settings: Settings, linear: bool, **more: Any) -> Architecture:
-    """Two layers of heads of the same dimension, with the sizes that the settings name.
+    """Return two layers of heads of the same dimension, with the sizes that the settings name.
 
     Args:
         settings: n_tokens, d_token, heads, d_model, d_head and d_mlp.

@@ -141,7 +141,7 @@ class MaxPositionRecovery(StagedStudy):
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """Two layers, with a width that grows with the heads of the first."""
+        """Return two layers, with a width that grows with the heads of the first."""
         sizes = {**settings, "d_model": 16 * settings["heads"][0]}
         return two_layers(sizes, linear=False, init_mode="xavier_normal")
 
@@ -179,7 +179,7 @@ class MaxPositionRecovery(StagedStudy):
         ]
 
     def tables(self) -> Sequence[Part]:
-        """Every head of every seed, for both kinds of queries; then the published ratios."""
+        """Show every head of every seed, for both kinds of queries; then the published ratios."""
         columns = (
             Column("NMSE", "nmse", "first", ".1e"),
             Column("NMSE lost without", _lost),
@@ -205,7 +205,7 @@ class MaxPositionRecovery(StagedStudy):
         return TableSpec(by, columns, _join_ranks, words), published, _NOTE
 
     def plots(self) -> FigureSpec:
-        """Every head by configuration, and why: ratios over entropy, beside tempered heads."""
+        """Draw every head by configuration, and why: ratios over entropy, beside tempered heads."""
         ratio = Axis("recovery error, over that before training", "log", levels=[1, _BELOW])
         title = (
             "rank 1 (orange), rank 2 (blue); hollow: does nothing;\n"
@@ -245,7 +245,7 @@ class MaxPositionRecovery(StagedStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Tempered heads, fewer heads, and all seeds."""
+        """Report tempered heads, fewer heads, and all seeds."""
         tempered = _best_heads(results, 1)["tempered_ratio"]
         remarks = [
             f"the same heads untrained, tempered to the same entropy: {tempered.min():.3f} to "
@@ -336,7 +336,7 @@ def _join_ranks(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _first_in_use(results: "pd.DataFrame", target: str) -> "pd.DataFrame":
-    """First choices of the heads in use, of a target."""
+    """Select first choices of the heads in use, of a target."""
     return _active_heads(results[results["target"] == target], 1)
 
 

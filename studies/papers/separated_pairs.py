@@ -108,7 +108,7 @@ class SeparatedPairs(FreshStudy):
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """Two layers of heads of the same dimension."""
+        """Return two layers of heads of the same dimension."""
         return two_layers(settings, settings["encoder"] == _LINEAR, init_mode="kaiming_uniform")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
@@ -177,7 +177,7 @@ class SeparatedPairs(FreshStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Every seed, a panel for each D."""
+        """Draw every seed, a panel for each D."""
         seeds = Points(
             _CELL, "nmse", label=_place, beside="draw",
             colour=lambda d, *cell: GREEN if first_heads(cell[-1]) == d else ORANGE,

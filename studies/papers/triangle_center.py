@@ -80,7 +80,7 @@ class TriangleCenterStudy(FreshStudy):
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """Two layers of the same heads, without positions."""
+        """Return two layers of the same heads, without positions."""
         return Architecture(
             n_heads=tuple(settings["heads"]),
             d_model=settings["d_model"],

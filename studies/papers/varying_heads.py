@@ -256,7 +256,7 @@ def _fastest(runs: "pd.DataFrame") -> float:
 
 
 def _mean_epochs(runs: "pd.DataFrame") -> float:
-    """Mean epochs over seeds; infinite where one does not reach .95."""
+    """Average epochs over seeds; infinite where one does not reach .95."""
     return math.inf if runs["until"].isna().any() else float(runs["until"].mean())
 
 
@@ -273,7 +273,7 @@ def _group_by_heads(results: "pd.DataFrame", task: str) -> Mapping[str, "pd.Data
 
 
 def _more_heads(results: "pd.DataFrame") -> Numbers:
-    """Mean epochs with the most heads over those with one; NaN where one head fails."""
+    """Divide the mean epochs with the most heads by those with one; NaN where one head fails."""
     runs = _group_by_heads(results, _MEMORY)
     if not runs:
         return {}
