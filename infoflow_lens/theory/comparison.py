@@ -735,6 +735,7 @@ def model_comparisons(
     many = check_by_layer(roles, "roles", len(n_heads))
     for layer, (heads, (token, cls)) in enumerate(zip(n_heads, by_layer, strict=True)):
         heads = heads * many[layer]
+        # in the last layer CLS alone is read
         if layer < len(n_heads) - 1:
             total += n_tokens * (heads * keys + trees * token**dimension)
         total += heads * keys + trees * cls**dimension
@@ -757,6 +758,7 @@ def least_information(
     """
     needed = profile.number(n_tokens, count)
     by_attention = model_comparisons(n_heads, n_tokens, 0, profile.dimension, trees)
+    # tokens and CLS of every hidden layer, and CLS of the last
     states = (len(n_heads) - 1) * (n_tokens + 1) + 1
     missing = max(0, needed - by_attention)
     size = root_ceiling(-(-missing // (trees * states)), profile.dimension)
@@ -773,6 +775,7 @@ def least(reaches: Callable[[int], bool], start: int) -> int:
     if reaches(start):
         return start
     low, step = start, 1
+    # double the step until it reaches, then halve the interval
     while not reaches(low + step):
         low, step = low + step, 2 * step
     high = low + step

@@ -227,6 +227,7 @@ class DigitCode:
             device=latents.device,
         )  # fmt: skip
         own = places[: self.bits_per_latent]
+        # what a latent has below its last digit is the coordinate that it carries as it is
         carried = (latents - bits @ own) / (own[-1] * _ROOM)
         bits = bits.flatten(-2)[..., : self.n_cut * self.n_bits]
         places = places[: self.n_bits]

@@ -90,6 +90,7 @@ def scores_inside(
             if isinstance(job, (Global, Specific)):
                 held = min(n_tokens, job.gain(n_tokens))
                 n += sum(_inside(c, held, job in layer.token) for c in components)
+            # the first step of a search is an ordinary maximum; each later one has a jump to make
             if isinstance(job, Next) and job in begun:
                 n += round(1 / error)
             begun.add(job)

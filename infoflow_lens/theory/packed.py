@@ -41,6 +41,7 @@ def pack(sets: Bool[Tensor, "row source"]) -> Int[Tensor, "row word"]:
     padding = -sets.shape[1] % _BITS_PER_WORD
     bits = torch.nn.functional.pad(sets.to(torch.uint8), (0, padding)).unflatten(1, (-1, 8))
     places = torch.arange(8, dtype=torch.uint8, device=sets.device)
+    # eight bools make a byte, and eight bytes a word
     return (bits << places).sum(dim=-1, dtype=torch.uint8).view(torch.int64)
 
 

@@ -235,7 +235,7 @@ class GlobalAggregation(Rule):
         sets.bring(everything, strength)
 
     def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """Say that every position is read, and by which queries."""
+        """Return every position, for the queries that aggregate."""
         keys = torch.arange(len(self.queries), device=self.device)
         return torch.where(self.queries[:, None], keys, -1)
 

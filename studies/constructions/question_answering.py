@@ -81,6 +81,7 @@ def in_context_qa_softmax(
     alpha = torch.zeros(task.n_tokens, task.n_tokens)
     for start in range(0, query_at, 3):
         question, sign, answer = start, start + 1, start + 2
+        # an answer copies its question; questions and signs look where nothing is to be copied
         alpha[question, answer] = alpha[sign, question] = alpha[sign, sign] = 1
     alpha[query_at, sign_at] = alpha[sign_at, query_at] = 1
     key, query = rows.score_positions(beta * alpha)

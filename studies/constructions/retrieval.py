@@ -66,6 +66,7 @@ def d_retrieval(
         model.embed.W_E[:, :d] = torch.eye(d)
         model.embed.W_cls[:, asks] = 1
         for head, vector in enumerate(task.vectors):
+            # CLS asks with 1, so that a token's score is its a_i.x, up to the sign of the extremum
             block.attn.W_Q[head, asks] = 1
             block.attn.W_K[head, :d, 0] = task.signs[head] * vector
             block.attn.W_V[head, :d, 0] = vector
@@ -77,6 +78,7 @@ def d_retrieval(
             model.pos_embed.W_pos[: task.n_tokens, places:] = torch.eye(task.n_tokens)
         read = values
         if squares:
+            # the activation is x^2, so that squares are exact
             block.mlp.W_in[values:squared] = torch.eye(n)
             block.mlp.W_out[:, squared:places] = torch.eye(n)
             read = squared
@@ -129,14 +131,17 @@ def intrinsic_dimension(
         model.embed.W_cls[:, asks] = 1
         for head, matrix in enumerate(task.matrices):
             copied = range(d + head * d, d + (head + 1) * d)
+            # layer 1: the score x(t)^T A_i x(s), and a copy of x(s) beside x(t)
             first.attn.W_Q[head, :d] = matrix
             first.attn.W_K[head, :d] = identity
             first.attn.W_V[head, :d] = identity
             first.attn.W_O[head, :, list(copied)] = identity
             units = product_units(state[:, :d] @ matrix, state[:, list(copied)], "exact")
             hidden = range(head * 2 * d, (head + 1) * 2 * d)
+            # x(t)^T A_i x(s) as a number, by squares of sums and differences
             first.mlp.W_in[:, list(hidden)] = units.w_in
             first.mlp.W_out[list(hidden), products + head] = units.w_out
+            # layer 2: CLS looks for the largest i-th number, and copies all of that token
             second.attn.W_Q[head, asks, 0] = 1
             second.attn.W_K[head, products + head, 0] = 1
             second.attn.W_V[head, products:asks] = torch.eye(n)

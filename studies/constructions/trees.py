@@ -46,6 +46,7 @@ def best_tree(
         own = [] if parent is None else [(height, place, parent)]
         return height, [edge for _, found in below for edge in found] + own
 
+    # a root in the middle of the tree takes the fewest layers
     _, root = min((order(place, None)[0], place) for place in range(task.arity))
     height, edges = order(root, None)
     one, size = d, d + 2
@@ -77,18 +78,21 @@ def best_tree(
         for block, edges_here in zip(model.blocks, heads, strict=False):
             for head, (_, place, parent) in enumerate(edges_here):
                 to = places[place]
+                # the score of the edge, plus the messages that the candidate holds already
                 block.attn.W_Q[head, :d, :d] = identity
                 block.attn.W_K[head, :d, :d] = matrices[parent, place].T
                 block.attn.W_Q[head, one, d] = 1
                 block.attn.W_K[head, messages(place, parent), d] = 1
                 block.attn.W_V[head] = block.attn.W_K[head]
                 block.attn.W_O[head, :, to : to + d + 1] = torch.eye(d + 1)
+                # what the head wrote times the token itself: the edge's part of the message
                 units = product_units(state[:, :d], state[:, to : to + d], "exact")
                 hidden = range(head * 2 * d, (head + 1) * 2 * d)
                 block.mlp.W_in[:, list(hidden)] = units.w_in
                 block.mlp.W_out[list(hidden), to + d + 1] = units.w_out
         model.blocks[0].mlp.b_out[one] = 1
         last = model.blocks[-1].attn
+        # CLS takes the best candidate for the root, and reads the sum of its messages
         last.W_Q[0, one, 0] = 1
         last.W_K[0, messages(root, None), 0] = 1
         last.W_V[0] = last.W_K[0]

@@ -54,6 +54,7 @@ class _Counts:
         """Return the probability of each gram's last token, given `lower`, that of shorter ones."""
         count, _ = _look_up(self.grams, grams, self.counts)
         total, place = _look_up(self.contexts, grams // vocabulary, self.totals)
+        # what the discount takes from tokens that were seen goes to shorter grams
         left = self.discount * self.types[place] * lower
         known = np.maximum(count - self.discount, 0) + left
         return np.where(total > 0, known / np.maximum(total, 1), lower)

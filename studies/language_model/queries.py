@@ -58,6 +58,7 @@ class Directions:
         n, n_groups = len(label), len(counts)
         apart = self.u - self.u.mean(dim=1, keepdim=True)
         sums = apart.new_zeros(len(apart), n_groups, apart.shape[2]).index_add_(1, group, apart)
+        # a one-way analysis of variance; `chance` is what groups of this size explain of noise
         between = (sums.square().sum(dim=2) / counts).sum(dim=1)
         within = apart.square().sum(dim=(1, 2)) - between
         chance = (n_groups - 1) * within / max(1, n - n_groups)
@@ -117,9 +118,11 @@ def _read_layer(
     root = values.clamp(min=0).sqrt()
     kept = root > 1e-6 * root.amax(dim=1, keepdim=True)
     inverse = torch.where(kept, 1 / root.clamp(min=1e-300), 0)
+    # the root of the keys' covariance: lengths are then deviations of scores over keys
     to = scale * vectors @ torch.diag_embed(root) @ vectors.transpose(1, 2)
     back = vectors @ torch.diag_embed(inverse) @ vectors.transpose(1, 2) / scale
     u = q @ to
+    # in rising order, hence the flips below
     energies, axes = torch.linalg.eigh(u.transpose(1, 2) @ u / u.shape[1])
     return Directions(names[0], u, to, back, axes.flip(2), energies.flip(1).clamp(min=0))
 

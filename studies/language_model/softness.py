@@ -218,10 +218,12 @@ class _Layer:
         self.pattern = found["pattern"]
         n_heads = self.pattern.shape[1]
         self.z = found["z"].view(*found["z"].shape[:2], n_heads, -1)
+        # grouped values stand for all heads that share them
         values = found["v"].view(*found["v"].shape[:2], -1, self.z.shape[3]).transpose(1, 2)
         self.v = values.repeat_interleave(n_heads // values.shape[1], dim=1)
         resid = found["resid"].double()
         apart = resid - resid.mean(dim=2, keepdim=True)
+        # as a layer norm without weights has it
         spread = apart.square().mean(dim=2, keepdim=True).sqrt()
         self.reads = (apart / spread.clamp(min=1e-12)).float()
         self.embedding = found["embedding"]
