@@ -271,9 +271,9 @@ def verdict_of(
     finished = rows["status"] == "finished"
     kept = set(rows[finished]["run"] // n_seeds)
     lost = [index for index in range(len(cases)) if index not in kept]
-    told = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
+    notes = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
     if any(study.judges(cases[index]) for index in lost):
-        return Verdict(False, tuple(told))
+        return Verdict(False, tuple(notes))
     verdict = study.verdict(rows[finished])
     reasons = list(verdict.reasons)
     diverged = set(rows[~finished]["run"])
@@ -285,7 +285,7 @@ def verdict_of(
             f"is about {about}"
         )
     passed = verdict.passed and not (of_rule and study.judges_every_run)
-    return Verdict(passed, tuple(reasons), (*verdict.remarks, *told))
+    return Verdict(passed, tuple(reasons), (*verdict.remarks, *notes))
 
 
 def _differing(case: Settings, cases: Sequence[Settings]) -> str:
@@ -340,10 +340,10 @@ def _about(study: Study, run: Run, rows: list[Row] | None) -> list[Row]:
     """Add run, status, seed and settings to the measured rows; one row for a run that diverged."""
     status = "diverged" if rows is None else "finished"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
-    shown = {key: plain_cell(value) for key, value in run.settings.items()}
+    settings = {key: plain_cell(value) for key, value in run.settings.items()}
     if rows is None:
-        return [{**about, **shown}]
-    return [{**about, **shown, **row} for row in check_rows(study, rows)]
+        return [{**about, **settings}]
+    return [{**about, **settings, **row} for row in check_rows(study, rows)]
 
 
 def check_cases(study: Study, preset: str) -> Sequence[Settings]:
@@ -392,10 +392,10 @@ def check_rows(study: Study, rows: Any) -> list[Row]:
         )
     plain: list[Row] = []
     for row in rows:
-        taken = sorted(set(row) & set(ABOUT))
-        if taken:
+        clashes = sorted(set(row) & set(ABOUT))
+        if clashes:
             raise InfoFlowError(
-                f"{whose} gives {', '.join(taken)}, which every row has from its run: expected "
+                f"{whose} gives {', '.join(clashes)}, which every row has from its run: expected "
                 "other names"
             )
         values = {n: v.item() if getattr(v, "ndim", 1) == 0 else v for n, v in row.items()}

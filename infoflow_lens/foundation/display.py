@@ -135,11 +135,11 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def _what_to_do(shown: Any) -> str:
+def _what_to_do(value: Any) -> str:
     calls = [
         f".{name}()"
         for name in ("to_frame", "summary", "plot", "report", "save")
-        if callable(getattr(shown, name, None))
+        if callable(getattr(value, name, None))
     ]
     return f"more: {', '.join(calls)}" if calls else ""
 

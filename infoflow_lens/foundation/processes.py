@@ -54,11 +54,11 @@ def exit_with_parent(parent: int) -> None:
 
 def bind_to_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
     """Make a hook act on passes of the current thread only; or on those of all others."""
-    mine = threading.get_ident()
+    own_thread = threading.get_ident()
 
     @functools.wraps(hook_fn)
     def acts(*args: Any, **kwargs: Any) -> Any:
-        if (threading.get_ident() == mine) == elsewhere:
+        if (threading.get_ident() == own_thread) == elsewhere:
             return None
         return hook_fn(*args, **kwargs)
 

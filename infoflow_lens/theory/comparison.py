@@ -253,15 +253,15 @@ def tuple_holders(n_tokens: int, rests: Sequence[Sequence[int]]) -> list[int]:
 
     Where there are more tuples than tokens, tokens hold several.
     """
-    taken: set[int] = set()
+    used: set[int] = set()
     holders = []
     for rest in rests:
-        if len(taken) == n_tokens:
-            taken = set()
-        free = next((p for p in sorted(rest, reverse=True) if p not in taken), None)
+        if len(used) == n_tokens:
+            used = set()
+        free = next((p for p in sorted(rest, reverse=True) if p not in used), None)
         if free is None:
-            free = next(p for p in range(n_tokens) if p not in taken)
-        taken.add(free)
+            free = next(p for p in range(n_tokens) if p not in used)
+        used.add(free)
         holders.append(free)
     return holders
 

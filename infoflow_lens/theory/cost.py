@@ -210,11 +210,11 @@ class DigitCode:
         steps = self._steps(cut, self.n_bits, steepness)
         bits = steps @ self._bit_weights(self.n_bits, x)  # [..., coordinate, bit]
         padding = self.n_latents * self.bits_per_latent - self.n_cut * self.n_bits
-        dealt = torch.nn.functional.pad(bits.flatten(-2), (0, padding))
-        dealt = dealt.unflatten(-1, (self.n_latents, self.bits_per_latent))
+        digits = torch.nn.functional.pad(bits.flatten(-2), (0, padding))
+        digits = digits.unflatten(-1, (self.n_latents, self.bits_per_latent))
         places = 0.5 ** torch.arange(1, self.bits_per_latent + 1, dtype=x.dtype, device=x.device)
         # half a step on top keeps every latent away from the decoder's thresholds
-        return dealt @ places + places[-1] * (_ROOM * carried if self.analog else 0.5)
+        return digits @ places + places[-1] * (_ROOM * carried if self.analog else 0.5)
 
     def decode(
         self, latents: Float[Tensor, "*batch latent"], steepness: float | None = None

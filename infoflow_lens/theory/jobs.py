@@ -215,11 +215,11 @@ class Routed(Retrieval):
         roles = roles_of(run.components, self.components)
         if self.components not in run.roles:
             run.roles[self.components] = choose_roles(run.components, roles, run.x, run.reference)
-        taken = run.roles[self.components][..., self.choice]
-        chosen = torch.full(taken.shape, -1)
+        role_index = run.roles[self.components][..., self.choice]
+        chosen = torch.full(role_index.shape, -1)
         for number, (component, reverse) in enumerate(roles):
             best = run.best_seen(pair_scores(run.components[component], run.x, reverse))
-            chosen = torch.where(taken == number, best, chosen)
+            chosen = torch.where(role_index == number, best, chosen)
         return chosen
 
     def describe(self) -> tuple[str, str]:

@@ -304,10 +304,12 @@ class _Problem:
                 kinds.rank, 1,
             )  # fmt: skip
         else:
-            taken = cls.singles + cls.pairs + cls.wide + cls.listed + cls.climb * len(kinds.ranked)
-            excl += (taken + cls.read * len(self.reads)) * state.own
+            n_taken = (
+                cls.singles + cls.pairs + cls.wide + cls.listed + cls.climb * len(kinds.ranked)
+            )
+            excl += (n_taken + cls.read * len(self.reads)) * state.own
             excl += tokens.listed * kinds.common
-            if taken:
+            if n_taken:
                 # whichever token CLS retrieves brings along what all tokens share
                 inh, single_inh = state.shared, state.single_tok
             done = (

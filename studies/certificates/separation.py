@@ -321,14 +321,14 @@ def _class_order(problem: Problem, hinge: Floats) -> Integers:
     # hinges of one class against another, in both directions
     mass = mass + mass.T
     first = int(mass.max(axis=1).argmax())
-    order, taken = [first], np.zeros(n, dtype=bool)
-    taken[first] = True
+    order, is_chosen = [first], np.zeros(n, dtype=bool)
+    is_chosen[first] = True
     reach = mass[first].copy()
     while len(order) < n:
-        following = int(np.where(taken, -1.0, reach).argmax())
+        following = int(np.where(is_chosen, -1.0, reach).argmax())
         # of the classes that are left, the one that is most confused with those taken
         order.append(following)
-        taken[following] = True
+        is_chosen[following] = True
         reach += mass[following]
     return np.array(order)
 

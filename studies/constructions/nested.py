@@ -48,12 +48,12 @@ def doubling_hops(hops: int) -> tuple[int, ...]:
     Before layer 2 + j a fact spans 1, 2, .. or 2^j hops. As many powers of two as `hops` has binary
     digits, the j-th at most 2^j: the last is the largest that leaves a number with a digit less.
     """
-    taken: list[int] = []
+    hops_of_layers: list[int] = []
     for digits in range(hops.bit_length(), 1, -1):
         half, whole = 2 ** (digits - 2), 2 ** (digits - 1)
-        taken.append(half if hops - half < whole else whole)
-        hops -= taken[-1]
-    return tuple(reversed([*taken, 1]))
+        hops_of_layers.append(half if hops - half < whole else whole)
+        hops -= hops_of_layers[-1]
+    return tuple(reversed([*hops_of_layers, 1]))
 
 
 def _layout(task: NestedQA, blocks: int) -> tuple[Rows, list[torch.Tensor]]:

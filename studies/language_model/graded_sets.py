@@ -258,7 +258,7 @@ class GradedSetsStudy(LanguageModelStudy):
         """Say what was chosen, and its leads over rollout on all trained models."""
         chosen = chosen_of(results)
         rows = last_layer(_test(results))
-        told = [f"chosen on other text: {chosen}"]
+        sentences = [f"chosen on other text: {chosen}"]
         for (model, influence), some in groups(
             rows[rows["weights"] != _RANDOM], ("model", "influence")
         ):
@@ -271,8 +271,8 @@ class GradedSetsStudy(LanguageModelStudy):
             kind = "with MLPs" if some["mlp"].iloc[0] else "without MLPs"
             kind += "" if self.judges({"model": model}) else "; of pilots, not judged"
             found = outcome(some, chosen, _ROLLOUT)
-            told.append(f"{model} ({kind}), {influence}: {found} against rollout; {leads}")
-        return told
+            sentences.append(f"{model} ({kind}), {influence}: {found} against rollout; {leads}")
+        return sentences
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Rows with the sets of first choices in place of the chosen graded sets."""
@@ -433,8 +433,8 @@ def _select_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
     layers = sorted(rows["layer"].unique())
     if len(layers) > _MOST_LAYERS:
         ends = range(_MOST_LAYERS)
-        shown = {layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in ends}
-        rows = rows[rows["layer"].isin(shown)]
+        layers_shown = {layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in ends}
+        rows = rows[rows["layer"].isin(layers_shown)]
     return rows.assign(place=rows["influence"] + ", layer " + rows["layer"].astype(str))
 
 
@@ -447,14 +447,14 @@ def _format_interval(rows: "pd.DataFrame") -> str:
 def _sizes(rows: "pd.DataFrame") -> str:
     """Say how large the sets of first choices are."""
     sizes = rows[(rows["method"] == _FIRST) & (rows["influence"] == _INFLUENCES[0])]
-    told = "; ".join(
+    sizes_in_words = "; ".join(
         f"layer {layer}: {some['size'].mean():.1f} of {some['candidates'].mean():.1f}, all in "
         f"{some['whole'].mean():.0%} of the states"
         for (layer,), some in groups(sizes, ("layer",))
     )
     return (
         "In brackets the share inside as many tokens as the set of first choices holds, where it "
-        f"leaves some out. It holds {told}."
+        f"leaves some out. It holds {sizes_in_words}."
     )
 
 

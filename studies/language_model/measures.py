@@ -52,8 +52,8 @@ def patterns(
     model.set_attn_implementation("eager")  # the only one that shows them
     try:
         with eval_mode(model):
-            shown = model(ids.to(model.device), output_attentions=True)
-            return torch.stack(shown.attentions).cpu()
+            outputs = model(ids.to(model.device), output_attentions=True)
+            return torch.stack(outputs.attentions).cpu()
     finally:
         model.set_attn_implementation(implementation)
 

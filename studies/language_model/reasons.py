@@ -221,13 +221,13 @@ class _Head:
     def cells(self) -> dict[str, str]:
         """Return its numbers as a table shows them."""
         part, other = self.part, self.other
-        shown = (
+        cells = (
             f"{part['lines']:.0f}", f"{part['on_target']:.1%}", part.name.removeprefix("head "),
             f"{part['share']:.2f}", f"{part['low']:.2f} to {part['high']:.2f}",
             f"{part['largest']:.1%}", f"{other.name.removeprefix('head ')} ({other['share']:+.2f})",
             f"{self.untrained:.1%}",
         )  # fmt: skip
-        return dict(zip(_COLUMNS, shown, strict=True))
+        return dict(zip(_COLUMNS, cells, strict=True))
 
 
 def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head, float]]:

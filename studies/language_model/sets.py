@@ -277,7 +277,7 @@ def _cell(rows: "pd.DataFrame") -> str | None:
 def _sizes(wanted: "pd.DataFrame") -> str:
     """Say how large the sets are."""
     sizes = wanted[wanted["method"] == wanted["size_of"]]
-    told = "; ".join(
+    sizes_in_words = "; ".join(
         f"{row['size_of']}, layer {row['layer']}: "
         + (
             f"{row['mean_size']:.1f} of {row['mean_candidates']:.1f} candidates in "
@@ -290,5 +290,5 @@ def _sizes(wanted: "pd.DataFrame") -> str:
     )
     return (
         "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1. Sizes: "
-        f"{told}."
+        f"{sizes_in_words}."
     )

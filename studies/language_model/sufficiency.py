@@ -410,8 +410,8 @@ def _draw_assignments(axes: "Axes", rows: "pd.DataFrame") -> None:
         (MECHANISMS, "mechanisms", ORANGE, "-"),
     ):
         axes.axhline(excess[name], color=colour, linestyle=style, label=label)
-    dealt = excess[excess.index.str.startswith(RANDOM)]
-    axes.axhspan(dealt.min(), dealt.max(), color="#999999", alpha=0.25, label="dealt")
+    random_deals = excess[excess.index.str.startswith(RANDOM)]
+    axes.axhspan(random_deals.min(), random_deals.max(), color="#999999", alpha=0.25, label="dealt")
 
 
 def _draw_windows(axes: "Axes", rows: "pd.DataFrame") -> None:

@@ -164,8 +164,8 @@ class CostLaw(Study):
 
         def draw(part: str, n: int) -> Pair:
             x = self._tokens(settings, part, seed, n)
-            shown = x if code is None else code.encode(x.double()).float()
-            return 2 * shown - 1, 2 * x - 1  # zero in the middle
+            latents = x if code is None else code.encode(x.double()).float()
+            return 2 * latents - 1, 2 * x - 1  # zero in the middle
 
         config = TrainingConfig(
             epochs=settings["epochs"], lr=1e-2, warmup_steps=100, weight_decay=0.0, seed=seed

@@ -277,10 +277,10 @@ class NestedQuestions(tokens.TokenStudy):
         if most > _JUDGED_HOPS and len(rows):
             rows = rows[rows["layers"] == rows["layers"].max()]
             best = rows.sort_values("best_validation_loss").iloc[0]
-            shown = ", ".join(f"{best[f'from_{n}']:.3f}" for n in range(1, most + 1))
+            accuracies = ", ".join(f"{best[f'from_{n}']:.3f}" for n in range(1, most + 1))
             remarks.append(
                 f"{tokens.count_noun(most, 'hop')}, "
-                f"{tokens.count_noun(int(best['layers']), 'layer')}: {shown} "
+                f"{tokens.count_noun(int(best['layers']), 'layer')}: {accuracies} "
                 f"when asked 1 to {most} hops before the end"
             )
         for noise, rows in runs[runs["start"] == tokens.CONSTRUCTED].groupby("noise"):
