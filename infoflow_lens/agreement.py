@@ -53,7 +53,7 @@ class SetAgreement(Savable):
         jaccard: size of the intersection over size of the union; 1 for two empty sets.
         exact_match: share of states whose two sets are equal.
         influence_inside: share of the squared influence that lies inside the predicted set, over
-            all states; :func:`explain` counts influence, beside chance.
+            all states; :func:`explained` counts influence, beside chance.
         predicted_size: mean size of the predicted set.
         measured_size: mean size of the measured set.
     """
@@ -247,8 +247,8 @@ def average_precision(
     for s, p, c in zip(scores.split(256), positive.split(256), candidate.split(256), strict=True):
         at_least = s.unsqueeze(1) >= s.unsqueeze(2)  # [state, threshold, source]
         found = (at_least & p.unsqueeze(1)).sum(2).double()
-        shown = (at_least & c.unsqueeze(1)).sum(2)
-        precision = torch.where(p, found / shown, 0)  # a source left out shows nothing: 0 / 0
+        n_above = (at_least & c.unsqueeze(1)).sum(2)
+        precision = torch.where(p, found / n_above, 0)  # a source left out shows nothing: 0 / 0
         result.append(precision.sum(1) / p.sum(1))
     return torch.cat(result)
 
@@ -432,7 +432,7 @@ def explain_positions(
     """Measure the same by layer and position; where nothing was measured it says so.
 
     Args:
-        predicted, measured, without: as for :func:`explain`.
+        predicted, measured, without: as for :func:`explained`.
 
     Raises:
         InfoFlowError: as :func:`compare`.

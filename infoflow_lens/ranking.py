@@ -549,8 +549,8 @@ def _metrics(
     wins = (more > 0).double() + 0.5 * (more == 0)
     n_out = candidate.sum(dim=1) - size
     at_least = more <= 0  # the second has at least the influence of the first
-    shown = (at_least & candidate[:, None]).sum(dim=2)
-    found = (both * at_least).sum(dim=2) / shown.clamp(min=1)
+    n_above = (at_least & candidate[:, None]).sum(dim=2)
+    found = (both * at_least).sum(dim=2) / n_above.clamp(min=1)
     energy = influence.square() * candidate
     top = _Cut.choose(influence, candidate, size)
     return {
