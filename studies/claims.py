@@ -210,6 +210,7 @@ def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: in
     ordered = sorted(claims, key=lambda c: not broken[id(c)])  # those first that will be broken
     held = total = 0.0
     for way in ways:
+        # the rows of seed `own` take the number and the seed of the place that they are drawn for
         rows = pd.concat(
             [
                 results[place == own].assign(

@@ -95,6 +95,7 @@ class TableSpec:
                 self._say(name, value) for name, value in zip(self.by, key, strict=True)
             ]
             for _, column, value in cells:
+                # a column that stands for one value of `across` looks at its rows alone
                 here = some if value is None else some[some[column.across] == value]
                 said.append(column.cell(here))
             lines.append(said)

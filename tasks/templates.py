@@ -200,6 +200,7 @@ class TemplateTask(TokenTask):
         alphabet = self._alphabet(split)
         n, blocks = templates.shape
         drawn = draw_distinct(n * blocks, self._most_wildcards, len(alphabet), generator)
+        # wildcard i of a template becomes the i-th of the words that are drawn for it
         pattern = torch.tensor(self.patterns)[templates.flatten()]
         return alphabet[drawn.gather(1, pattern)].view(n, blocks, self.length)
 

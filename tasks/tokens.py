@@ -192,6 +192,7 @@ class TokenTask(Task):
         found: list[Tensor] = []
         missing, in_vain = n, 0
         while missing:
+            # a tenth more than the split's share asks for, so that one round is mostly enough
             drawn = self._draw(max(64, math.ceil(1.1 * missing / SHARES[split])), generator, split)
             keys = sequence_keys(drawn, self.seed)
             kept = drawn[torch.from_numpy((keys >= low) & (keys <= high))][:missing]
@@ -335,6 +336,7 @@ def draw_distinct(
     n: int, k: int, choices: int, generator: torch.Generator
 ) -> Int[Tensor, "batch k"]:
     """Draw `n` times `k` different numbers below `choices`, in uniformly random order."""
+    # the places of the k largest of random numbers, some rows at a time
     rows = max(1, 2**24 // choices)
     parts = [
         torch.rand(min(rows, n - start), choices, generator=generator).topk(k, dim=1).indices

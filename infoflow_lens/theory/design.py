@@ -181,10 +181,12 @@ def design(
                 break
             last = min(answers, key=_size)
             sizes.append(_size(last))
+        # one architecture must serve every T
         if last is not None and len(sizes) == len(cases):
             found.append((heads, last, tuple(sizes)))
         if advance is not None:
             advance(1, str(heads))
+    # to store everything is a way of its own, which no search over heads finds
     whole = _whole(questions[-1])
     if whole is not None and max_layers > 1 and max(whole[0]) <= max_heads:
         found.append((*whole, tuple(case.n_tokens for case in cases)))

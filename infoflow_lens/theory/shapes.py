@@ -161,6 +161,7 @@ def shape_of(model: Any) -> ModelShape:
         model = own
     if hasattr(model, "n_heads") and isinstance(model.n_heads, (tuple, list)):
         return _from_ours(model)
+    # a model: of TransformerLens, or of Hugging Face
     for name in ("cfg", "config"):
         inner = _text_config(getattr(model, name, None))
         if not isinstance(inner, Mapping) and _first(inner, "layers"):
@@ -292,6 +293,7 @@ def _windows(config: Any, n: int) -> tuple[int | None, ...]:
     if kinds is None:
         return (window,) * n
     local = ("local", "sliding_attention", "sliding")
+    # configs may name one period of a pattern that repeats
     kinds = [kinds[layer % len(kinds)] for layer in range(n)]
     found = tuple(window if kind in local else None for kind in kinds)
     return found if any(found) else ()
