@@ -140,7 +140,7 @@ def measure_answer(
         token_error=nothing if tokens is None else tokens.error,
         token_other=replaced,
         token_predicted=predicted,
-        read_at=int(getattr(readout, "position", -1)) % question.n_pos,
+        read_at=question.end,
         strip_layers=tuple(strips),
         strips=torch.stack([*strips.values()])
         if strips
@@ -173,7 +173,6 @@ def _measure_looks(
 
     What they write directly towards the readout, by key, is asked where the readout is linear.
     """
-    position = int(getattr(question.readout, "position", -1)) % question.n_pos
     patterns = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in range(question.n_layers)}
     order = units.effect.abs().nan_to_num(-1).argsort(descending=True).tolist()
     heads = [
@@ -185,7 +184,7 @@ def _measure_looks(
     looks, writes = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
     for text, run in enumerate((question.clean, question.other)):
         for row, (layer, head) in enumerate(heads):
-            looks[row, text] = run.shown[patterns[layer]][0, head, position].double().cpu()
+            looks[row, text] = run.shown[patterns[layer]][0, head, question.end].double().cpu()
         if not quick and question.readout.is_linear and heads:
             shares = measure_shares(question.model, run.tokens, question.readout)
             question.forwards += 4

@@ -9,7 +9,7 @@ values, and without which as much is lost.
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -198,36 +198,55 @@ def score_paths(
     """
     question, end = streams.question, streams.end
     writers = [Node(-1, -1, position) for position in question.changed] + sorted(nodes)
-    places = torch.tensor([node.position for node in writers])
-    states = base[0].state.new_zeros(len(writers), base[0].state.shape[1])
-    is_on = torch.zeros(len(writers), dtype=torch.bool)
-    for row, node in enumerate(writers):
-        if node.is_embedding:
-            states[row], is_on[row] = other[0].state[node.position], True
+    behind = max((node.layer for node in nodes), default=0)
+    until = {node: question.n_layers if node.position == end else behind for node in writers}
     scores: dict[Path, float] = {}
-    for layer, run in enumerate(base):
-        own = [row for row, node in enumerate(writers) if node.layer == layer]
-        live = is_on.nonzero().flatten().tolist()
-        rows = live + own
-        if not rows:
-            continue
-        entering = torch.cat([states[live], run.state[places[own]]])
-        z = run.z[places[rows]].clone()
-        for place, row in enumerate(own, len(live)):
-            node = writers[row]
-            z[place, node.head] = other[layer].z[node.position, node.head]
-        found = streams.step(layer, entering, places[rows], z)
+    for layer, live, found in _follow(streams, until, base, other):
+        if layer == question.n_layers:
+            values = streams.question.read_states(found["out"]) - _value_of(streams, base)
+            answers = [Path(writer, None, "answer") for writer in live]
+            scores |= zip(answers, values.tolist(), strict=True)
         for reader in (node for node in nodes if node.layer == layer):
-            _score_reader(streams, run, reader, gradients[layer], writers, live, found, scores)
-        states[rows] = found["out"]
-        is_on[own] = True
-    at_end = [row for row, node in enumerate(writers) if node.position == end]
-    if at_end:
-        clean = _value_of(streams, base)
-        values = streams.read(states[at_end]) - clean
-        for row, value in zip(at_end, values.tolist(), strict=True):
-            scores[Path(writers[row], None, "answer")] = value
+            _score_reader(streams, base[layer], reader, gradients[layer], live, found, scores)
     return scores
+
+
+def _follow(
+    streams: Streams,
+    until: Mapping[Node, int],
+    base: Sequence[LayerRun],
+    other: Sequence[LayerRun],
+) -> Iterator[tuple[int, list[Node], dict[str, Tensor]]]:
+    """Follow what writers change on their own positions when they have the other run's values.
+
+    Args:
+        streams: of the question.
+        until: by writer, the last layer that is asked for; their number for the end.
+        base: the run in which all else stays.
+        other: the run from which the writers' values come.
+
+    Yields:
+        A layer, the writers whose change enters it, and what the block makes of their states, a row
+        each; behind the last layer these states themselves ("out").
+    """
+    states = {w: other[0].state[w.position] for w in until if w.is_embedding}
+    for layer, run in enumerate(base):
+        live = [writer for writer in states if until[writer] >= layer]
+        own = [writer for writer in until if writer.layer == layer]
+        if not live + own:
+            continue
+        places = torch.tensor([writer.position for writer in live + own])
+        entering = [states.get(writer, run.state[writer.position]) for writer in live + own]
+        z = run.z[places].clone()
+        for row, writer in enumerate(own, len(live)):
+            z[row, writer.head] = other[layer].z[writer.position, writer.head]
+        found = streams.step(layer, torch.stack(entering), places, z)
+        yield layer, live, found
+        states |= zip(live + own, found["out"], strict=True)
+    n_layers = len(base)
+    live = [writer for writer in states if until[writer] == n_layers]
+    if live:
+        yield n_layers, live, {"out": torch.stack([states[writer] for writer in live])}
 
 
 def _score_reader(
@@ -236,7 +255,6 @@ def _score_reader(
     reader: Node,
     gradients: Tensor,
     writers: Sequence[Node],
-    live: Sequence[int],
     found: dict[str, Tensor],
     scores: dict[Path, float],
 ) -> None:
@@ -244,14 +262,13 @@ def _score_reader(
     layer, head, query = reader
     n_heads = run.scores.shape[0]
     before, gradient = run.z[query, head], gradients[query, head]
-    for place, row in enumerate(live):
-        writer = writers[row]
+    for row, writer in enumerate(writers):
         at = writer.position
         kinds = ["query"] if at == query else []
         if run.scores[head, query, at] > -torch.inf:
             kinds += ["key", "value"]
         for kind in kinds:
-            inputs = _input(kind, at, found, place, head, n_heads)
+            inputs = _input(kind, at, found, row, head, n_heads)
             z = streams.attend(run, layer, head, query, **inputs)
             scores[Path(writer, reader, kind)] = float((z - before) @ gradient)
 
@@ -350,9 +367,12 @@ def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list
         jobs: connected sets, each with whether to measure what is lost when they alone have the
             other text's values.
     """
-    in_order = [(sorted(paths, key=_order), swap) for paths, swap in jobs]
-    asked = ["shares", in_order]
-    return streams.question.once(asked, lambda: _share(streams, in_order), len(jobs)).tolist()
+    in_order = [(tuple(sorted(paths, key=_order)), swap) for paths, swap in jobs]
+    each = [*dict.fromkeys(in_order)]  # once
+    asked = ["shares", each]
+    found = streams.question.once(asked, lambda: _share(streams, each), len(each)).tolist()
+    by_job = dict(zip(each, found, strict=True))
+    return [by_job[job] for job in in_order]
 
 
 def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Float[Tensor, " job"]:
@@ -393,7 +413,7 @@ def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Flo
         if end is not None and end in job.states:
             ends.append((number, job.states[end]))
     if ends:
-        values = streams.read(torch.stack([state for _, state in ends]))
+        values = streams.question.read_states(torch.stack([state for _, state in ends]))
         for (number, _), value in zip(ends, values.tolist(), strict=True):
             job = running[number]
             before, after = _value_of(streams, job.frozen), _value_of(streams, job.live)
@@ -441,35 +461,28 @@ def _cut_paths(
     streams: Streams, paths: Sequence[Path], advance: Advance | None
 ) -> Float[Tensor, " path"]:
     question, base = streams.question, streams.clean
-    changes, direct = {}, {}
+    until: dict[Node, int] = {}
     for path in paths:
-        writer, reader = path.writer, path.reader
-        at = torch.tensor([writer.position])
-        if writer.is_embedding:
-            state, first = streams.other[0].state[at], 0
-        else:
-            z = base[writer.layer].z[at].clone()
-            z[0, writer.head] = streams.other[writer.layer].z[writer.position, writer.head]
-            state = streams.step(writer.layer, base[writer.layer].state[at], at, z)["out"]
-            first = writer.layer + 1
-        last = question.n_layers if reader is None else reader.layer
-        for layer in range(first, last):
-            state = streams.step(layer, state, at, base[layer].z[at])["out"]
-        if reader is None:
-            direct[path] = float(streams.read(state)[0]) - question.clean.value
-            continue
-        run = base[last]
-        made = streams.step(last, state, at, run.z[at])
-        inputs = _input(path.kind, writer.position, made, 0, reader.head, len(run.scores))
-        changes[path] = streams.attend(run, last, reader.head, reader.position, **inputs)
+        last = question.n_layers if path.reader is None else path.reader.layer
+        until[path.writer] = max(last, until.get(path.writer, 0))
+    changes, effect = dict[Path, Tensor](), dict[Path, float]()
+    for layer, live, found in _follow(streams, until, base, streams.other):
+        if layer == question.n_layers:
+            values = question.read_states(found["out"]) - question.clean.value
+            effect |= zip([Path(w, None, "answer") for w in live], values.tolist(), strict=True)
+        for path in paths:
+            if path.reader is not None and path.reader.layer == layer and path.writer in live:
+                _, head, query = path.reader
+                row, n_heads = live.index(path.writer), len(base[layer].scores)
+                inputs = _input(path.kind, path.writer.position, found, row, head, n_heads)
+                changes[path] = streams.attend(base[layer], layer, head, query, **inputs)
     rows = []
     for path, z in changes.items():
         assert path.reader is not None
         layer, head, position = path.reader
         _, of_head = question.of_head(layer, head)
         rows.append([(question.z(layer), (position, of_head), z)])
-    measured = question.measure(rows, advance=advance).tolist()
-    effect = direct | dict(zip(changes, measured, strict=True))
+    effect |= zip(changes, question.measure(rows, advance=advance).tolist(), strict=True)
     return torch.tensor([effect[path] for path in paths], dtype=torch.float64)
 
 

@@ -7,8 +7,9 @@ of it are spoiled).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ Change: TypeAlias = tuple[str, Any, Tensor]
 Advance: TypeAlias = Callable[..., None]
 Span: TypeAlias = tuple[int, int]  # from a position to one, which is no more in it
 
+_EACH = 2.0  # a batch costs as much as so many rows more
 _SAME = 1e-5  # of the readout: as near as passes of other batches come
 
 
@@ -63,6 +65,7 @@ class Question:
     Attributes:
         clean, other: the two runs.
         changed: the positions at which the texts differ.
+        end: the position that the readout reads.
         n_layers, n_heads: layers, and heads by layer.
         known_gradients: by the point between the texts, what :meth:`gradients` gave.
         forwards: passes over one text so far; a derivative counts as two.
@@ -90,8 +93,12 @@ class Question:
         self._starts = BlockStarts.find(model)
         with self._starts.watching():
             self.clean = self.other = self._run(text[None])
+        self.end = int(getattr(readout, "position", -1)) % self.n_pos
+        self._reads_one = False
         self._check_starts()
+        self._check_end()
         self.changed: list[int] = []
+        self._known_texts = {tuple(text.tolist()): 0.0}
         self.n_heads = [self._head_count(layer) for layer in range(self.n_layers)]
         if instead is not None:
             self.compare_with(instead)
@@ -113,6 +120,7 @@ class Question:
             raise InfoFlowError("the two texts are one: expected another text, to compare with")
         self.other = self._run(instead[None])
         self.changed = (text != instead.to(text)).nonzero().flatten().tolist()
+        self._known_texts[tuple(instead.tolist())] = self.other.value - self.clean.value
 
     @property
     def gap(self) -> float:
@@ -173,17 +181,37 @@ class Question:
         found = torch.zeros(len(rows), dtype=torch.float64)
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
         starts = [max(first_layer(point for point, *_ in row) or 0, 0) for row in rows]
+        if tokens is not None:
+            starts = [0] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: starts[row])
-        for first in range(0, len(rows), self.batch_size):
-            these = order[first : first + self.batch_size]
-            some = [rows[row] for row in these]
-            start = starts[these[0]] if tokens is None else 0
+        for these in self._batches(order, starts):
+            some, start = [rows[row] for row in these], starts[these[0]]
             asked = ["passes", texts[these], some]
             run = partial(self._read, texts[these], some, start)
             found[these] = self.once(asked, run, len(some))
             if advance is not None:
                 advance(len(some))
         return found - self.clean.value
+
+    def _batches(self, order: list[int], starts: Sequence[int]) -> list[list[int]]:
+        """Cut rows in the order of their starts into the batches that cost least.
+
+        All rows of a batch run from the first one's start on.
+        """
+        best: list[tuple[float, list[int]]] = [(0.0, [])]  # cost, and where batches end
+        for stop in range(1, len(order) + 1):
+            best.append(
+                min(
+                    (
+                        cost + (self.n_layers - starts[order[first]]) * (stop - first + _EACH),
+                        [*ends, stop],
+                    )
+                    for first, (cost, ends) in enumerate(best)
+                    if stop - first <= self.batch_size
+                )
+            )
+        ends = best[-1][1]
+        return [order[first:stop] for first, stop in pairwise([0, *ends])]
 
     def once(
         self, asked: Any, measure: Callable[[], Float[Tensor, " number"]], n: int
@@ -216,10 +244,33 @@ class Question:
             for point, place, value in changes:
                 by_point.setdefault(point, []).append((row, place, value))
         edits: list[NamedHook] = [(point, _writer(these)) for point, these in by_point.items()]
+        last = self.state(self.n_layers)
         with self.starting(start) as share:
-            output = call(self.model, Batch(tokens), edit=edits, output=True).output
+            if self._reads_one:  # nothing behind the blocks runs for the other positions
+                states = call(self.model, Batch(tokens), [last], edit=edits).activations[last]
+            else:
+                output = call(self.model, Batch(tokens), edit=edits, output=True).output
         self.forwards += len(rows) * share
+        if self._reads_one:
+            return self.read_states(states[:, self.end])
         return self.readout.read(output).detach().double().cpu()
+
+    @torch.no_grad()
+    def read_states(self, states: Float[Tensor, "row d_model"]) -> Float[Tensor, " row"]:
+        """Read the readout off last states at the position that it reads."""
+        point = self.state(self.n_layers)
+        n, at, readout = self.n_pos, self.end, self.readout
+        if self._reads_one:
+            n, at, readout = 1, 0, replace(self.readout, position=0)  # type: ignore[type-var]
+        found = []
+        for some in states.split(self.batch_size):
+            edit = (point, _writer([(slice(None), (slice(None), at), some)]))
+            tokens = self.clean.tokens[:, :n].expand(len(some), -1)
+            with self.starting(self.n_layers) as share:
+                output = call(self.model, Batch(tokens), edit=[edit], output=True).output
+            self.forwards += len(some) * n / self.n_pos * share
+            found.append(readout.read(output).detach().double().cpu())
+        return torch.cat(found)
 
     def replace_tokens(
         self, spans: Sequence[Span] | None = None, advance: Advance | None = None
@@ -235,8 +286,19 @@ class Question:
         rows = self.clean.tokens.repeat(len(differ), 1)
         for row, number in enumerate(differ):
             rows[row, slice(*spans[number])] = self.other.tokens[0, slice(*spans[number])]
-        found[differ] = self.measure([()] * len(rows), rows, advance)
+        found[differ] = self.measure_texts(rows, advance)
         return found
+
+    def measure_texts(
+        self, texts: Int[Tensor, "row pos"], advance: Advance | None = None
+    ) -> Float[Tensor, " row"]:
+        """Read what other texts change, each of which is run once."""
+        asked = [*map(tuple, texts.tolist())]
+        new = [text for text in dict.fromkeys(asked) if text not in self._known_texts]
+        tokens = self.clean.tokens.new_tensor(new).reshape(-1, self.n_pos)
+        found = self.measure([()] * len(new), tokens, advance)
+        self._known_texts |= zip(new, found.tolist(), strict=True)
+        return torch.tensor([self._known_texts[text] for text in asked], dtype=torch.float64)
 
     def single_tokens(self) -> list[Span]:
         """Make a span of each token."""
@@ -272,14 +334,27 @@ class Question:
 
     # Runs
 
+    def _check_end(self) -> None:
+        """Find whether the readout follows from the last state at one position alone."""
+        if not hasattr(self.readout, "position") or not self._starts.can_start(self.n_layers):
+            return
+        last = self.clean.shown[self.state(self.n_layers)][0, [self.end]]
+        self._reads_one = True
+        apart = float(self.read_states(last)[0]) - self.clean.value
+        self._reads_one = abs(apart) <= self._nearness(last.dtype)
+
+    def _nearness(self, dtype: torch.dtype) -> float:
+        """How near a readout comes to itself in passes that run otherwise."""
+        rounding = 8 * torch.finfo(dtype).eps
+        return max(_SAME, rounding) * max(1.0, abs(self.clean.value))
+
     def _check_starts(self) -> None:
         """Let all passes run whole where one from the last layer on gives something else."""
         if self._starts.blocks:
             point = self.z(self.n_layers - 1)
             same = self.clean.shown[point][0]
             again = float(self.measure([[(point, (), same)]])[0])
-            rounding = 8 * torch.finfo(same.dtype).eps
-            if not abs(again) <= max(_SAME, rounding) * max(1.0, abs(self.clean.value)):
+            if not abs(again) <= self._nearness(same.dtype):
                 self._starts.blocks = []
 
     @contextmanager
@@ -330,7 +405,7 @@ class Question:
         return 1 if pattern is None else pattern.shape[1]
 
 
-def _writer(changes: Iterable[tuple[int, Any, Tensor]]) -> HookFunction:
+def _writer(changes: Iterable[tuple[Any, Any, Tensor]]) -> HookFunction:
     """Make a hook that writes values into rows."""
 
     def hook_fn(activation: Tensor, hook: Any) -> Tensor:

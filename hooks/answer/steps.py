@@ -63,8 +63,7 @@ def measure_tokens(
                 drawn = torch.multinomial(guesses[position], N_DRAWS, True, generator=draw)
                 donors[position, these] = drawn
                 rows[row * N_DRAWS : (row + 1) * N_DRAWS, position] = drawn.to(rows)
-        found = question.measure([()] * len(rows), rows, advance).view(-1, N_DRAWS)
-        changes[numbers, these] = found
+        changes[numbers, these] = question.measure_texts(rows, advance).view(-1, N_DRAWS)
 
     put(list(range(len(spans))), 0)
     mean, error = _mean_and_error(changes)

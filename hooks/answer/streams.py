@@ -83,14 +83,12 @@ class Streams:
                 "another order than [batch, pos, width]: paths cannot be followed on single "
                 "positions"
             )
-        position = getattr(question.readout, "position", -1)
-        self.end = int(position) % question.n_pos
+        self.end = question.end
         self._names = [self._points_of(layer) for layer in range(question.n_layers)]
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.rules: list[ScoreRule] = []
         self.clean = self._whole_run(question.clean.tokens, is_first=True)
         self.other = self._whole_run(question.other.tokens)
-        self._has_short_tail = True
         with torch.no_grad():
             self._check()
 
@@ -221,32 +219,6 @@ class Streams:
 
         return tuple(move(one) for one in args), {name: move(v) for name, v in kwargs.items()}
 
-    @torch.no_grad()
-    def read(self, states: Float[Tensor, "row d_model"]) -> Float[Tensor, " row"]:
-        """Read the readout off last states at the position that it reads."""
-        question = self.question
-        point = question.state(question.n_layers)
-        n = 1 if self._has_short_tail else question.n_pos
-        at = 0 if n == 1 else self.end
-        tokens = question.clean.tokens[:, :n].expand(len(states), -1)
-
-        def put(activation: Tensor, hook: Any) -> Tensor:
-            activation = activation.clone()
-            activation[:, at] = states.to(activation.dtype)
-            return activation
-
-        with question.starting(question.n_layers) as share:
-            output = call(self.model, Batch(tokens), edit=[(point, put)], output=True).output
-        question.forwards += len(states) * n / question.n_pos * share
-        return self._readout(n).read(output).detach().double().cpu()
-
-    def _readout(self, n: int) -> Any:
-        if n > 1 or not hasattr(self.question.readout, "position"):
-            return self.question.readout
-        from dataclasses import replace
-
-        return replace(self.question.readout, position=-1)  # type: ignore[type-var]
-
     def _check(self) -> None:
         """Refuse blocks that give something else on single positions than in the whole run.
 
@@ -283,10 +255,6 @@ class Streams:
             )
         for layer in range(question.n_layers):
             self._check_attention(layer)
-        clean = question.clean.value
-        near = _at_least(_NEAR, last) * max(1.0, abs(clean))
-        if not abs(float(self.read(last[[self.end]])[0]) - clean) <= near:
-            self._has_short_tail = False
 
     def _check_attention(self, layer: int) -> None:
         """Refuse attention that is not found anew: the clean run's, with all that the other reads.

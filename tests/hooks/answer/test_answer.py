@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.paths import Node, Path, connect, cut_paths, find_circuit, share
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.answer.result import ORDERS
 from infoflow_lens.hooks.answer.steps import (
+    _products,
     guess_tokens,
     measure_states,
     measure_tokens,
@@ -30,6 +31,7 @@ from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.named import open_model
 from tests.reference import contributions, zoo
 from tests.reference.path_patching import TwoTexts
+from tests.versions import needs_version_4
 
 ANSWER, AGAINST = 9, 23
 READOUT = LogitDifference(ANSWER, AGAINST)
@@ -135,6 +137,39 @@ def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
     question._starts.blocks = blocks
     torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
     assert not any("forward" in vars(m) for m in question.model.original_model.modules())
+
+
+@needs_version_4
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_rankings_and_effects_are_those_of_transformerlens(name, tmp_path):
+    """Its attribution patching, whose gradient is at what it calls corrupt; and its exact loop."""
+    from transformer_lens import patching
+    from transformer_lens.tools.analysis import attribution_patch
+
+    bridge = load_any(zoo.save(name, tmp_path / name)).model
+    question = Question(open_model(zoo.build(name)), *two_texts(), READOUT)
+    clean, other = (ids[None] for ids in two_texts())
+
+    def metric(logits):
+        return logits[0, -1, ANSWER] - logits[0, -1, AGAINST]
+
+    for at, texts, sign in ((0.0, (other, clean), 1), (1.0, (clean, other), -1)):
+        expected = {}
+        for node, score in attribution_patch(bridge, *texts, metric).node_scores.items():
+            unit = node.layer, -1 if node.head is None else node.head
+            expected[unit] = expected.get(unit, 0) + sign * score
+        found = question.gradients(at)
+        for layer in range(2):
+            heads = _products(question, found, question.z(layer), 4).sum(0).tolist()
+            mlp = _products(question, found, question.mlp(layer), 1).sum(0).tolist()
+            for head, value in zip((0, 1, 2, 3, -1), heads + mlp, strict=True):
+                assert value == near(expected[layer, head])
+    _, cache = bridge.run_with_cache(other)
+    patched = patching.get_act_patch_attn_head_out_all_pos(bridge, clean, cache, metric)
+    units = measure_units(question)
+    for unit, effect in zip(units.units, units.effect.tolist(), strict=True):
+        if unit[1] >= 0:
+            assert effect == near(float(patched[unit]) - question.clean.value)
 
 
 # Paths
