@@ -78,7 +78,7 @@ def _start(home: Path, table: Table) -> None:
 
 def _sequence(home: Path, table: Table, few: int, many: int, batch_size: int) -> None:
     each = (_probe(home, "many", batch_size) - _probe(home, "few", batch_size)) / (many - few)
-    bridge = load_any(str(home / "model")).model
+    model = load_any(str(home / "model")).model
     ids = torch.randint(64, (1000, 52), generator=torch.Generator().manual_seed(0))
 
     def loop(model: Callable[[torch.Tensor], object]) -> Callable[[], None]:
@@ -89,8 +89,8 @@ def _sequence(home: Path, table: Table, few: int, many: int, batch_size: int) ->
 
         return run
 
-    plain, below = (_seconds(loop(m)) / 1000 for m in (bridge, bridge.original_model))
-    table.add_row("a sequence of the bridge in a plain loop", f"{plain:.5f}", "1")
+    plain, below = (_seconds(loop(m)) / 1000 for m in (model, model.original_model))
+    table.add_row("a sequence of the opened model in a plain loop", f"{plain:.5f}", "1")
     table.add_row("  of the transformers model", f"{below:.5f}", f"{below / plain:.2f}")
     table.add_row("  of the command", f"{each:.5f}", f"{each / plain:.2f}")
 

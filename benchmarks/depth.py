@@ -209,7 +209,7 @@ def opened(name: str, trained: bool = True) -> Opened:
     rows = []
     for asked in texts(name):
         text = " ".join(asked.text) if name == "antiberty" else asked.text
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=name != "stdlib-2l")["input_ids"]
         first = [1] if name == "smollm2" else []  # its beginning of a text
         rows.append(torch.tensor([first + list(ids)]))
     return Opened(model, rows, special, name in ("smollm2", "stdlib-2l"))

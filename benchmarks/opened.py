@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.opened [--rounds 15]
 
-Beside it stand the bridge of TransformerLens and ``output_attentions`` of transformers. Rounds are
+Beside it stands ``output_attentions`` of transformers. Rounds are
 interleaved, on one thread, in processor time, and the least of each is compared, so that a loaded
 machine changes little. SmolLM2 is measured where `make models` has brought it.
 """
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from infoflow_lens import load_any, open_model
+from infoflow_lens import open_model
 from tests.reference.real_models import FOLDER
 
 _PATTERNS = "attn.hook_pattern"
@@ -45,7 +45,7 @@ def smollm2(attention: str) -> nn.Module:
 def ways(make: Callable[[str], nn.Module], attention: str, ids: Tensor) -> dict[str, Any]:
     """Each way to look, as a function of nothing."""
     model, eager = make(attention), make("eager")
-    named, bridge = open_model(model), load_any(make("eager")).model
+    named = open_model(model)
 
     def patterns(host: Any) -> Callable[[], object]:
         return lambda: host.run_with_cache(ids, names_filter=lambda name: name.endswith(_PATTERNS))
@@ -55,8 +55,6 @@ def ways(make: Callable[[str], nn.Module], attention: str, ids: Tensor) -> dict[
         "opened, nobody looks": lambda: named(ids),
         "opened, patterns": patterns(named),
         "opened, all points": lambda: named.run_with_cache(ids),
-        "bridge (eager), patterns": patterns(bridge),
-        "bridge (eager), all points": lambda: bridge.run_with_cache(ids),
         "output_attentions (eager)": lambda: eager(ids, output_attentions=True),
     }
 

@@ -253,7 +253,7 @@ def small(tmp_path_factory):
 def test_inspect_shows_what_a_model_is(small):
     result = CliRunner().invoke(app, ["inspect", small[0]])
     assert result.exit_code == 0
-    assert "TransformerBridge" in result.output
+    assert "GPT2LMHeadModel" in result.output
     assert "No problems found." in result.output
     found = json.loads(CliRunner().invoke(app, ["inspect", small[0], "--json"]).stdout)
     assert [layer["n_heads"] for layer in found["layers"]] == [4, 4]
@@ -320,7 +320,7 @@ def test_what_says_nothing_is_said_in_words(small, tmp_path):
         (["--metric", "mse"], "metric is 'mse'"),
         (["--n", "3", "--probes", "recovery"], "expected at least 5"),
         (["--max-length", "1", "--ranks", "1,2"], "rank 2 is beyond"),
-        (["--backend", "bridg"], "did you mean 'bridge'"),
+        (["--backend", "hoked"], "did you mean 'hooked'"),
     ],
 )
 def test_bad_probe_runs_are_one_line(small, tmp_path, arguments, message):

@@ -83,7 +83,7 @@ class ModelCapabilities:
     """What a model is and what can be measured on it.
 
     Attributes:
-        kind: the class, such as "HookedTransformer" or "TransformerBridge".
+        kind: the class, such as "LlamaForCausalLM" or "HookedTransformer".
         layers: its attention layers.
         reads_vectors: whether it reads vector tokens in place of ids.
         starts_at_layers: whether a pass can start at a layer; where not, every pass that measures
@@ -227,7 +227,7 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     with eval_mode(model):
         layers = _layers(model, example_input.to(first.device))
     return ModelCapabilities(
-        kind=type(model).__name__,
+        kind=_kind_of_model(model),
         layers=layers,
         reads_vectors=reads_vectors(model),
         starts_at_layers=starts_at_layers(model) or _leaves_out_blocks(model),
@@ -237,6 +237,11 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
         dropout=any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()),
         normalization=weight_processing(model),
     )
+
+
+def _kind_of_model(model: nn.Module) -> str:
+    """The name of the model's class; of an opened model, that of the class which was given."""
+    return type(model.original_model if hasattr(model, "anatomy") else model).__name__
 
 
 def _leaves_out_blocks(model: nn.Module) -> bool:

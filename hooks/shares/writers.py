@@ -224,7 +224,7 @@ def _zeros(activation: Tensor, hook: Any) -> Tensor:
 
 
 def _replace(value: Tensor, activation: Tensor, hook: Any) -> Tensor:
-    return value
+    return value.clone()  # which the model may write to in place
 
 
 def _stay(activation: Tensor, hook: Any) -> None:

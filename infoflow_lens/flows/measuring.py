@@ -66,8 +66,9 @@ def influence_probe(
 
 def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], most: float) -> bool:
     """Whether the influence takes at most so many multiplications."""
-    blocks: Any = model.blocks
-    weights = sum(parameter.numel() for parameter in blocks.parameters())
+    anatomy = getattr(model, "anatomy", None)
+    blocks: Any = model.blocks if anatomy is None else [block.module for block in anatomy.blocks]
+    weights = sum(parameter.numel() for block in blocks for parameter in block.parameters())
     work = weights * sum(_passes(model, probe, len(row), _width(model)) * len(row) for row in rows)
     return 0 < work <= most
 

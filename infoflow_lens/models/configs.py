@@ -5,7 +5,7 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import GGUF, find_model
-from infoflow_lens.models.bridges import config_of_gguf
+from infoflow_lens.models.pretrained import config_of_gguf
 from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 

@@ -1,6 +1,5 @@
 """Models by name, by folder or in memory: ours, Hugging Face's, TransformerLens's official ones."""
 
-import copy
 import difflib
 import os
 from collections.abc import Iterator
@@ -19,33 +18,30 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import (
     InfoFlowError,
     first_line,
-    is_out_of_memory,
     panics_as_errors,
 )
+from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import GGUF, find_model
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.models.bridges import (
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from infoflow_lens.models.host import load_model
+from infoflow_lens.models.named import NamedModel, open_model
+from infoflow_lens.models.pretrained import (
     Place,
     Stored,
     check_config,
     check_needs_no_code,
     check_one_stack,
     check_sizes,
-    class_of_transformers,
     config_of_gguf,
-    hosted,
     own_tokenizer,
-    tokenizer_of,
     transformers_model,
     without_trace,
 )
-from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
-from infoflow_lens.models.host import load_model
-from infoflow_lens.models.named import NamedModel, open_model
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
-Backend = Literal["auto", "hooked", "bridge", "opened"]
+Backend = Literal["auto", "hooked", "opened"]
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -68,10 +64,10 @@ Source = Literal["checkpoint", "folder", "file", "name", "memory"]
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """A model that was loaded, in evaluation mode.
+    """A model that was loaded, in evaluation mode; one in memory has the mode that it had.
 
     Attributes:
-        model: a TransformerLens model.
+        model: a model with TransformerLens's hook points.
         tokenizer: its tokenizer, or None where there is none.
         source: "checkpoint" (a folder of ours), "folder" (of Hugging Face), "file" (of llama.cpp),
             "name" or "memory".
@@ -91,7 +87,7 @@ class LoadedModel:
         return panel(
             self.description,
             facts,
-            more="probes take it as it is; .model is the TransformerLens model",
+            more="probes take it as it is; .model has TransformerLens's hook points",
         )
 
 
@@ -103,32 +99,23 @@ def load_any(
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
 ) -> LoadedModel:
-    """Load a model by its official name or from a folder, or host one that is in memory.
+    """Load a model by its name or from a folder, or open one that is in memory.
 
-    "stdlib-2l" comes with the package and needs no network; a folder of that name goes before it.
+    What is loaded is the model of transformers itself, opened by :func:`open_model`: any class
+    that its config names, with eager attention, the tokens that its own tokenizer gives, and no
+    copy. "stdlib-2l" comes with the package and needs no network; a folder of that name goes before
+    it. A folder with architecture.json is one that ``save_model`` wrote, and holds a model of ours.
+    A GGUF file of llama.cpp is opened, its weights as numbers of `dtype`. Files that lack weights
+    are refused.
 
-    A folder with architecture.json is one that ``save_model`` wrote. A folder with config.json, as
-    ``save_pretrained`` writes it, is hosted by TransformerBridge with eager attention, so that its
-    patterns can be seen. On TransformerLens 3, a name that TransformerLens calls official, or an
-    alias of one, is loaded as a HookedTransformer where it can host it, which allows every
-    measurement; any other model of the Hugging Face hub, owner/name, and with TransformerLens 4
-    all, by TransformerBridge.
+    A model in memory is opened as it is, with its attention function, adapters, precision and mode.
+    One of TransformerLens, a HookedTransformer or a bridge, is measured as it is. TransformerLens's
+    own models by name are asked for: `backend` "hooked", which needs TransformerLens 3. Names of
+    models from before the format of Hugging Face are hosted by TransformerLens.
 
-    A GGUF file of llama.cpp is opened, its weights as numbers of `dtype`.
-
-    What is hosted by a bridge is run on a few tokens, with padding and without, beside the model of
-    Hugging Face alone: where the bridge computes something else, the model is opened as it is, see
-    :func:`open_model`. Files that lack weights are refused.
-
-    A model of TransformerLens that is in memory is taken as it is. One of transformers is hosted by
-    a bridge over the same weights, in evaluation mode and with eager attention; your own model is
-    left as it was found, and training it trains what the bridge shows. With attention of your own,
-    or adapters in it, it is opened as it is.
-
-    Weights are left as they were trained. TransformerLens would by default fold layer norms into
-    the weights after them and center what writes to the residual stream: queries, keys and patterns
-    stay, but the states change their basis and lose a dimension, so that what is recovered from
-    them would be about other states than the trained ones.
+    Weights are left as they were trained, also of a HookedTransformer, whose layer norms
+    TransformerLens would by default fold into the weights behind them: states would change their
+    basis and lose a dimension.
 
     Args:
         name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name, each
@@ -142,23 +129,28 @@ def load_any(
             where it is.
         dtype: "float32", "bfloat16", "float16" or "float64"; default, float32, and for a folder of
             ours, or a model in memory, what it is.
-        backend: "hooked" for HookedTransformer, "bridge" for TransformerBridge, "opened" for the
-            model as it is, by `open_model`, with the tokens that its tokenizer gives; or "auto".
+        backend: "auto"; "hooked" for HookedTransformer; or "opened", to open models of
+            TransformerLens and of ours, too.
 
     Raises:
-        InfoFlowError: if there is no such model, it cannot be had here, weights are missing, the
-            bridge computes something else, it has no attention over tokens, or an option is unknown
-            or not of the installed TransformerLens.
+        InfoFlowError: if there is no such model, it cannot be had here, weights are missing or no
+            numbers, it has no attention over tokens, or an option is unknown or not of the
+            installed TransformerLens.
     """
-    host: Backend = check(backend, Backend, "backend")
+    if backend == "bridge":
+        raise InfoFlowError(
+            "backend is 'bridge', which is gone, as models are measured as transformers has them: "
+            "expected 'auto'; where you want a bridge, give one in memory, "
+            "TransformerBridge.boot_transformers(name)"
+        )
+    wanted_backend: Backend = check(backend, Backend, "backend")
     wanted = _dtype(dtype)
     if device is not None:
         device = check_device(device)
-    if host == "opened":
-        found = _load(name_or_path, tokenizer, device, wanted, host)
-        model = open_model(found.model, found.tokenizer)
-        return replace(found, model=model)
-    return _load(name_or_path, tokenizer, device, wanted, host)
+    found = _load(name_or_path, tokenizer, device, wanted, wanted_backend)
+    if wanted_backend == "opened":
+        return replace(found, model=open_model(found.model, found.tokenizer))
+    return found
 
 
 def _load(
@@ -166,11 +158,12 @@ def _load(
     tokenizer: Any,
     device: str | None,
     wanted: torch.dtype | None,
-    host: Backend,
+    backend: Backend,
 ) -> LoadedModel:
     """Find out what the model is, and load it."""
+    hooked = backend == "hooked"
     if isinstance(name_or_path, nn.Module | LoadedModel):
-        return _in_memory(name_or_path, tokenizer, device, wanted, host)
+        return _in_memory(name_or_path, tokenizer, device, wanted, hooked)
     if not isinstance(name_or_path, str | os.PathLike):
         raise InfoFlowError(
             f"the model is of type {type(name_or_path).__name__}: expected a name such as gpt2, a "
@@ -192,56 +185,52 @@ def _load(
     if named.kind == "file":
         folder = named.path
         if folder.suffix == GGUF and folder.is_file():
-            _check_backend(host, "opened", f"{name!r} is a GGUF file, which no bridge reads")
+            _check_not_hooked(hooked, f"{name!r} is a GGUF file")
             return _from_gguf(folder, place)
         if _kind_of_folder(folder) == "checkpoint":
-            if host != "opened":
-                _check_backend(host, "hooked", f"{name!r} was written by save_model")
             return _checkpoint(folder, place.device, wanted)
-        _check_backend(host, "bridge", _UNLOADED.format(name, "is a local folder"))
-        return _by_bridge(str(folder), place, "folder", host)
+        _check_not_hooked(hooked, f"{name!r} is a local folder")
+        return _opened(str(folder), place, "folder")
     if shipped := shipped_folder(name):
-        if _is_hooked(host):
+        if hooked:
+            _check_has_hooked()
             return _gpt2_by_hooked(shipped, place)
-        return _by_bridge(str(shipped), place, "name", host, shipped.name)
+        return _opened(str(shipped), place, "name", shipped.name)
     if os.path.isdir(name) and "@" not in name:
         raise InfoFlowError(
             f"hub:{name} is to come from the hub, and the libraries would read the folder "
             f"{name!r}: run it from another folder, or give file:{name}"
         )
     if "@" in name:
-        _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
-        return _by_bridge(_at_revision(name), place, "name", host, name)
-    return _by_name(name, place, host)
+        _check_not_hooked(hooked, f"{name!r} names a revision")
+        return _opened(_at_revision(name), place, "name", name)
+    return _by_name(name, place, hooked)
 
 
-_UNLOADED = "{!r} {}, which HookedTransformer does not load"
-
-
-def _is_hooked(backend: Backend) -> bool:
-    """Whether HookedTransformer may host.
-
-    Raises:
-        InfoFlowError: if it is asked for, and the installed TransformerLens has none.
-    """
-    if backend == "hooked" and not HAS_HOOKED_TRANSFORMER:
-        raise InfoFlowError(
-            f"backend is 'hooked', but transformer-lens {version('transformer-lens')} has no "
-            "HookedTransformer: expected backend 'auto' or 'bridge', or transformer-lens 3.9"
-        )
-    return backend in ("auto", "hooked") and HAS_HOOKED_TRANSFORMER
-
-
-def _check_backend(backend: Backend, only: Backend, why: str) -> None:
-    """Refuse another backend than the only one that can host.
+def _check_not_hooked(hooked: bool, why: str) -> None:
+    """Refuse a HookedTransformer where it is asked for and cannot be had.
 
     Raises:
         InfoFlowError: with the reason.
     """
-    if only == "bridge":
-        _is_hooked(backend)
-    if backend not in ("auto", only) and (backend, only) != ("opened", "bridge"):
-        raise InfoFlowError(f"{why}: expected backend 'auto' or {only!r}")
+    if hooked:
+        _check_has_hooked()
+        raise InfoFlowError(
+            f"{why}, which HookedTransformer does not load: expected backend 'auto'"
+        )
+
+
+def _check_has_hooked() -> None:
+    """Refuse a HookedTransformer where the installed TransformerLens has none.
+
+    Raises:
+        InfoFlowError: with the version.
+    """
+    if not HAS_HOOKED_TRANSFORMER:
+        raise InfoFlowError(
+            f"backend is 'hooked', but transformer-lens {version('transformer-lens')} has no "
+            "HookedTransformer: expected backend 'auto', or transformer-lens 3.9"
+        )
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -355,31 +344,30 @@ def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
             fold_value_biases=False,
         )  # fmt: skip
         model.to(place.device)
-    return _loaded(model, name, "name")
+    return _hosted(model, name)
 
 
-def _by_name(name: str, place: Place, backend: Backend) -> LoadedModel:
+def _by_name(name: str, place: Place, hooked: bool) -> LoadedModel:
     official = _official_names().get(name.lower())
-    hooked = _is_hooked(backend)
+    if hooked:
+        _check_has_hooked()
     if official is None:
-        if backend == "hooked" or (backend == "auto" and "/" not in name):
+        if hooked or "/" not in name:
             raise InfoFlowError(
                 f"{name!r} is no official name of TransformerLens{_meant(name)}; expected an "
-                "official name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or "
-                f"'bridge'), a local folder, or what comes with this package: {', '.join(SHIPPED)}"
+                "official name such as gpt2, owner/name of the Hugging Face hub (backend 'auto'), "
+                f"a local folder, or what comes with this package: {', '.join(SHIPPED)}"
             )
-        return _by_bridge(name, place, "name", backend)
-    if official.startswith(_NOT_HOOKED):
-        what = f"{official!r} is no model for HookedTransformer (not a decoder of tokens)"
-        _check_backend(backend, "bridge", what)
-    elif hooked and _runs_code(official):
-        what = f"HookedTransformer would run Python from the hub for {official!r}"
-        _check_backend(backend, "bridge", what)
-    elif hooked:
+        return _opened(name, place, "name")
+    if hooked and official.startswith(_NOT_HOOKED):
+        _check_not_hooked(hooked, f"{official!r} is no decoder of tokens")
+    if hooked and _runs_code(official):
+        _check_not_hooked(hooked, f"{official!r} would run Python from the hub")
+    if hooked or (HAS_HOOKED_TRANSFORMER and official.startswith(_IN_OLD_FORMAT)):
         return _by_hooked(official, place)
     if official.startswith(_IN_OLD_FORMAT):
         return _in_old_format(official, place)
-    return _by_bridge(official, place, "name", backend)
+    return _opened(official, place, "name")
 
 
 def _runs_code(official: str) -> bool:
@@ -421,29 +409,35 @@ def _by_hooked(name: str, place: Place) -> LoadedModel:
             raise
         except errors.EntryNotFoundError:
             pass  # some official models have a config of another kind
-        with tokenizer_of(name) as (tokenizer, has_words):
+        # HookedTransformer loads a tokenizer anew from where it came from
+        with temporary_folder() as folder:
+            words = None if own_tokenizer(name) is not None else _no_words(folder)
             model = transformer_lens.HookedTransformer.from_pretrained_no_processing(
-                name,
-                dtype=place.dtype,
-                device=place.device,
-                tokenizer=tokenizer,
+                name, dtype=place.dtype, device=place.device, tokenizer=words
             )
-    if not has_words:
+    if words is not None:
         model.tokenizer = None
-    return _loaded(model, name, "name")
+    return _hosted(model, name)
+
+
+def _no_words(folder: Path) -> Any:
+    """A tokenizer that stands in for one that is not there, while HookedTransformer loads."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
 
 
 def _in_old_format(name: str, place: Place) -> LoadedModel:
     """Models from before the format of Hugging Face, with a native bridge of TransformerLens 4."""
-    if HAS_HOOKED_TRANSFORMER:
-        raise InfoFlowError(
-            f"{name!r} is not in the format of Hugging Face, which a bridge needs: expected "
-            "backend 'auto' or 'hooked'"
-        )
     with without_trace(), _named(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=place.device, dtype=place.dtype)
-    return _loaded(model, name, "name")
+    return _hosted(model, name)
 
 
 def _at_revision(name: str) -> str:
@@ -457,12 +451,8 @@ def _at_revision(name: str) -> str:
         return snapshot_download(official, revision=revision or None, allow_patterns=files)
 
 
-def _by_bridge(
-    name: str,
-    place: Place,
-    source: Literal["folder", "name"],
-    backend: Backend,
-    known_as: str | None = None,
+def _opened(
+    name: str, place: Place, source: Literal["folder", "name"], known_as: str | None = None
 ) -> LoadedModel:
     """A folder or a name of the hub; `known_as` is what messages call it, by default the same."""
     with without_trace(), _named(known_as or name):
@@ -476,18 +466,9 @@ def _by_bridge(
         if stored is not None:
             check_sizes(Path(name), config, stored)
         alone = transformers_model(name, config, place)
-        if backend == "opened":
-            opened = open_model(alone.eval(), own_tokenizer(name))
-            description = _description(opened, known_as or name)
-            return LoadedModel(opened, opened.tokenizer, source, description)
-        with tokenizer_of(name) as (tokenizer, has_words):
-            try:
-                host = hosted(name, alone, tokenizer, has_words)
-            except Exception as error:  # a class that no bridge hosts is shown as it is
-                alone = transformers_model(name, config, place)
-                words = own_tokenizer(name)
-                host = _opened_instead(alone, words, error)
-            return _loaded(host, known_as or name, source)
+        opened = open_model(alone, own_tokenizer(name))
+    description = _description(opened, known_as or name)
+    return LoadedModel(opened, opened.tokenizer, source, description)
 
 
 def _in_memory(
@@ -495,13 +476,13 @@ def _in_memory(
     tokenizer: Any,
     device: str | None,
     dtype: torch.dtype | None,
-    backend: str,
+    hooked: bool,
 ) -> LoadedModel:
     """A model that is there already.
 
     Raises:
-        InfoFlowError: for a class that is neither of transformers nor of TransformerLens, and for a
-            device or dtype that it does not have: moving it would move the user's own.
+        InfoFlowError: for a device or dtype that it does not have: moving it would move the user's
+            own.
     """
     loaded = given if isinstance(given, LoadedModel) else None
     model = given.model if isinstance(given, LoadedModel) else given
@@ -528,99 +509,28 @@ def _in_memory(
         return loaded or LoadedModel(
             model, getattr(model, "tokenizer", None), "memory", _description(model, "in memory")
         )
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        opened = open_model(model, tokenizer)
-        return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
-    # a bridge follows the tensors of a model alone
-    if backend == "opened" or (backend == "auto" and _runs_own_code(model)):
-        tokenizer = own_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
-        opened = open_model(model, tokenizer)
-        return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
-    if backend == "hooked":
+    if hooked:
         raise InfoFlowError(
-            f"the {kind} in memory is hosted by TransformerBridge: expected backend 'auto' or "
-            "'bridge'"
+            f"the {kind} in memory is no HookedTransformer: expected backend 'auto', which "
+            "measures it as it is"
         )
-    name = model.name_or_path or kind
-    with without_trace(), _named(name):
-        check_one_stack(name, model.config)
-        # other modules around the same tensors: a bridge puts its own parts into what it hosts
-        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        alone = copy.deepcopy(model, shared)
-        alone.set_attn_implementation("eager")
-        alone.eval()
-        if not alone.config.architectures:  # as of models that are built from a config
-            alone.config.architectures = [class_of_transformers(alone)]
-        with tokenizer_of(model.name_or_path, tokenizer) as (words, has_words):
-            try:
-                return _loaded(hosted(name, alone, words, has_words), name, "memory")
-            except Exception as error:  # a class that no bridge hosts is shown as it is
-                if tokenizer is None:
-                    tokenizer = own_tokenizer(model.name_or_path)
-                found = _opened_instead(model, tokenizer, error)
-    return LoadedModel(found, tokenizer, "memory", _description(found, name))
+    name = getattr(model, "name_or_path", None)
+    tokenizer = own_tokenizer(name) if tokenizer is None and isinstance(name, str) else tokenizer
+    opened = open_model(model, tokenizer)
+    return LoadedModel(opened, tokenizer, "memory", _description(opened, name or kind))
 
 
-def _runs_own_code(model: Any) -> bool:
-    """Whether a model of transformers has adapters, or attention that transformers does not have.
-
-    Such attention has a name of its own, or stands under that of another.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name = getattr(model.config, "_attn_implementation", None) or "eager"
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    is_ours = function is None or function.__module__.startswith("transformers.")
-    return not is_ours or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def _opened_instead(model: nn.Module, tokenizer: Any, error: Exception) -> NamedModel:
-    """Open a model that no bridge hosts.
-
-    Raises:
-        InfoFlowError: if it cannot be opened, either; the reason of the bridge stands with it.
-    """
-    if is_out_of_memory(error):
-        raise error
-    try:
-        return open_model(model, tokenizer)
-    except InfoFlowError as refused:
-        if str(refused) == str(error):
-            raise
-        raise InfoFlowError(f"{refused} (and no bridge hosts it: {first_line(error)})") from error
-
-
-def _loaded(model: Any, name: str, source: Source) -> LoadedModel:
-    """The model in evaluation mode, if it has attention over tokens in every block."""
-    for flag, read in (("is_audio_model", "sound"), ("is_visual_model", "images")):
-        if getattr(model.cfg, flag, False):
-            raise InfoFlowError(f"{name!r} reads {read}: expected a model over tokens")
-    n_layers = len(getattr(model, "blocks", ()))
-    without = [
-        layer
-        for layer in range(n_layers)
-        if f"blocks.{layer}.attn.hook_pattern" not in model.hook_dict
-    ]
-    if not n_layers or len(without) == n_layers:
-        raise InfoFlowError(
-            f"{name!r} has no blocks with attention: there is nothing to attend by; expected a "
-            "Transformer such as gpt2"
-        )
-    if without:
-        raise InfoFlowError(
-            f"{name!r} has no attention in layers {', '.join(map(str, without))}: expected "
-            "attention in every block"
-        )
+def _hosted(model: Any, name: str) -> LoadedModel:
+    """A model of TransformerLens, in evaluation mode."""
     model.eval()
-    return LoadedModel(model, model.tokenizer, source, _description(model, name))
+    return LoadedModel(model, model.tokenizer, "name", _description(model, name))
 
 
 def _description(model: Any, name: str) -> str:
     weight = next(model.parameters())
+    kind = type(model.original_model if isinstance(model, NamedModel) else model)
     words = [
-        f"{name}: {type(model).__name__}",
+        f"{name}: {kind.__name__}",
         f"{len(model.blocks)} layers",
         f"d_model {model.cfg.d_model}",
         str(weight.dtype).removeprefix("torch."),
@@ -673,8 +583,8 @@ def _why(name: str, error: BaseException) -> str:
         return f"{name!r} does not fit into memory: try dtype bfloat16, or another device"
     return (
         f"{name!r} cannot be loaded ({type(error).__name__}: {first_line(error)}): expected a "
-        "model that TransformerLens supports, with whole files; look at its config.json and "
-        "weights, or try another backend"
+        "model of a class that transformers has, with whole files; look at its config.json and "
+        "weights"
     )
 
 

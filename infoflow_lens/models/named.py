@@ -320,6 +320,27 @@ class NamedModel(HookedRootModule):
             ids = ids[:, 1:]
         return ids[:, : self.cfg.n_ctx] if truncate else ids
 
+    def to_string(self, tokens: Any) -> str | list[str]:
+        """Make a text of ids [pos], or one of each row of ids [batch, pos].
+
+        Raises:
+            InfoFlowError: without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InfoFlowError("the model has no tokenizer: expected one; open_model(model, ...)")
+        ids = torch.as_tensor(tokens)
+        texts: list[str] = self.tokenizer.batch_decode(ids if ids.ndim > 1 else ids.reshape(1, -1))
+        return texts if ids.ndim > 1 else texts[0]
+
+    def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str]:
+        """Make of a text, or of ids [pos] or [1, pos], the text of each token.
+
+        Raises:
+            InfoFlowError: without a tokenizer.
+        """
+        ids = self.to_tokens(input, prepend_bos) if isinstance(input, str) else input
+        return [str(self.to_string([i])) for i in torch.as_tensor(ids).flatten().tolist()]
+
     def to_single_token(self, text: str) -> int:
         """Return the id of a text that is one token.
 

@@ -14,8 +14,8 @@ from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.naming import find_model
-from infoflow_lens.models.bridges import Stored, check_config, find_class
 from infoflow_lens.models.loading import load_any
+from infoflow_lens.models.pretrained import Stored, check_config, find_class
 from infoflow_lens.models.shipped import shipped_folder
 
 _CHECKPOINTS, _STEP = "checkpoints", re.compile(r"step-?(\d+)$")

@@ -41,12 +41,19 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
 def save_tokenizer(tokenizer: "Tokenizer", folder: Path, n_context: int) -> None:
     """Write the files from which ``AutoTokenizer`` loads it, without a network.
 
+    What is loaded puts <|endoftext|> before each text, as every sequence of the training began.
     The class that they name is known to every version of transformers; what version 5 would write
     itself is unknown to version 4.
     """
+    from tokenizers import Tokenizer, processors
+
     from infoflow_lens.foundation.files import write_json, write_text
 
-    text = tokenizer.to_str(pretty=False)
+    saved = Tokenizer.from_str(tokenizer.to_str())
+    saved.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END_OF_TEXT_ID)]
+    )
+    text = saved.to_str(pretty=False)
     write_text(folder / "tokenizer.json", json.dumps(json.loads(text), ensure_ascii=False))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -63,7 +70,7 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, n_context: int) -> None
 def token_stream(tokenizer: "Tokenizer", texts: Sequence[str]) -> Int[Tensor, " pos"]:
     """Join the ids of all texts, each with <|endoftext|> before it."""
     ids: list[int] = []
-    for encoding in tokenizer.encode_batch(list(texts)):
+    for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False):
         ids.append(END_OF_TEXT_ID)
         ids.extend(encoding.ids)
     return torch.tensor(ids, dtype=torch.int16)

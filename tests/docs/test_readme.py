@@ -28,7 +28,8 @@ def shown():
     folder = shipped_folder("stdlib-2l")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]])
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    assert ids[0, 0] == tokenizer.bos_token_id
     assert tokenizer.convert_ids_to_tokens(ids[0].tolist())[PAREN : NAME + 1] == ["(", "name"]
     return text, model, ids
 

@@ -21,7 +21,9 @@ TEXT, OTHER = "w7 w34 w29 w47 w30 w5", "w7 w34 w36 w47 w30 w5"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return zoo.save("llama", tmp_path_factory.mktemp("llama"))
+    folder = zoo.save("llama", tmp_path_factory.mktemp("llama"))
+    zoo.tokenizer(begins=False).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,8 @@ def test_a_folder_a_users_model_and_a_loaded_one_have_one_answer(folder, found):
     assert found.tokens == tuple(TEXT.split())
     assert found.readout == "'w9' against 'w23'"
     alone = zoo.build("llama")
-    for model in (alone, load_any(folder, backend="opened")):
-        words = {} if model is not alone else {"tokenizer": zoo.tokenizer()}
+    for model in (alone, load_any(folder)):
+        words = {} if model is not alone else {"tokenizer": zoo.tokenizer(begins=False)}
         again = ask(model, TEXT, "w9", "w23", OTHER, progress=False, **words)
         assert again.unit_effect.nan_to_num(7).equal(found.unit_effect.nan_to_num(7))
         assert (again.kept, again.lost) == (found.kept, found.lost)
@@ -55,8 +57,7 @@ def test_a_folder_a_users_model_and_a_loaded_one_have_one_answer(folder, found):
 
 def test_a_hosted_model_is_asked_too(folder):
     """Through a bridge, which puts its token in front; and one of our own classes."""
-    bridge = load_any(folder)
-    found = ask(bridge, TEXT, "w9", "w23", quick=True, progress=False)
+    found = ask(zoo.bridge(folder), TEXT, "w9", "w23", quick=True, progress=False)
     assert isinstance(found, Answer)
     ours = make_token_model()
     ids = torch.arange(5) + 4
@@ -85,7 +86,7 @@ def test_answers_of_several_tokens_are_told_by_the_first_that_differs(folder):
 
 def test_a_masked_word_is_asked_at_the_mask(tmp_path):
     folder = zoo.save("bert", tmp_path / "bert")
-    words = zoo.tokenizer()
+    words = zoo.tokenizer(begins=False)
     words.mask_token = "w49"
     found = ask(
         zoo.build("bert"), "w5 w49 w7 w8", "w9", "w23", "w5 w49 w7 w20",
@@ -271,7 +272,7 @@ def test_units_that_are_none_are_refused(folder, units):
 def test_states_are_no_words():
     """A sentence encoder said its first dimension as a word."""
     config = zoo.build("bert").config
-    model = open_model(transformers.BertModel(config).eval(), zoo.tokenizer())
+    model = open_model(transformers.BertModel(config).eval(), zoo.tokenizer(begins=False))
     with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
         ask(model, "w5 w6 w7 w8", "w5", "w6", progress=False)
     with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):

@@ -324,7 +324,7 @@ def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, 
     assert alone.view.inputs[0].influence[:, :6].isnan().all()
     assert alone.explained == found.explained
     exact = 1.5 * 7 * host.cfg.d_model  # passes
-    cost = sum(p.numel() for p in host.blocks.parameters()) * 7
+    cost = sum(p.numel() for p in host.original_model.transformer.h.parameters()) * 7
     monkeypatch.setattr("infoflow_lens.flows.measuring._DIRECTIONS_ELSEWHERE", 4)
     monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", cost * exact * 0.9)
     estimated = quick(host, TEXT)

@@ -32,7 +32,6 @@ EVALUATES = {
         "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
         "infoflow_lens/foundation/plugins.py": "entry points of installed packages",
         "infoflow_lens/foundation/versions.py": "versions of packages",
-        "infoflow_lens/models/bridges.py": "versions of packages",
         "infoflow_lens/models/hooked.py": "transformer_lens, which two versions arrange otherwise",
         "infoflow_lens/models/loading.py": "transformer_lens, as before",
         "infoflow_lens/probing/part.py": "parts of ours, from a table in the file",
@@ -52,7 +51,6 @@ EVALUATES = {
     "transformer_lens": {
         "infoflow_lens/models/attention.py": "its modules",
         "infoflow_lens/models/blocks.py": "its modules",
-        "infoflow_lens/models/bridges.py": "a model that transformers has loaded",
         "infoflow_lens/models/hooked.py": "its modules",
         "infoflow_lens/models/host.py": "its activations",
         "infoflow_lens/models/loading.py": "official names",
@@ -65,7 +63,7 @@ EVALUATES = {
         "studies/language_model/measures.py": "a type",
         "studies/language_model/model.py": "a model that is made here",
         "infoflow_lens/foundation/progress.py": "its bars",
-        "infoflow_lens/models/bridges.py": "without remote code",
+        "infoflow_lens/models/pretrained.py": "without remote code",
         "infoflow_lens/models/configs.py": "without remote code",
         "infoflow_lens/models/loading.py": "without remote code",
     },
@@ -166,7 +164,7 @@ UNSAFE = {
     "exec_module": {"tasks/registry.py": "a file that the user named as a task"},
     "trust_remote_code": {
         "studies/language_model/snapshots.py": "False",
-        "infoflow_lens/models/bridges.py": "False",
+        "infoflow_lens/models/pretrained.py": "False",
         "infoflow_lens/models/configs.py": "False",
         "infoflow_lens/models/loading.py": "False",
     },

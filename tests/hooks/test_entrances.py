@@ -47,7 +47,7 @@ def folders(tmp_path_factory):
 
 def loaded(folder, dtype="float32", times=1.0):
     """A bridge, with scores so many times as large."""
-    model = load_any(folder, dtype=dtype).model
+    model = zoo.bridge(folder, getattr(torch, dtype))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # queries alone, also where they share a matrix with keys and values

@@ -34,7 +34,6 @@ from infoflow_lens import (
     attach,
     build_model,
     build_token_model,
-    load_any,
     run_probes,
 )
 from infoflow_lens.foundation.memory import bytes_in
@@ -152,7 +151,7 @@ MODELS = {
     ),
     # scores are scores; the pattern stands in their place; norms behind the sums
     **{
-        f"bridge, {name}": (lambda folders, name=name: load_any(folders[name]).model, token_ids)
+        f"bridge, {name}": (lambda folders, name=name: zoo.bridge(folders[name]), token_ids)
         for name in BRIDGES
     },
     # the object as it is given, with fused attention, and with norms behind the sums

@@ -105,7 +105,7 @@ def test_a_head_of_rxnmapper_maps_atoms():
 
     from infoflow_lens import load_any
 
-    model = load_any(folder_of("rxnmapper"), backend="opened").model
+    model = load_any(folder_of("rxnmapper")).model
     arrow_id = model.tokenizer.convert_tokens_to_ids(">>")
     found = find_heads(
         model, [smiles], "same token", progress=False,

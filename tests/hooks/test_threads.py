@@ -14,7 +14,6 @@ from infoflow_lens import (
     JacobianInfluence,
     PatternsProbe,
     inspect_model,
-    load_any,
     measure_edge_budget,
     measure_mechanisms,
     measure_sufficiency,
@@ -228,9 +227,9 @@ def test_a_thread_that_comes_later_keeps_its_tangents(model, inputs, monkeypatch
     assert differentiate() != 0
 
 
-def test_a_bridge_that_mixes_passes_of_two_threads_is_refused(tmp_path):
+def test_a_bridge_that_mixes_passes_of_two_threads_is_refused():
     """TransformerLens 4 keeps how many sequences a pass has where the pass of another finds it."""
-    model = load_any(zoo.save("gpt2", tmp_path), backend="bridge").model
+    model = zoo.bridge("gpt2")
     if not hasattr(model, "pos_embed"):
         pytest.skip("no bridge of TransformerLens 4")
     ids = zoo.tokens(1, 7)
@@ -244,15 +243,15 @@ def test_a_bridge_that_mixes_passes_of_two_threads_is_refused(tmp_path):
         run_probes(model, ids, [PatternsProbe()], progress=False)
 
 
-def model_of(kind, tmp_path):
+def model_of(kind):
     if kind == "own":
         return make_token_model().eval()
-    return load_any(zoo.save("llama", tmp_path)).model.eval()
+    return zoo.bridge("llama") if kind == "bridge" else open_model(zoo.build("llama"))
 
 
 @pytest.mark.parametrize("kind", ["own", "bridge"])
 def test_edits_and_starts_are_those_of_the_thread_that_makes_them(kind, tmp_path):
-    model, x = model_of(kind, tmp_path), token_ids(3)
+    model, x = model_of(kind), token_ids(3)
     with torch.no_grad(), ThreadPoolExecutor(1) as pool:
         plain = model(x)
         meanwhile = []

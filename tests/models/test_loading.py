@@ -17,25 +17,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from infoflow_lens import InfoFlowError, flow, open_model
-from infoflow_lens.models import bridges
-from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import NamedModel
+from infoflow_lens.models.pretrained import find_class, without_trace
 from tests.conftest import make_token_model, some_of
 from tests.processes import started
 from tests.reference import families, zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
 TOKENS = zoo.tokens(3, 9)
-# who hosts official names
-OF_OFFICIAL_NAMES = "HookedTransformer" if HAS_HOOKED_TRANSFORMER else "TransformerBridge"
-# for which TransformerLens 3 would run Python from the hub: a bridge hosts them
+# for which TransformerLens 3 would run Python from the hub
 WITH_CODE = ("openai/gpt-oss-20b",)
-# whose logits the bridge gets wrong; they are opened as they are
-WRONG = ("cohere", "cohere2") if HAS_HOOKED_TRANSFORMER else ()
-RIGHT = tuple(name for name in zoo.FAMILIES if name not in WRONG)
 # official names of models of many architectures, and what stands for them in the cache
 OFFICIAL = {
     "gpt2": "gpt2",
@@ -76,11 +70,12 @@ def logits(model):
 # What is loaded is what was saved
 
 
-@pytest.mark.parametrize("name", zoo.some_families(RIGHT))
+@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES))
 def test_a_folder_of_hugging_face_computes_what_transformers_computes(name, tmp_path):
     loaded = load_any(zoo.save(name, tmp_path / name))
-    assert (type(loaded.model).__name__, loaded.source) == ("TransformerBridge", "folder")
-    torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+    assert (type(loaded.model), loaded.source) == (NamedModel, "folder")
+    assert type(loaded.model.original_model).__name__ == zoo.ARCHITECTURES[name][1]
+    assert logits(loaded.model).equal(plain(name))
     if name not in zoo.WITHOUT_TOKENIZER:
         assert loaded.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
     assert not loaded.model.training
@@ -95,49 +90,17 @@ def test_weights_in_several_files_are_those_of_one(tmp_path):
 
 
 def test_twenty_families_are_known():
-    assert len(RIGHT) + len(WRONG) == len(zoo.FAMILIES) >= 20
+    assert len(zoo.FAMILIES) >= 20
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_folder_that_a_bridge_gets_wrong_is_opened_as_it_is(name, tmp_path):
-    found = load_any(zoo.save(name, tmp_path / name))
-    assert isinstance(found.model, NamedModel)
-    torch.testing.assert_close(logits(found.model), plain(name), rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_that_a_bridge_gets_wrong_is_opened_as_it_is(tmp_path, monkeypatch):
-    """What the bridge computes is compared with the model."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    forward = TransformerBridge.forward
-
-    def a_little_wrong(self, *args, **kwargs):
-        return forward(self, *args, **kwargs) * 1.01
-
-    folder = zoo.save("llama", tmp_path / "llama")
-    monkeypatch.setattr(TransformerBridge, "forward", a_little_wrong)
-    for dtype in ("float32", "float64"):
-        found = load_any(folder, dtype=dtype)
-        assert isinstance(found.model, NamedModel)
-        alone = plain("llama") if dtype == "float32" else None
-        assert alone is None or logits(found.model).equal(alone)
-
-
-def test_a_model_whose_bridge_loses_the_causal_mask_in_padded_batches_is_opened(tmp_path):
+def test_padded_batches_of_openai_gpt_keep_the_causal_mask(tmp_path):
+    """Its bridge lost it."""
     model = families.build("openai-gpt")
     model.save_pretrained(tmp_path)
     ids = families.tokens()
     mask = families.masks(ids)["right"]["attention_mask"]
-    found = load_any(tmp_path).model
-    assert isinstance(found, NamedModel)
-    torch.testing.assert_close(
-        found(ids, attention_mask=mask), model(ids, attention_mask=mask).logits, rtol=0, atol=1e-5
-    )
-    with (
-        bridges.tokenizer_of(None) as (words, _),
-        pytest.raises(InfoFlowError, match="of their range where a batch is padded"),
-    ):
-        bridges.hosted("mine", model, words, False)
+    found = load_any(tmp_path).model(ids, attention_mask=mask)
+    assert found.equal(model(ids, attention_mask=mask).logits)
 
 
 def narrow(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -192,9 +155,8 @@ def test_missing_weights_are_no_random_ones(name, weight, tmp_path):
 def test_an_official_name_computes_what_transformers_computes(official, name, cache):
     zoo.save_in_cache(name, official, cache)
     loaded = load_any(official)
-    host = "TransformerBridge" if official in WITH_CODE else OF_OFFICIAL_NAMES
-    assert (type(loaded.model).__name__, loaded.source) == (host, "name")
-    torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+    assert (type(loaded.model), loaded.source) == (NamedModel, "name")
+    assert logits(loaded.model).equal(plain(name))
     if name not in zoo.WITHOUT_TOKENIZER:
         assert loaded.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
     assert not loaded.model.training
@@ -202,17 +164,29 @@ def test_an_official_name_computes_what_transformers_computes(official, name, ca
 
 def test_weights_of_official_models_are_as_trained(cache):
     zoo.save_in_cache("gpt2", "gpt2", cache)
-    block, trained = load_any("gpt2").model.blocks[1], zoo.build("gpt2").transformer.h[1]
-    scale = block.ln1.w if HAS_HOOKED_TRANSFORMER else block.ln1.weight
-    assert torch.equal(scale, trained.ln_1.weight)
-    assert torch.equal(block.mlp.W_out, trained.mlp.c_proj.weight)
+    found, trained = load_any("gpt2").model.original_model, zoo.build("gpt2")
+    expected = trained.state_dict()
+    assert all(torch.equal(one, expected[name]) for name, one in found.state_dict().items())
+    trained = trained.transformer.h[1]
+    if HAS_HOOKED_TRANSFORMER:
+        hooked = load_any("gpt2", backend="hooked").model.blocks[1]
+        assert torch.equal(hooked.ln1.w, trained.ln_1.weight)
+        assert torch.equal(hooked.mlp.W_out, trained.mlp.c_proj.weight)
 
 
-@pytest.mark.parametrize("backend", ["bridge", "auto"])
-def test_the_backend_decides_who_hosts_a_name(backend, cache):
-    zoo.save_in_cache("gpt2", "gpt2", cache)
-    kind = "TransformerBridge" if backend == "bridge" else OF_OFFICIAL_NAMES
-    assert type(load_any("gpt2", backend=backend).model).__name__ == kind
+@needs_hooked_transformer
+@pytest.mark.parametrize(("official", "name"), list(OFFICIAL.items())[:4])
+def test_a_hooked_transformer_is_had_where_it_is_asked_for(official, name, cache):
+    zoo.save_in_cache(name, official, cache)
+    loaded = load_any(official, backend="hooked")
+    assert (type(loaded.model).__name__, loaded.source) == ("HookedTransformer", "name")
+    torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+    assert not loaded.model.training
+
+
+def test_the_backend_that_is_gone_says_what_to_do():
+    with pytest.raises(InfoFlowError, match=r"is gone.*TransformerBridge\.boot_transformers\(name"):
+        load_any("gpt2", backend="bridge")
 
 
 def test_an_alias_stands_for_its_official_name(cache):
@@ -222,34 +196,25 @@ def test_an_alias_stands_for_its_official_name(cache):
     )
 
 
-def test_other_models_of_the_hub_go_to_the_bridge(cache):
+def test_other_models_of_the_hub_are_opened(cache):
     zoo.save_in_cache("llama", "someone/their-llama", cache)
-    loaded = load_any("someone/their-llama")
-    assert type(loaded.model).__name__ == "TransformerBridge"
-    torch.testing.assert_close(logits(loaded.model), plain("llama"), rtol=1e-4, atol=1e-4)
+    assert logits(load_any("someone/their-llama").model).equal(plain("llama"))
 
 
-def test_encoders_go_to_the_bridge_although_hooked_transformer_would_take_their_weights(cache):
+def test_encoders_are_opened_although_hooked_transformer_would_take_their_weights(cache):
     zoo.save_in_cache("bert", "google-bert/bert-base-cased", cache)
-    loaded = load_any("bert-base-cased")
-    torch.testing.assert_close(logits(loaded.model), plain("bert"), rtol=1e-4, atol=1e-4)
+    assert logits(load_any("bert-base-cased").model).equal(plain("bert"))
     if HAS_HOOKED_TRANSFORMER:
-        with pytest.raises(InfoFlowError, match="no model for HookedTransformer"):
+        with pytest.raises(InfoFlowError, match=r"no decoder of tokens.*expected backend 'auto'"):
             load_any("bert-base-cased", backend="hooked")
 
 
 @needs_version_4
 @pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "gtp2"])
 def test_version_4_has_no_backend_hooked(name, cache):
-    message = r"transformer-lens 4\S* has no HookedTransformer: expected backend 'auto' or 'bridge'"
+    message = r"transformer-lens 4\S* has no HookedTransformer: expected backend 'auto', or trans"
     with pytest.raises(InfoFlowError, match=message):
         load_any(name, backend="hooked")
-
-
-@needs_hooked_transformer
-def test_the_old_format_has_no_bridge_in_version_3(cache):
-    with pytest.raises(InfoFlowError, match="not in the format of Hugging Face"):
-        load_any("attn-only-1l", backend="bridge")
 
 
 @needs_version_4
@@ -429,7 +394,7 @@ def test_broken_files_are_said_of_the_model(file, text, message, tmp_path):
 def test_models_of_other_kinds_are_refused(tmp_path):
     with pytest.raises(InfoFlowError, match="is an encoder with a decoder"):
         load_any(zoo.save("t5", tmp_path / "t5"))
-    with pytest.raises(InfoFlowError, match="has no blocks with attention"):
+    with pytest.raises(InfoFlowError, match="no attention was seen in MambaForCausalLM"):
         load_any(zoo.save("mamba", tmp_path / "mamba"))
 
 
@@ -444,7 +409,7 @@ def test_a_model_too_large_for_memory_is_said_with_what_to_do(tmp_path, monkeypa
         raise error
 
     folder = zoo.save("gpt2", tmp_path / "gpt2")
-    monkeypatch.setattr("infoflow_lens.models.loading.hosted", none_left)
+    monkeypatch.setattr("infoflow_lens.models.loading.transformers_model", none_left)
     with pytest.raises(InfoFlowError, match="does not fit into memory: try dtype bfloat16"):
         load_any(folder)
 
@@ -453,7 +418,7 @@ def test_options_that_do_not_exist(tmp_path, architecture):
     folder = zoo.save("gpt2", tmp_path / "gpt2")
     save_model(build_model(architecture), tmp_path / "ours")
     for options, message in [
-        ({"backend": "brigde"}, "backend is 'brigde'.*did you mean 'bridge'"),
+        ({"backend": "openned"}, "backend is 'openned'.*did you mean 'opened'"),
         (
             {"backend": "hooked"},
             "local folder, which HookedTransformer does not load"
@@ -467,8 +432,6 @@ def test_options_that_do_not_exist(tmp_path, architecture):
     ]:
         with pytest.raises(InfoFlowError, match=message):
             load_any(folder, **options)
-    with pytest.raises(InfoFlowError, match="expected backend 'auto' or 'hooked'"):
-        load_any(tmp_path / "ours", backend="bridge")
     assert load_any(tmp_path / "ours", backend="hooked").source == "checkpoint"
 
 
@@ -481,22 +444,19 @@ def test_the_zoo_is_saved_in_the_format_of_hugging_face(tmp_path):
 # Models that are in memory
 
 
-def test_a_model_of_transformers_in_memory_is_hosted_and_left_alone():
+def test_a_model_of_transformers_in_memory_is_opened_and_left_alone():
     alone = zoo.build("gpt2")
     alone.train()
     alone.set_attn_implementation("sdpa")
     before = {name: type(module) for name, module in alone.named_modules()}
     loaded = load_any(alone, tokenizer=zoo.tokenizer())
-    assert (type(loaded.model).__name__, loaded.source) == ("TransformerBridge", "memory")
-    torch.testing.assert_close(logits(loaded.model), plain("gpt2"), rtol=1e-4, atol=1e-4)
-    assert loaded.model.to_tokens("w5 w7")[0].tolist()[-2:] == [5, 7]
+    assert (type(loaded.model), loaded.source) == (NamedModel, "memory")
+    assert loaded.model.original_model is alone
+    assert loaded.model.to_tokens("w5 w7")[0].tolist() == [2, 5, 7]
     assert {name: type(module) for name, module in alone.named_modules()} == before
     assert alone.training
     assert alone.config._attn_implementation == "sdpa"
     assert not alone.transformer.h[0].attn._forward_hooks
-    with torch.no_grad():  # the weights are the same ones
-        alone.transformer.wte.weight *= 2
-    assert not torch.allclose(logits(loaded.model), plain("gpt2"), atol=1e-2)
 
 
 SMALL = {
@@ -524,7 +484,7 @@ FROM_A_CONFIG = {
 
 
 @pytest.mark.parametrize("family", FROM_A_CONFIG)
-def test_a_model_that_was_built_from_a_config_is_hosted(family):
+def test_a_model_that_was_built_from_a_config_is_opened(family):
     """Its config names no architecture, and is left so."""
     transformers = pytest.importorskip("transformers")
     config = f"{family}{'Text' if family == 'Gemma3' else ''}Config"
@@ -541,7 +501,7 @@ def test_a_model_that_was_built_from_a_config_is_hosted(family):
     assert alone.config.architectures is None
 
 
-def test_a_class_of_ones_own_is_hosted_as_the_class_that_it_extends():
+def test_a_class_of_ones_own_is_opened():
     from transformers import LlamaForCausalLM
 
     alone = zoo.build("llama")
@@ -608,7 +568,7 @@ def test_what_hosts_already_is_taken_as_it_is(model):
     ("settings", "message"),
     [
         ({"dtype": "bfloat16"}, "dtype is 'torch.bfloat16', but the .* in memory has"),
-        ({"backend": "hooked"}, "is hosted by TransformerBridge: expected backend"),
+        ({"backend": "hooked"}, "is no HookedTransformer: expected backend 'auto'"),
     ],
 )
 def test_a_model_in_memory_is_neither_moved_nor_cast(settings, message):
@@ -759,8 +719,8 @@ def test_a_pipe_among_the_files_of_a_model_is_refused(tmp_path):
 
 
 @needs_hooked_transformer
-def test_official_names_that_would_run_code_are_hosted_by_a_bridge_alone():
-    with pytest.raises(InfoFlowError, match=r"would run Python from the hub .*'bridge'"):
+def test_official_names_that_would_run_code_are_no_hooked_transformer():
+    with pytest.raises(InfoFlowError, match=r"would run Python from the hub.*'auto'"):
         load_any("microsoft/phi-2", backend="hooked")
 
 
@@ -839,7 +799,6 @@ def test_a_model_that_gives_nan_by_itself_is_named(spoiled, tmp_path):
     for load in (
         lambda: load_any(model),
         lambda: load_any(tmp_path, dtype=dtype),
-        lambda: load_any(tmp_path, dtype=dtype, backend="bridge"),
         lambda: open_model(model),
         lambda: flow(model, [[1, 2, 3]], progress=False),
     ):
@@ -849,17 +808,13 @@ def test_a_model_that_gives_nan_by_itself_is_named(spoiled, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_a_folder_can_be_opened_as_it_is(name, tmp_path):
-    found = load_any(zoo.save(name, tmp_path / name), backend="opened")
-    assert isinstance(found.model, NamedModel)
-    assert (found.source, type(found.model.original_model).__module__[:12]) == (
-        "folder",
-        "transformers",
-    )
-    torch.testing.assert_close(logits(found.model), plain(name), rtol=1e-5, atol=1e-5)
-    assert found.tokenizer("w5 w7")["input_ids"] == [5, 7]
-    # no token is put in front that the tokenizer does not
-    assert found.model.to_tokens("w5 w7").tolist() == [[5, 7]]
+def test_texts_are_what_the_tokenizer_makes_of_them(name, tmp_path):
+    found = load_any(zoo.save(name, tmp_path / name))
+    assert found.tokenizer("w5 w7")["input_ids"] == [2, 5, 7]
+    assert found.model.to_tokens("w5 w7").tolist() == [[2, 5, 7]]
+    assert found.model.to_str_tokens("w5 w7") == ["<bos>", "w5", "w7"]
+    assert found.model.to_tokens("w5 w7", prepend_bos=False).tolist() == [[5, 7]]
+    assert found.model.to_string(torch.tensor([[5, 7], [6, 8]])) == ["w5 w7", "w6 w8"]
 
 
 def test_what_is_in_memory_is_opened_without_a_copy():

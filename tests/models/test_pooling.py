@@ -63,7 +63,7 @@ def test_two_sentences_are_near_by_the_models_own_pooling(said, pooling, folder)
 
 def test_a_pooling_that_is_given_goes_first(folder):
     pool(folder, {"pooling_mode_cls_token": True})
-    model = load_any(folder, backend="opened").model
+    model = load_any(folder).model
     assert EmbeddingCosine(torch.ones(16), pooling="max").bind(model).pooling == "max"
     assert EmbeddingCosine(torch.ones(16)).bind(model).pooling == "first"
     with pytest.raises(InfoFlowError, match=r"pooling is 'maxi'.*did you mean 'max'"):
@@ -84,7 +84,7 @@ def test_what_the_readout_does_not_have_is_refused(said, behind, match, folder):
     pool(folder, said)
     if behind:
         (folder / behind).mkdir()
-    model = load_any(folder, backend="opened").model
+    model = load_any(folder).model
     with pytest.raises(InfoFlowError, match=match):
         EmbeddingCosine(torch.ones(16)).bind(model)
 
@@ -93,7 +93,7 @@ def test_a_pooling_that_is_no_json_is_named(folder):
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text("mean")
     with pytest.raises(InfoFlowError, match="is no pooling of an embedding model"):
-        EmbeddingCosine(torch.ones(16)).bind(load_any(folder, backend="opened").model)
+        EmbeddingCosine(torch.ones(16)).bind(load_any(folder).model)
 
 
 @pytest.mark.parametrize("to", [torch.ones(2, 16), torch.ones(1, 16), [1.0], torch.tensor(1.0)])

@@ -7,7 +7,6 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks.model.capabilities import inspect_model
-from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 from tests.versions import needs_hooked_transformer
@@ -33,8 +32,7 @@ def attention(loaded):
 
 def test_it_loads_by_name_with_its_tokenizer_in_float32(loaded):
     assert loaded.source == "name"
-    kind = "HookedTransformer" if HAS_HOOKED_TRANSFORMER else "TransformerBridge"
-    assert loaded.description == f"stdlib-2l: {kind}, 2 layers, d_model 128, float32, cpu"
+    assert loaded.description == "stdlib-2l: GPT2LMHeadModel, 2 layers, d_model 128, float32, cpu"
     assert loaded.model.to_tokens("import os").tolist()[0][0] == 0
     assert loaded.model.to_string(loaded.model.to_tokens("é = [1]\n", prepend_bos=False)) == [
         "é = [1]\n"
@@ -96,11 +94,12 @@ def test_blocks_have_no_mlp_but_zeros(loaded):
 
 
 @needs_hooked_transformer
-def test_both_ways_to_host_it_compute_the_same(loaded):
+def test_a_hooked_transformer_computes_the_same_and_puts_one_token_in_front(loaded):
     tokens = torch.randint(1, 1024, (3, 50), generator=torch.Generator().manual_seed(0))
-    bridge = load_any("stdlib-2l", backend="bridge").model
+    hooked = load_any("stdlib-2l", backend="hooked").model
     with torch.no_grad():
-        torch.testing.assert_close(loaded.model(tokens), bridge(tokens), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(loaded.model(tokens), hooked(tokens), atol=1e-4, rtol=1e-4)
+    assert hooked.to_tokens("import os").equal(loaded.model.to_tokens("import os"))
 
 
 def test_a_folder_of_that_name_goes_first(tmp_path, monkeypatch):

@@ -191,12 +191,12 @@ def test_the_default_number_type_is_of_the_user(tmp_path):
 
 
 def test_a_model_by_name_is_probed_as_it_is(tmp_path):
-    """By its own attention, on the tokens that its own tokenizer gives: a bridge adds BOS."""
+    """By its own attention, on the tokens that its own tokenizer gives."""
     folder = zoo.save("gpt2", tmp_path / "gpt2")
-    found = probe(folder, TEXTS, backend="opened", probes=("positions",), **SETTINGS)
+    found = probe(folder, TEXTS, probes=("positions",), **SETTINGS)
     alone = zoo.build("gpt2")
     for index, text in enumerate(TEXTS[:6]):
-        ids = torch.tensor([[int(word[1:]) for word in text.split()]])
+        ids = torch.tensor([[2, *(int(word[1:]) for word in text.split())]])
         with torch.no_grad():
             patterns = alone(ids, output_attentions=True).attentions
         for ours, pattern in zip(found.positions.argmax, patterns, strict=True):

@@ -21,6 +21,7 @@ from infoflow_lens import (
     compare,
     load_any,
     measure_mechanisms,
+    probe,
     propagate,
     run_probes,
     save_model,
@@ -469,16 +470,16 @@ def test_bad_settings_are_named(config, change, message):
         ProbingConfig(**{**vars(config), **change})
 
 
-def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config):
-    zoo.save("opt", tmp_path / "opt")
-    asked = ProbingConfig(**{**vars(config), "model": str(tmp_path / "opt")})
-    everything = ProbingConfig(**{**vars(asked), "probes": part_names()})
+def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, texts):
+    """A bridge that loses edits."""
+    model, out = zoo.bridge("opt"), tmp_path / "out"
+    settings = {"ranks": (1, 2), "batch_size": 4, "n_detail": 3, "progress": False}
     with pytest.raises(InfoFlowError, match=r"labels cannot be measured in layers 0, 1") as said:
-        run(tmp_path / "out", everything)
+        probe(model, texts, out, probes=part_names(), **settings)
     assert ("TransformerLens 3" in str(said.value)) == (not HAS_HOOKED_TRANSFORMER)
     assert not (tmp_path / "out").exists()
     said = []
-    found = run(tmp_path / "out", asked, say=said.append)  # all that it can give
+    found = probe(model, texts, out, say=said.append, **settings)  # all that it can give
     assert any(line.startswith("left out: mechanisms cannot be measured") for line in said)
     assert found.mechanisms is None
     assert found.agreement["max_position"].cls.influence_inside > 0

@@ -9,8 +9,11 @@ without a network.
 All have two layers, four heads of four features, a vocabulary of 50 and room for 32 tokens.
 """
 
+import io
 import shutil
+import tempfile
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -206,14 +209,22 @@ def words() -> list[str]:
     return ["<pad>", "<unk>", "<bos>", "<eos>", *(f"w{i}" for i in range(4, N_VOCAB))]
 
 
-def tokenizer():
-    """One token for each word between spaces; ids as in :func:`words`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def tokenizer(begins: bool = True):
+    """One token for each word between spaces; ids as in :func:`words`.
+
+    Args:
+        begins: whether it puts <bos> before a text.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: index for index, word in enumerate(words())}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if begins:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
@@ -264,6 +275,25 @@ def save(
     if with_tokenizer and name not in WITHOUT_TOKENIZER:
         tokenizer().save_pretrained(folder)
     return folder
+
+
+def bridge(source: str | Path, dtype: torch.dtype = torch.float32, **changes: object):
+    """A TransformerBridge in evaluation mode, as users of TransformerLens make one.
+
+    Args:
+        source: a folder that :func:`save` wrote, or a key of ARCHITECTURES.
+        dtype: of its weights.
+        changes: settings of the config to change, of a key.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with tempfile.TemporaryDirectory() as scratch:
+        known = str(source) in ARCHITECTURES
+        folder = save(str(source), Path(scratch), **changes) if known else source
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            made = TransformerBridge.boot_transformers(str(folder), device="cpu", dtype=dtype)
+    return made.eval()
 
 
 def in_cache(official: str, cache: Path) -> Path:

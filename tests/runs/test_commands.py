@@ -484,7 +484,7 @@ def test_a_run_goes_on_however_its_precision_and_host_were_asked_for(model, tmp_
     first = CliRunner().invoke(app, start)
     assert first.exit_code == 0, first.output
     before = (tmp_path / "out" / "positions.json").read_bytes()
-    for spelled in (["--dtype", "float32"], ["--backend", "bridge"]):
+    for spelled in (["--dtype", "float32"], ["--backend", "opened"]):
         again = CliRunner().invoke(app, [*start, *spelled])
         assert again.exit_code == 0, again.output
     assert (tmp_path / "out" / "positions.json").read_bytes() == before

@@ -353,7 +353,7 @@ def test_means_that_do_not_fit_are_refused():
 
 def test_outputs_of_bridges_have_their_heads_side_by_side(tmp_path):
     """A bridge and the opened model are edited alike."""
-    bridge = load_any(zoo.save("gpt2", tmp_path / "gpt2")).model
+    bridge = zoo.bridge("gpt2")
     tokens = zoo.tokens(3, 6)
 
     class Zeroed(Intervention):

@@ -435,4 +435,4 @@ def test_models_and_sequences_that_do_not_fit_are_refused(model, tokens):
     ids = zoo.tokens(4, 6)
     for name, message in (("gpt_neo", "do not reach the output"), ("bert", "later keys")):
         with pytest.raises(InfoFlowError, match=message):
-            measured(load_any(zoo.build(name)).model, ids[:2], ids[2:])
+            measured(zoo.bridge(name), ids[:2], ids[2:])

@@ -8,7 +8,6 @@ from torch import nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from infoflow_lens import load_any
 from infoflow_lens.hooks.interventions import passes, probe
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescaled
 from infoflow_lens.hooks.mechanisms import (
@@ -202,7 +201,7 @@ def test_small_weights_rescale_without_overflow():
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_oss"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragged, monkeypatch):
-    model, ids = load_any(zoo.build(name)).model, zoo.tokens(6, 9)
+    model, ids = zoo.bridge(name), zoo.tokens(6, 9)
     inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
     n_layers = len(model.blocks)
     assert passes.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
@@ -215,7 +214,7 @@ def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragg
 
 def test_a_bridge_whose_layers_share_more_than_the_stream_runs_whole():
     """The second layer of this model adds what the first gave, behind the back of the stream."""
-    model = load_any(zoo.build("gpt2")).model
+    model = zoo.bridge("gpt2")
     batches = read_inputs(model, zoo.tokens(4, 6))
     first, second = model.original_model.transformer.h
     kept = {}

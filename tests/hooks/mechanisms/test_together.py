@@ -362,7 +362,7 @@ def test_rows_without_weight_stay_so_in_half_precision():
 def test_a_model_whose_patterns_cannot_be_edited_is_refused():
     """Its loss would stay the same whatever is taken out, as if one key were enough."""
     with pytest.raises(InfoFlowError, match="edits of the pattern of layer 0 do not reach"):
-        measure_top_k(load_any(zoo.build("gpt_neo")).model, zoo.tokens(2, 6), progress=False)
+        measure_top_k(zoo.bridge("gpt_neo"), zoo.tokens(2, 6), progress=False)
 
 
 def test_a_model_that_sees_the_next_token_is_refused():

@@ -111,14 +111,13 @@ HOSTED = [name for name in zoo.FAMILIES if not (HAS_HOOKED_TRANSFORMER and "cohe
 
 
 @pytest.fixture(scope="module")
-def bridge_of(tmp_path_factory):
+def bridge_of():
     """Bridges by architecture and dtype, each loaded once."""
     loaded = {}
 
     def load(name, dtype="float32"):
         if (name, dtype) not in loaded:
-            folder = zoo.save(name, tmp_path_factory.mktemp(name), with_tokenizer=False)
-            loaded[name, dtype] = load_any(folder, dtype=dtype).model
+            loaded[name, dtype] = zoo.bridge(name, getattr(torch, dtype))
         return loaded[name, dtype]
 
     return load
@@ -196,8 +195,8 @@ def test_a_bridge_without_eager_attention_shows_no_pattern(tmp_path):
     assert "attn_implementation='eager'" in found.problems()[0]
 
 
-def test_compatibility_mode_is_found_out_too(tmp_path):
-    bridge = load_any(zoo.save("llama", tmp_path)).model
+def test_compatibility_mode_is_found_out_too():
+    bridge = zoo.bridge("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bridge.enable_compatibility_mode(no_processing=True)

@@ -18,7 +18,6 @@ from infoflow_lens import (
     ResampleInfluence,
     attach,
     flow,
-    load_any,
     measure_mechanisms,
     open_model,
     probe,
@@ -269,9 +268,11 @@ def test_labels_and_columns_of_others_are_left_alone(case):
 
 
 @needs_version_4
-def test_bridges_and_flows_take_columns(case):
+def test_bridges_and_flows_take_columns(case, tmp_path):
     _, given, expected = case("token_type_ids")
-    bridge = load_any(families.build("bert"))
+    families.build("bert").save_pretrained(tmp_path)
+    zoo.tokenizer().save_pretrained(tmp_path)
+    bridge = zoo.bridge(tmp_path)
     for one, other in zip(patterns_of(bridge, given), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     found = flow(families.build("bert"), given, influence=None, progress=False)

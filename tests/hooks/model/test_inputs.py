@@ -340,7 +340,7 @@ def reader(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2")
     zoo.save("gpt2", folder)
     if request.param == "bridge":
-        return load_any(str(folder)).model
+        return zoo.bridge(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return make_token_model(tokenizer, d_vocab=zoo.N_VOCAB, n_ctx=zoo.N_CTX)
 

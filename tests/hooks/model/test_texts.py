@@ -27,12 +27,12 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return load_any(folder).model
+    return zoo.bridge(folder)
 
 
 def test_opened_models_read_what_the_tokenizer_gives_and_bos_once(folder, model):
     """Where the tokenizer puts no BOS, who wants one writes it, and reads what a bridge does."""
-    opened = load_any(folder, backend="opened").model
+    opened = load_any(folder).model
     plain, with_bos = read_inputs(opened, ["w5 w6", "<bos> w5 w6"]).sequences()
     made = opened.tokenizer("w5 w6")["input_ids"]
     bos = opened.tokenizer.bos_token_id

@@ -23,7 +23,6 @@ from infoflow_lens import (
     attach,
     build_token_model,
     inspect_model,
-    load_any,
     measure_edge_budget,
     measure_mechanisms,
     measure_sufficiency,
@@ -467,7 +466,7 @@ def test_cached_keys_that_a_bridge_would_leave_out_are_refused(tmp_path, native)
         with torch.random.fork_rng():
             model = TransformerBridge.boot_native(config)
     else:
-        model = load_any(zoo.save("gpt2", tmp_path)).model
+        model = zoo.bridge("gpt2")
     ids = zoo.tokens(2, 6)
     cache = DynamicCache()
     with attach(model, PositionsProbe()) as probes, torch.no_grad():
@@ -649,7 +648,7 @@ def test_a_pass_ends_when_all_is_seen(model, inputs, monkeypatch):
     "kind", ["bridge", pytest.param("token model", marks=needs_hooked_transformer)]
 )
 def test_generation_with_a_cache_is_refused(token_model, tmp_path, make, kind):
-    model = token_model if kind == "token model" else load_any(zoo.save("gpt2", tmp_path)).model
+    model = token_model if kind == "token model" else zoo.bridge("gpt2")
     with attach(model, make()), pytest.raises(InfoFlowError, match="without past_kv_cache"):
         model.generate(zoo.tokens(2, 4) % 17, max_new_tokens=3, verbose=False, stop_at_eos=False)
 
@@ -674,7 +673,7 @@ def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
     token_model, token_inputs, tmp_path, kind, source_layer
 ):
     if kind == "bridge":  # its passes run whole
-        token_model = load_any(zoo.save("gpt2", tmp_path)).model
+        token_model = zoo.bridge("gpt2")
     point = f"blocks.{source_layer or 0}.hook_resid_pre"
     make = lambda **more: JacobianInfluence(source_layer=source_layer, **more)  # noqa: E731
     (plain,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
@@ -897,7 +896,7 @@ def test_a_model_that_another_module_wraps_is_measured_as_itself(tmp_path):
         def forward(self, *args, **kwargs):
             return self.inner(*args, **kwargs)
 
-    model = load_any(zoo.save("llama", tmp_path)).model
+    model = zoo.bridge("llama")
     x = zoo.tokens(2, 7)
     found = [
         run_probes(m, x, [PositionsProbe((1, 2))], progress=False)[0]
@@ -916,7 +915,7 @@ def test_models_that_compiled_themselves_are_refused(token_model, token_inputs):
 
 def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
     """Also in the modules that its own list of modules leaves out."""
-    bridge = load_any(zoo.save("gpt2", tmp_path)).model
+    bridge = zoo.bridge("gpt2")
     bridge.train()
     drop = bridge.original_model.transformer.drop
     seen = []

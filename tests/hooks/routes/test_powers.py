@@ -11,7 +11,6 @@ from infoflow_lens import (
     attach,
     baselines,
     build_model,
-    load_any,
     open_model,
     run_probes,
 )
@@ -81,12 +80,12 @@ def test_the_norm_that_reads_a_sum_is_found_by_running(name, reader):
     assert reader in find_readers(open_model(zoo.build(name)))[0]
 
 
-def test_a_bridge_is_the_model_opened(tmp_path):
-    folder, ids = zoo.save("gpt2", tmp_path), zoo.tokens(2, 6)
+def test_a_bridge_is_the_model_opened():
+    ids = zoo.tokens(2, 6)
     for question in SETTINGS:
         bridge, plain = (
             run_probes(model, ids, [PowerRollout(question)], progress=False)[0]
-            for model in (load_any(folder).model, open_model(zoo.build("gpt2")))
+            for model in (zoo.bridge("gpt2"), open_model(zoo.build("gpt2")))
         )
         torch.testing.assert_close(bridge.scores, plain.scores, atol=1e-5, rtol=0)
 
@@ -165,9 +164,9 @@ def test_what_cannot_be_measured_is_named(token_model, token_inputs):
         token_model.run_with_hooks(token_inputs, fwd_hooks=[edit])
 
 
-def test_reading_the_norms_shows_nothing_to_hooks_of_the_user(tmp_path):
+def test_reading_the_norms_shows_nothing_to_hooks_of_the_user():
     """Norms of bridges have hook points, and a cache that is filled beside the probe saw them."""
-    model, ids = load_any(zoo.save("gpt2", tmp_path)).model, zoo.tokens(2, 6)
+    model, ids = zoo.bridge("gpt2"), zoo.tokens(2, 6)
     with torch.no_grad():
         _, alone = model.run_with_cache(ids)
         with attach(model, PowerRollout()):

@@ -19,22 +19,15 @@ from tests.reference.induction import SHARP, induction_model, repeated_segments
 from tests.reference.why import Gpt2
 from tests.versions import for_each, needs_hooked_transformer
 
-OF_VERSION_4 = ("cohere", "cohere2")  # whose bridges of version 3 compute something else
-
 
 def family(name, tmp_path, dtype="float32", **changes):
-    try:
-        return load_any(zoo.save(name, tmp_path / name, **changes), dtype=dtype).model
-    except InfoFlowError as error:
-        if name in OF_VERSION_4 and "computes something else" in str(error):
-            pytest.skip("the bridge of TransformerLens 3 computes something else")
-        raise
+    return load_any(zoo.save(name, tmp_path / name, **changes), dtype=dtype).model
 
 
 def asked(model, inputs, queries=(3, -1)):
     """Every head of every layer, at some queries."""
     for layer, block in enumerate(model.blocks):
-        for head in range(len(block.attn.W_Q)):
+        for head in range(len(block.attn.W_O)):
             for query in queries:
                 yield measure_why(model, inputs, layer, head, query)
 
@@ -96,7 +89,7 @@ def test_pieces_add_up_in_models_of_every_family(name, tmp_path):
     # experts of gpt_oss have no double precision; in single precision misses of llama are rounding
     model = family(name, tmp_path, dtype="float32" if name == "gpt_oss" else "float64")
     found = list(asked(model, zoo.tokens(1, 12)))
-    bar = 0.2 if name == "gemma2" else 5e-5 if name in OF_VERSION_4 else 1e-5
+    bar = 0.2 if name == "gemma2" else 5e-5 if name.startswith("cohere") else 1e-5
     assert max(map(misses, found)) < bar
     if name == "gemma2":  # a soft cap on its scores
         worst = max(found, key=misses)

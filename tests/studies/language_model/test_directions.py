@@ -146,7 +146,7 @@ def test_a_head_that_shows_its_token_leaves_nothing(seen):
     assert seen.measure_fvu(pattern, 2 * shown) < 1e-6
 
 
-def test_a_model_that_turns_queries_behind_the_hook_points_is_refused_by_name(tmp_path):
+def test_a_model_that_turns_queries_behind_the_hook_points_is_refused_by_name():
     """Pythia's kind; its bridge lists points behind the rotation that never fire."""
     with pytest.raises(InfoFlowError, match="rotary embeddings"):
-        directions(load_any(zoo.save("gpt_neox", tmp_path)).model, zoo.tokens(4, T), batch_size=4)
+        directions(zoo.bridge("gpt_neox"), zoo.tokens(4, T), batch_size=4)

@@ -43,6 +43,7 @@ def test_saved_it_is_what_transformers_loads(tmp_path):
     for text in (*TEXTS, "unseen: ß\t\t\n\n  🙂"):
         ids = loaded(text, add_special_tokens=False).input_ids
         assert ids == TOKENIZER.encode(text).ids
+        assert loaded(text).input_ids == [END_OF_TEXT_ID, *ids]
         assert loaded.decode(ids) == text
     assert loaded.bos_token_id == loaded.eos_token_id == END_OF_TEXT_ID
     assert loaded.model_max_length == 64

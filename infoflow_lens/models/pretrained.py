@@ -1,4 +1,4 @@
-"""Models of transformers, hosted by a bridge of TransformerLens and compared with themselves."""
+"""Models of transformers, by name or folder: checked before they are loaded, and loaded whole."""
 
 import inspect
 import logging
@@ -11,21 +11,18 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.extras import import_optional
-from infoflow_lens.foundation.files import check_regular, read_json, temporary_folder
+from infoflow_lens.foundation.files import check_regular, read_json
 from infoflow_lens.foundation.naming import GGUF
-from infoflow_lens.hooks.model.points import check_gives_numbers
 from infoflow_lens.models.weights import stored_shapes
 
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
@@ -36,8 +33,6 @@ _MOST_LAYERS = 1000  # that may share their weights
 # in the names of whole numbers that are no size
 _NO_SIZES = ("theta", "base", "token_id", "seed", "max_length", "param")
 _loading = threading.RLock()
-# How far a bridge's logits may lie from those of its model, as a share of their range
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -74,52 +69,6 @@ def check_one_stack(name: str, config: Any) -> None:
             f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
             "such as gpt2 or an encoder such as bert-base-cased"
         )
-
-
-def hosted(name: str, alone: Any, tokenizer: Any, has_words: bool) -> Any:
-    """A model of transformers in a bridge, which puts its own parts into it.
-
-    Args:
-        name: of the model.
-        alone: the model, with eager attention.
-        tokenizer: of it; None for that of the name.
-        has_words: whether the tokenizer is its own.
-
-    Raises:
-        InfoFlowError: for a bridge with other logits than the model.
-    """
-    from transformer_lens.model_bridge import TransformerBridge
-
-    first = next(alone.parameters())
-    device, dtype = str(first.device), first.dtype
-    tokens = _few_tokens(alone.config, device)
-    expected: list[torch.Tensor] = []
-    if alone.main_input_name == "input_ids":
-        # now: a bridge changes the model
-        with torch.no_grad():
-            made = [getattr(alone(tokens, **mask), "logits", None) for mask in _masks(tokens)]
-        check_gives_numbers(alone, made[0])
-        expected = [logits for logits in made if logits is not None]
-    # by its whole path: a folder may be called what TransformerLens takes for another model
-    place = str(Path(name).absolute()) if Path(name).is_dir() else name
-    model = TransformerBridge.boot_transformers(
-        place, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
-    )
-    model.cfg.model_name = name
-    if not has_words:
-        model.tokenizer = None
-    model.eval()
-    if expected:
-        _check_computes(model, tokens, expected, name, type(alone).__name__)
-    return model
-
-
-def class_of_transformers(model: nn.Module) -> str:
-    """The name of a model's class, or of the class of transformers that it is made from."""
-    import transformers
-
-    names = [kind.__name__ for kind in type(model).__mro__]
-    return next((name for name in names if hasattr(transformers, name)), names[0])
 
 
 def config_of_gguf(path: Path) -> Any:
@@ -331,46 +280,6 @@ def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
         raise _too_large(folder, f"sizes of a model whose {largest} has {asked[largest]} numbers")
 
 
-def _few_tokens(config: Any, device: str) -> torch.Tensor:
-    """Ids from all over the vocabulary, [2, 8]."""
-    text: Any = config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(getattr(text, "vocab_size", 1), (2, 8), generator=generator).to(device)
-
-
-def _masks(tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
-    """Make no mask, and one by which the second sequence ends earlier."""
-    mask = torch.ones_like(tokens)
-    mask[1, -3:] = 0
-    return {}, {"attention_mask": mask}
-
-
-def _check_computes(
-    model: Any, tokens: torch.Tensor, expected: list[torch.Tensor], name: str, kind: str
-) -> None:
-    """Refuse a bridge with other logits than its model, with padding or without.
-
-    Raises:
-        InfoFlowError: with the difference.
-    """
-    for mask, right in zip(_masks(tokens), expected, strict=True):
-        with torch.no_grad():
-            found = model(tokens, **mask)
-        largest = float((right - right.mean(-1, keepdim=True)).abs().max())
-        apart = float("inf")
-        if found.shape == right.shape:
-            gap = (found.float() - right.float()).abs().amax(dim=-1)
-            apart = float(gap[mask.get("attention_mask", torch.ones_like(tokens)) > 0].max())
-        if not apart <= _TOLERANCE[right.dtype] * largest:
-            raise InfoFlowError(
-                f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
-                f"something else than {name!r} itself, a {kind}: logits differ by "
-                f"{apart / largest:.0%} of their range{' where a batch is padded' * bool(mask)}; "
-                "what is measured on it would be said of another model. Expected an architecture "
-                "that the bridge reproduces; try another version of transformer-lens"
-            )
-
-
 @contextmanager
 def without_trace() -> Iterator[None]:
     """Random state and warning filters are left as found, and nothing is printed to stdout.
@@ -411,34 +320,6 @@ def _printable_messages() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(clean)
-
-
-@contextmanager
-def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[Any, bool]]:
-    """A tokenizer for TransformerLens, and whether it has words.
-
-    TransformerLens copies a tokenizer by the place that it came from. Where there is none, one
-    without words stands in for it while the model loads.
-
-    Args:
-        place: the name or folder of a model, whose tokenizer is found there; None for nowhere.
-        given: a tokenizer in its stead.
-    """
-    if given is None and own_tokenizer(place) is not None:
-        yield None, True
-        return
-    words = given
-    if words is None:
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
-
-        inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
-        special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
-        words = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-    with temporary_folder() as folder:
-        words.save_pretrained(folder)
-        yield type(words).from_pretrained(folder, trust_remote_code=False), given is not None
 
 
 def own_tokenizer(name: str | None, **options: Any) -> Any | None:
