@@ -80,6 +80,7 @@ def quote(text: str) -> str:
 
     Persian, Hindi and emoji have them inside of words; a text of joiners alone would look empty.
     """
+    # joiners alone would look like nothing
     if not "".join(text.split()).strip(_JOINERS):
         return repr(text)
     return _ESCAPED_JOINER.sub(lambda found: found[1] + chr(int(found[2], 16)), repr(text))

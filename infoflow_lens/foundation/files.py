@@ -206,6 +206,7 @@ def _replace_together(
         for temporary, target in zip(temporaries, targets, strict=True):
             os.replace(temporary, target)
     except BaseException:
+        # all or none: what was there before comes back
         for target in new:
             target.unlink(missing_ok=True)
         for target, before in aside.items():

@@ -29,7 +29,7 @@ def defer_interrupts() -> Iterator[Callable[[], None]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        note("stopping behind this batch; again to stop at once")
+        note("stopping after this batch; again to stop at once")
 
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     handled = signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)

@@ -180,6 +180,7 @@ def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
 def plain(value: Any) -> Any:
     """Numbers of NumPy and torch as Python's, small arrays, tensors and lists as tuples."""
     if hasattr(value, "dtype") and hasattr(value, "tolist") and hasattr(value, "ndim"):
+        # what has more axes is data, and no setting
         return plain(value.tolist()) if value.ndim <= 2 else value
     if isinstance(value, (list, range)):
         return tuple(plain(part) for part in value)
@@ -205,11 +206,13 @@ def _hints(owner: Any) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for place in reversed(inspect.getmro(owner)) if isinstance(owner, type) else (owner,):
         module = inspect.getmodule(place)
+        # names as they are known where the class or function stands
         names = {**vars(typing), **(vars(module) if module is not None else {})}
         names |= getattr(inspect.unwrap(place), "__globals__", {}) if callable(place) else {}
         for name, hint in inspect.get_annotations(place).items():
             if isinstance(hint, str):
                 try:
+                    # one at a time, so that a hint that cannot be read hides no other
                     alone = type("Alone", (), {"__annotations__": {name: hint}})
                     hint = typing.get_type_hints(alone, names, include_extras=True)[name]
                 except (NameError, SyntaxError):  # a name that only type checkers know, or a shape

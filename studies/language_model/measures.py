@@ -67,7 +67,7 @@ def prefix_matching(
     for an ideal induction head.
 
     Args:
-        pattern: of sequences of `repeated_random`, which begin with <|endoftext|>.
+        pattern: of sequences of `repeat_random`, which begin with <|endoftext|>.
     """
     half = (pattern.shape[-1] - 1) // 2
     queries = torch.arange(half + 1, 2 * half + 1)

@@ -234,6 +234,7 @@ def _select_runs(results: "pd.DataFrame") -> "pd.DataFrame":
     runs = _runs(results)
     seeds = sorted(runs["seed"].unique())
     half = len(seeds) // 2
+    # one half of the seeds chooses the rate, at which the other half is judged
     choosing, judged = seeds[:half] or seeds, seeds[half:]
     chosen = _best_rates(runs[runs["seed"].isin(choosing)])
     cells = zip(*(runs[name] for name in _CELL), strict=True)

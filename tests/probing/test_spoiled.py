@@ -345,7 +345,7 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
         time.sleep(0.5)
         program.send_signal(number)
         assert program.wait(60) == 130
-        assert "stopping behind this batch" in program.stderr
+        assert "stopping after this batch" in program.stderr
         hint = program.stderr.partition("go on with python -m infoflow_lens.cli ")[2]
         assert sorted(shlex.split(hint)) == sorted(arguments)
         assert "Traceback" not in program.stderr
