@@ -34,7 +34,7 @@ from infoflow_lens.hooks.interventions.probe import (
 )
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
-from infoflow_lens.hooks.passes.run import run, run_probes
+from infoflow_lens.hooks.passes.run import run_probes
 from infoflow_lens.hooks.result import Result
 
 if TYPE_CHECKING:
@@ -411,12 +411,9 @@ class _Labelling:
 
     def begin(self, batches: Batches) -> list[PlainRun]:
         """Make the plain passes of some texts, once for all that is measured on them."""
-        probe, runs, done = AllHeads(None, {"none": {}}, **self.asked), [], 0
-        needs = probe.prepare(self.model)
+        probe, runs, done = HeadIdeals(ideals=("own",), **self.asked), [], 0
         for batch in batches.batches(self.batch_size):
-            seen = run(self.model, batch, needs)
-            indices = torch.arange(done, done + len(batch))
-            runs.append(probe.begin(seen.counted(indices, seen.held_out, indices)))
+            runs.append(probe.begin_batch(self.model, batch, done))
             done += len(batch)
         return runs
 

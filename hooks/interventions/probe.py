@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,7 +34,7 @@ from infoflow_lens.hooks.model.call import (
     without_user_hooks,
 )
 from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, read_inputs
-from infoflow_lens.hooks.model.points import check_finite, hook_name
+from infoflow_lens.hooks.model.points import check_finite, hook_name, pattern_hook
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
@@ -273,7 +273,9 @@ class Intervention(Probe[InterventionResult]):
     def needs(self, model: nn.Module) -> Needs:
         """Name what enters the model: the passes are its own, and read what `reads` names."""
         self._plain_needs(model)
-        return Needs.of(model, points=[start_point(model, None)])
+        with suppress(InfoFlowError):  # without it the tokens have to be known
+            return Needs.of(model, points=[start_point(model, None)])
+        return Needs((pattern_hook(model, 0),))
 
     def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
         """Get ready; where passes may start is found anew."""
@@ -288,6 +290,13 @@ class Intervention(Probe[InterventionResult]):
         hidden = nullcontext() if self.through_hooks else without_user_hooks(seen.model)
         with restore_module_tensors(seen.model), hidden:
             return self.measure(self.begin(seen))
+
+    def begin_batch(self, model: nn.Module, batch: Batch, first: int = 0) -> "PlainRun":
+        """Make the plain pass of a batch, whose first sequence has that index, as :meth:`begin`."""
+        mask = None if batch.lengths is None else batch.mask()
+        seen = Pass(model, {}, tokens=batch.tokens, mask=mask, columns=batch.columns)
+        indices = torch.arange(first, first + len(batch))
+        return self.begin(seen.counted(indices, seen.held_out, indices))
 
     def begin(self, seen: Pass) -> "PlainRun":
         """Make the plain pass, on which edits are measured.
@@ -324,7 +333,7 @@ class Intervention(Probe[InterventionResult]):
         lost: list[Tensor] = []
         rise: list[Tensor] = []
         n_heads = int(getattr(getattr(model, "cfg", None), "n_heads", None) or 8)
-        rows = self.rows or sequences_at_once(model, source.entering.shape[1], n_heads)
+        rows = self.rows or sequences_at_once(model, source.batch.tokens.shape[1], n_heads)
         together = max(1, rows // n)
         done = 0
         for layer, group in groupby(edits, lambda edit: _start_of(edit, entering)):
@@ -494,29 +503,31 @@ class _Source:
     Attributes:
         model: the model.
         batch: what it read; zeros where hooks alone saw the pass.
-        point, entering: where that entered, and what.
-        is_known: whether the model read `batch`.
+        start: then where that entered, and what.
     """
 
     model: nn.Module
     batch: Batch
-    point: str
-    entering: Tensor
-    is_known: bool
+    start: tuple[str, Tensor] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model read `batch`."""
+        return self.start is None
 
     @classmethod
     def find(cls, seen: Pass) -> "_Source":
         """Read it off a pass."""
+        if seen.batch is not None:
+            return cls(seen.model, seen.batch)
         point = start_point(seen.model, None)
         entering = seen.activation(point)
-        batch = seen.batch
         unknown = Batch(torch.zeros(entering.shape[:2], dtype=torch.long))
-        return cls(seen.model, batch or unknown, point, entering, batch is not None)
+        return cls(seen.model, unknown, (point, entering))
 
     def run(self, needs: Needs) -> Pass:
         """Run the plain pass."""
-        start = None if self.is_known else (self.point, self.entering)
-        return run(self.model, self.batch, needs, start=start, output=True)
+        return run(self.model, self.batch, needs, start=self.start, output=True)
 
     def run_copies(self, hooks: Any, n: int, layer: int | None, state: Tensor | None) -> Tensor:
         """Run copies of the batch with hooks, from a layer on if one is given."""
@@ -524,7 +535,7 @@ class _Source:
             entering = torch.cat([state] * n)
             return run_from(self.model, layer, entering, example_of(self.batch), hooks)
         copies = self.batch.take(torch.arange(len(self.batch)).repeat(n))
-        start = None if self.is_known else (self.point, torch.cat([self.entering] * n))
+        start = self.start and (self.start[0], torch.cat([self.start[1]] * n))
         output: Tensor = call(self.model, copies, edit=hooks, start=start, output=True).output
         return output
 

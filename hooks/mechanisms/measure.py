@@ -33,7 +33,7 @@ from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
-from infoflow_lens.hooks.passes.run import run, run_probes
+from infoflow_lens.hooks.passes.run import run_probes
 
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
 _FIRST = 8  # one in so many sequences is in the first block, which has at least
@@ -358,8 +358,7 @@ class _Run:
 
         What is measured decides what comes next, so a run that goes on takes the same way.
         """
-        probe = self._intervention({"none": {}})
-        self._none = probe, probe.prepare(self.model)
+        self.plain = self._intervention({"none": {}})
         order = torch.arange(self.n)
         if not self.settings["exact"]:
             generator = torch.Generator()
@@ -409,8 +408,7 @@ class _Run:
             missing = open_[~at.measured[here][:, open_].all(dim=0)]
             if not len(missing):
                 continue
-            probe, needs = self._none
-            plain_run = probe.begin(run(self.model, batch, needs))
+            plain_run = self.plain.begin_batch(self.model, batch)
             some = {names[index]: self.replacements[names[index]] for index in missing.tolist()}
             table = self._intervention(some).measure(plain_run)["table"]
             columns = torch.tensor([names.index(name) for name in table.edits])
