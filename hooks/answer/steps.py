@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from infoflow_lens.hooks.answer.question import Advance, Question, Span
 
@@ -94,7 +94,7 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
     n_ids = int(question.model.cfg.d_vocab)  # type: ignore[union-attr, arg-type]
     if logits.ndim == 2 and logits.shape == (len(tokens), n_ids):
         chances = logits.float().cpu().softmax(-1)
-        if _is_causal(question):
+        if is_causal(question.model):
             chances = torch.cat([chances.mean(dim=0, keepdim=True), chances[:-1]])
     else:
         chances = torch.ones(len(tokens), n_ids)
@@ -102,9 +102,9 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
     return chances
 
 
-def _is_causal(question: Question) -> bool:
-    cfg = question.model.cfg
-    return getattr(cfg, "attention_dir", "causal") != "bidirectional"
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model is known to see the tokens before a position alone."""
+    return getattr(model.cfg, "attention_dir", "causal") != "bidirectional"
 
 
 def measure_states(
@@ -119,7 +119,7 @@ def measure_states(
         By layer, the change of the readout; the states are those that enter it, and the last are
         those that leave the last layer.
     """
-    first = question.changed[0] if _is_causal(question) else 0
+    first = question.changed[0] if is_causal(question.model) else 0
 
     def strip(layer: int) -> Float[Tensor, " pos"]:
         point = question.state(layer)

@@ -34,6 +34,10 @@ Instead = Annotated[
     str | None,
     typer.Option(help="The other text, of as many tokens; default, by the model's own guess."),
 ]
+At = Annotated[
+    int | None,
+    typer.Option(help="Why the token at this place of the text; what follows it is not read."),
+]
 Quick = Annotated[
     bool, typer.Option("--quick", help="No tokens, no strips, ten heads: some 40 passes.")
 ]
@@ -47,6 +51,7 @@ def ask(
     answer: AnswerWord = None,
     against: Against = None,
     instead: Instead = None,
+    at: At = None,
     out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     overwrite: Overwrite = False,
     quick: Quick = False,
@@ -76,7 +81,7 @@ def ask(
 
         found = measure(
             model, text, answer, against, instead,
-            quick=quick, exact=exact, units=units, seed=seed, resume=resume, device=device,
+            at=at, quick=quick, exact=exact, units=units, seed=seed, resume=resume, device=device,
             dtype=dtype, progress=not quiet,
         )  # fmt: skip
         if out is not None:

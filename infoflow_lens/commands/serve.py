@@ -8,6 +8,7 @@ import typer
 from infoflow_lens.commands.ask import (
     Against,
     AnswerWord,
+    At,
     Exact,
     Instead,
     Model,
@@ -24,6 +25,7 @@ def serve(
     answer: AnswerWord = None,
     against: Against = None,
     instead: Instead = None,
+    at: At = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of this machine; default, a free one.")
     ] = 0,
@@ -45,7 +47,7 @@ def serve(
     with report_errors():
         from infoflow_lens.flows.answer import Answer
         from infoflow_lens.flows.ask import ask
-        from infoflow_lens.flows.serve import AnswerServer
+        from infoflow_lens.flows.serve import AnswerServer, place_of
         from infoflow_lens.foundation.progress import hide_library_bars
         from infoflow_lens.models.loading import load_any
         from infoflow_lens.report.answer import Form
@@ -53,12 +55,13 @@ def serve(
         def measure(form: Form) -> Answer:
             return ask(
                 loaded, form.text, form.answer or None, form.against or None, form.instead or None,
-                quick=quick, exact=exact, seed=seed, progress=not quiet,
+                at=place_of(form.at), quick=quick, exact=exact, seed=seed, progress=not quiet,
             )  # fmt: skip
 
         with closing(AnswerServer(measure, port)) as server:
             with hide_library_bars() if quiet else nullcontext():
                 loaded = load_any(model, device=device, dtype=dtype, backend="opened")
-            first = Form(text, answer or "", against or "", instead or "")
+            place = "" if at is None else str(at)
+            first = Form(text, answer or "", against or "", instead or "", place)
             seconds = None if idle is None else 60 * idle
             server.run(first, lambda: say(f"open {server.address} (Ctrl-C ends it)"), seconds)

@@ -16,6 +16,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.answer.measure import measure_answer
+from infoflow_lens.hooks.answer.steps import is_causal
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any
@@ -34,6 +35,7 @@ def ask(
     against: str | int | None = None,
     instead: str | Tensor | None = None,
     *,
+    at: int | None = None,
     readout: Readout | None = None,
     quick: bool = False,
     exact: bool = False,
@@ -67,6 +69,9 @@ def ask(
         against: another; default, what the model finds second most probable.
         instead: the other text, of as many tokens; default, the model's own guess at the place
             where that moves the readout most.
+        at: a place in the text, from -1 backwards or from 1 on: why the token that stands there,
+            and not the one that the model finds most probable beside it? What stands from there on
+            is not read.
         readout: what is asked in the place of a logit difference.
         quick: no tokens, no strips, ten heads, no pruning of paths.
         exact: all heads are measured, one by one.
@@ -100,6 +105,12 @@ def ask(
         )
     opened = _open(model, tokenizer, device, dtype, progress)
     ids = _ids(opened, text, "text")
+    other_ids = None if instead is None else _ids(opened, instead, "instead")
+    if at is not None:
+        place = _place_asked(opened, ids, at)
+        if readout is None and answer is None:
+            answer = int(ids[place])
+        ids, other_ids = ids[:place], None if other_ids is None else other_ids[:place]
     prefix: list[int] = []
     if readout is None:
         one, other, prefix = _answers(opened, ids, answer, against)
@@ -108,7 +119,7 @@ def ask(
     whole = torch.cat([ids, end])
     if prefix:
         read_inputs(opened, whole[None], name="text, with what the answers share,")
-    second = None if instead is None else torch.cat([_ids(opened, instead, "instead"), end])
+    second = None if other_ids is None else torch.cat([other_ids, end])
     spans = find_units(opened, whole, units)
     with _keeping(resume) as kept:
         numbers = measure_answer(
@@ -168,6 +179,27 @@ def _ids(model: NamedModel, text: Any, name: str) -> Tensor:
     if len(rows) != 1:
         raise InfoFlowError(f"{name} is {len(rows)} texts: expected one; ask of each alone")
     return rows[0].cpu()
+
+
+def _place_asked(model: NamedModel, ids: Tensor, at: int) -> int:
+    """Count a place of a text from its beginning.
+
+    Raises:
+        InfoFlowError: for a place before which nothing stands, or that the text does not have, and
+            for a model that sees what stands behind.
+    """
+    n = len(ids)
+    if not (1 <= at < n or 1 - n <= at <= -1):
+        raise InfoFlowError(
+            f"at is {at}, and the text has {n} tokens: expected 1 to {n - 1}, or -1 to {1 - n} "
+            "from the last backwards, as a token is said from those before it"
+        )
+    if not is_causal(model):
+        raise InfoFlowError(
+            f"at is {at}, and the model sees the tokens behind it, too: expected a causal model; "
+            "put the mask in the place of that token"
+        )
+    return at % n
 
 
 def _place(model: NamedModel, ids: Tensor) -> int:

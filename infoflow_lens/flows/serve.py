@@ -32,6 +32,18 @@ _HEADERS = {
 }
 
 
+def place_of(at: str) -> int | None:
+    """Read the place that a form names; None for the end of the text.
+
+    Raises:
+        InfoFlowError: for what is no whole number.
+    """
+    try:
+        return int(at) if at.strip() else None
+    except ValueError:
+        raise InfoFlowError(f"at is {at!r}: expected a whole number, or nothing") from None
+
+
 class AnswerServer:
     """Serves answers to a browser on this machine, and measures what is asked there.
 
@@ -203,9 +215,13 @@ class AnswerServer:
                 self.finish(server._page(self._number()))
 
             def post(self) -> None:
-                fields = ("text", "answer", "against", "instead")
+                fields = ("text", "answer", "against", "instead", "at")
                 given = [self.get_body_argument(name, "", strip=False) for name in fields]
                 form = Form(*(text.replace("\r\n", "\n") for text in given))
+                if place := self.get_body_argument("press", ""):  # on a token
+                    form = Form(form.text, at=place)
+                elif guess := self.get_body_argument("further", "", strip=False):
+                    form = Form(form.text + guess)
                 number = server._ask(form, server._pages[self._number()][1])
                 self.redirect(str(number), status=303)
 

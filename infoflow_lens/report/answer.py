@@ -18,7 +18,7 @@ class Form:
     """What stands in the form by which one asks again; nothing is the default of ``ask``.
 
     Attributes:
-        text, answer, against, instead: as for ``ask``.
+        text, answer, against, instead, at: as for ``ask``.
         note: a sentence above the form.
         waits: whether this is being measured: the page is loaded again, and nothing is typed.
     """
@@ -27,6 +27,7 @@ class Form:
     answer: str = ""
     against: str = ""
     instead: str = ""
+    at: str = ""
     note: str = ""
     waits: bool = False
 
@@ -55,12 +56,14 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None) -> str:
             for number, (said, group) in enumerate(lines, 1)
         ],
     )
+    says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     page = (
         templates()
         .get_template("answer.html.j2")
         .render(
             answer=answer,
             form=form,
+            presses=form is not None and not form.waits and says_token,
             chart=render_chart,
             bundles=bundles if lines else None,
             paths=Table.of_frame(answer.to_frame("paths")) if lines else None,

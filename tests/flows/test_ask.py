@@ -145,6 +145,28 @@ def test_questions_that_cannot_be_asked_are_refused(folder, given, match):
         ask(**{"model": folder, "text": TEXT, "progress": False, **given})
 
 
+@pytest.mark.parametrize(("at", "place"), [(3, 3), (-1, 5)])
+def test_why_a_token_of_the_text_is_asked_of_what_stands_before_it(folder, at, place):
+    words = TEXT.split()
+    found = ask(folder, TEXT, at=at, quick=True, progress=False)
+    assert found.tokens == tuple(words[:place])
+    logits = logits_of(" ".join(words[:place]))
+    said = zoo.words().index(words[place])
+    logits[said], value = -torch.inf, float(logits[said])
+    assert found.value == pytest.approx(value - float(logits.max()), abs=1e-5)
+    assert found.readout.startswith(f"{words[place]!r} against")
+    both = ask(folder, TEXT, "w9", "w23", OTHER, at=at, quick=True, progress=False)
+    assert both.other_tokens == tuple(OTHER.split()[:place])
+
+
+@pytest.mark.parametrize("at", [0, 6, -6, 99])
+def test_a_place_that_cannot_be_asked_is_refused(folder, at):
+    with pytest.raises(InfoFlowError, match=f"at is {at}, and the text has 6 tokens"):
+        ask(folder, TEXT, at=at, progress=False)
+    with pytest.raises(InfoFlowError, match="put the mask in the place of that token"):
+        ask(zoo.build("bert"), torch.tensor([5, 6, 7]), at=1, progress=False)
+
+
 @pytest.mark.parametrize("answers", [(), ("w9 w10", "w9 w12")])
 def test_a_text_that_is_too_long_is_refused_with_what_ask_takes(answers):
     """It advised a setting that ask has not; what answers share counts, too."""

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from infoflow_lens import InfoFlowError, ask, load_any
 from infoflow_lens.cli import app
 from infoflow_lens.flows import serve
-from infoflow_lens.flows.serve import HOST, AnswerServer
+from infoflow_lens.flows.serve import HOST, AnswerServer, place_of
 from infoflow_lens.report.answer import Form
 from tests.processes import started
 from tests.reference import zoo
 
 pytest.importorskip("tornado", reason="the extra serve is not installed")
 
-NAMES = ("text", "answer", "against", "instead")
+NAMES = ("text", "answer", "against", "instead", "at")
 FIRST = Form("w7 w34 w29 w47 w30 w5", "w9", "w23", "w7 w34 w36 w47 w30 w5")
 SECOND = Form("w8 w34 w29 w47", "w11", "w23", "w8 w34 w36 w47")
 BLANK = Form(FIRST.text)
@@ -40,7 +40,7 @@ def measure(tmp_path_factory):
     def measure(form):
         return ask(
             model, form.text, form.answer or None, form.against or None, form.instead or None,
-            quick=True, progress=False,
+            at=place_of(form.at), quick=True, progress=False,
         )  # fmt: skip
 
     return measure
@@ -280,6 +280,30 @@ def test_an_error_is_a_sentence_and_nothing_typed_is_lost(server, said, change, 
     assert Typed(page).fields == fields(wrong)
     assert said[FIRST] in page  # the answer before
     assert said[SECOND] in answered(server, post(server, SECOND))
+
+
+def test_a_press_on_a_token_asks_why_it_stands_there(server, measure):
+    """And one on what the model says asks what comes behind it."""
+    page = request(server)[2]
+    words = FIRST.text.split()
+    for place, word in enumerate(words):
+        button = f'name="press" value="{place}" title="why this token?">{word}</button>'
+        assert (button in page) == (place > 0)
+
+    def press(name, value):
+        body = urlencode({**fields(FIRST), name: value})
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        _, headers, _ = request(server, "POST", None, None, kind, body)
+        folder, _, _ = urlsplit(server.address).path.rpartition("/")
+        return answered(server, f"{folder}/{headers['Location']}")
+
+    pressed = press("press", "3")
+    assert escape(measure(Form(FIRST.text, at="3")).summary()) in pressed
+    assert f"Why &#39;{words[3]}&#39; against" in pressed
+    assert Typed(pressed).fields == fields(Form(FIRST.text, at="3"))
+    longer = f"{FIRST.text} w9"
+    assert escape(measure(Form(longer)).summary()) in press("further", " w9")
+    assert "expected a whole number, or nothing" in press("press", "x")
 
 
 def test_errors_of_ours_and_of_memory_end_no_server(measure, said, capsys):
