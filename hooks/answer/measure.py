@@ -13,7 +13,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.hooks.answer.paths import Circuit, find_circuit
+from infoflow_lens.hooks.answer.paths import Circuit, Node, Path, cut_together, find_circuit
 from infoflow_lens.hooks.answer.predicted import predict_tokens
 from infoflow_lens.hooks.answer.question import Question, Span
 from infoflow_lens.hooks.answer.result import KINDS, ORDERS, AnswerNumbers
@@ -25,6 +25,7 @@ from infoflow_lens.hooks.answer.steps import (
     measure_tokens,
     measure_units,
 )
+from infoflow_lens.hooks.answer.streams import Streams
 from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import check_one_device
@@ -123,6 +124,7 @@ def measure_answer(
     config = {
         "probe": "ask", "readout": str(readout), "quick": quick, "exact": exact, "seed": seed,
         **({} if spans is None else {"spans": [*map(list, spans)]}),
+        **({"asked": _asked(readout)} if isinstance(readout, LogitDifference) else {}),
         "text": clean.tolist(), "instead": others.tolist(),
     }  # fmt: skip
     found = AnswerNumbers(
@@ -164,6 +166,36 @@ def measure_answer(
         said = "both texts look at the same places: what differs is what is carried"
         return replace(found, notes=(*found.notes, said))
     return found
+
+
+def measure_cut(
+    model: nn.Module, found: AnswerNumbers, paths: Sequence[int], readout: Readout
+) -> float:
+    """Measure what cutting some paths of an answer at once does to its readout.
+
+    Raises:
+        InfoFlowError: where the model does not give the answer's readout, and for paths that the
+            answer does not have.
+    """
+    text, instead = (torch.tensor(found.record.config[name]) for name in ("text", "instead"))
+    if not paths or not all(0 <= path < len(found.places) for path in paths):
+        raise InfoFlowError(
+            f"paths are {list(paths)}: expected some of 0 to {len(found.places) - 1}, the paths of "
+            "the answer"
+        )
+    rows = found.places[list(paths)].tolist()
+    asked = [
+        Path(Node(*row[:3]), None if row[3] < 0 else Node(*row[3:6]), KINDS[row[6]]) for row in rows
+    ]
+    with eval_mode(model):
+        device = next(model.parameters()).device
+        question = Question(model, text.to(device), instead.to(device), readout)
+        if abs(question.clean.value - found.value) > 1e-3 * max(1.0, abs(found.value)):
+            raise InfoFlowError(
+                f"the readout is {question.clean.value:.4g}, and {found.value:.4g} in the answer: "
+                "expected the model and the readout of the answer"
+            )
+        return cut_together(Streams(question), asked)
 
 
 def _measure_looks(
@@ -231,6 +263,15 @@ def _guess(question: Question) -> tuple[str, float]:
         return f"class {int(token)}", float(chance)
     word = str(int(token)) if tokenizer is None else tokenizer.decode([int(token)])
     return word, float(chance)
+
+
+def _asked(readout: LogitDifference) -> list[Any]:
+    """List the arguments of a readout that is bound to a model."""
+    sides = [
+        side if side is None or isinstance(side, int) else list(side)
+        for side in (readout.answer, readout.against)
+    ]
+    return [*sides, readout.position]
 
 
 def _columns(circuit: Circuit) -> dict[str, Tensor]:

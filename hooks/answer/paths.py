@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.hooks.answer.question import Advance, Question
+from infoflow_lens.hooks.answer.question import Advance, Change, Question
 from infoflow_lens.hooks.answer.steps import UnitEffects
 from infoflow_lens.hooks.answer.streams import LayerRun, Streams
 
@@ -199,9 +199,12 @@ def score_paths(
     question, end = streams.question, streams.end
     writers = [Node(-1, -1, position) for position in question.changed] + sorted(nodes)
     behind = max((node.layer for node in nodes), default=0)
-    until = {node: question.n_layers if node.position == end else behind for node in writers}
+    until = {
+        _alone(node): question.n_layers if node.position == end else behind for node in writers
+    }
     scores: dict[Path, float] = {}
-    for layer, live, found in _follow(streams, until, base, other):
+    for layer, followed, found in _follow(streams, until, base, other):
+        live = [writer for _, (writer,) in followed]
         if layer == question.n_layers:
             values = streams.question.read_states(found["out"]) - _value_of(streams, base)
             answers = [Path(writer, None, "answer") for writer in live]
@@ -213,40 +216,52 @@ def score_paths(
 
 def _follow(
     streams: Streams,
-    until: Mapping[Node, int],
+    until: Mapping[Stream, int],
     base: Sequence[LayerRun],
     other: Sequence[LayerRun],
-) -> Iterator[tuple[int, list[Node], dict[str, Tensor]]]:
+) -> Iterator[tuple[int, list[Stream], dict[str, Tensor]]]:
     """Follow what writers change on their own positions when they have the other run's values.
 
     Args:
         streams: of the question.
-        until: by writer, the last layer that is asked for; their number for the end.
+        until: by stream, the last layer that is asked for; their number for the end.
         base: the run in which all else stays.
         other: the run from which the writers' values come.
 
     Yields:
-        A layer, the writers whose change enters it, and what the block makes of their states, a row
+        A layer, the streams whose change enters it, and what the block makes of their states, a row
         each; behind the last layer these states themselves ("out").
     """
-    states = {w: other[0].state[w.position] for w in until if w.is_embedding}
+    states = {
+        stream: other[0].state[stream[0]]
+        for stream in until
+        if any(writer.is_embedding for writer in stream[1])
+    }
     for layer, run in enumerate(base):
-        live = [writer for writer in states if until[writer] >= layer]
-        own = [writer for writer in until if writer.layer == layer]
-        if not live + own:
+        live = [stream for stream in states if until[stream] >= layer]
+        own = [stream for stream in until if any(w.layer == layer for w in stream[1])]
+        rows = [*dict.fromkeys(live + own)]
+        if not rows:
             continue
-        places = torch.tensor([writer.position for writer in live + own])
-        entering = [states.get(writer, run.state[writer.position]) for writer in live + own]
+        places = torch.tensor([position for position, _ in rows])
+        entering = [states.get(stream, run.state[stream[0]]) for stream in rows]
         z = run.z[places].clone()
-        for row, writer in enumerate(own, len(live)):
-            z[row, writer.head] = other[layer].z[writer.position, writer.head]
+        for row, (position, writers) in enumerate(rows):
+            for writer in writers:
+                if writer.layer == layer:
+                    z[row, writer.head] = other[layer].z[position, writer.head]
         found = streams.step(layer, torch.stack(entering), places, z)
         yield layer, live, found
-        states |= zip(live + own, found["out"], strict=True)
+        states |= zip(rows, found["out"], strict=True)
     n_layers = len(base)
-    live = [writer for writer in states if until[writer] == n_layers]
+    live = [stream for stream in states if until[stream] == n_layers]
     if live:
-        yield n_layers, live, {"out": torch.stack([states[writer] for writer in live])}
+        yield n_layers, live, {"out": torch.stack([states[stream] for stream in live])}
+
+
+def _alone(writer: Node) -> Stream:
+    """Make the stream of one writer."""
+    return writer.position, frozenset([writer])
 
 
 def _score_reader(
@@ -304,6 +319,18 @@ def connect(paths: Iterable[Path]) -> set[Path]:
         left = kept
 
 
+def _readers_of(paths: Iterable[Path]) -> dict[Node | None, dict[tuple[str, int], Stream]]:
+    """Find the stream that each input of each reader reads, by reader, input and position."""
+    inputs: dict[tuple[Node | None, str, int], set[Node]] = {}
+    for path in paths:
+        key = (path.reader, path.kind, path.writer.position)
+        inputs.setdefault(key, set()).add(path.writer)
+    readers: dict[Node | None, dict[tuple[str, int], Stream]] = {}
+    for (reader, kind, position), writers in inputs.items():
+        readers.setdefault(reader, {})[kind, position] = (position, frozenset(writers))
+    return readers
+
+
 @dataclass
 class _Job:
     """A set of paths that is measured: what runs live, and what its readers read.
@@ -325,17 +352,12 @@ class _Job:
     def of(cls, streams: Streams, paths: Iterable[Path], swap: bool) -> "_Job":
         """Begin with the embeddings among the writers."""
         frozen, live = (streams.clean, streams.other) if swap else (streams.other, streams.clean)
-        inputs: dict[tuple[Node | None, str, int], set[Node]] = {}
-        for path in paths:
-            key = (path.reader, path.kind, path.writer.position)
-            inputs.setdefault(key, set()).add(path.writer)
-        readers: dict[Node | None, dict[tuple[str, int], Stream]] = {}
+        readers = _readers_of(paths)
         until: dict[Stream, int] = {}
-        for (reader, kind, position), writers in inputs.items():
-            stream = (position, frozenset(writers))
-            readers.setdefault(reader, {})[kind, position] = stream
+        for reader, read in readers.items():
             last = streams.question.n_layers if reader is None else reader.layer
-            until[stream] = max(until.get(stream, 0), last)
+            for stream in read.values():
+                until[stream] = max(until.get(stream, 0), last)
         states = {
             stream: live[0].state[stream[0]]
             for stream in until
@@ -461,12 +483,14 @@ def _cut_paths(
     streams: Streams, paths: Sequence[Path], advance: Advance | None
 ) -> Float[Tensor, " path"]:
     question, base = streams.question, streams.clean
-    until: dict[Node, int] = {}
+    until: dict[Stream, int] = {}
     for path in paths:
         last = question.n_layers if path.reader is None else path.reader.layer
-        until[path.writer] = max(last, until.get(path.writer, 0))
+        stream = _alone(path.writer)
+        until[stream] = max(last, until.get(stream, 0))
     changes, effect = dict[Path, Tensor](), dict[Path, float]()
-    for layer, live, found in _follow(streams, until, base, streams.other):
+    for layer, followed, found in _follow(streams, until, base, streams.other):
+        live = [writer for _, (writer,) in followed]
         if layer == question.n_layers:
             values = question.read_states(found["out"]) - question.clean.value
             effect |= zip([Path(w, None, "answer") for w in live], values.tolist(), strict=True)
@@ -484,6 +508,37 @@ def _cut_paths(
         rows.append([(question.z(layer), (position, of_head), z)])
     effect |= zip(changes, question.measure(rows, advance=advance).tolist(), strict=True)
     return torch.tensor([effect[path] for path in paths], dtype=torch.float64)
+
+
+@torch.no_grad()
+def cut_together(streams: Streams, paths: Sequence[Path]) -> float:
+    """Measure what cutting several paths at once does to the readout of the clean text.
+
+    From the first reader to the last, inputs take what they would be with the other text's values
+    of their writers, in the run in which earlier ones are cut; all behind goes free.
+    """
+    question, base = streams.question, streams.clean
+    readers, edits = _readers_of(paths), list[Change]()
+    direct = readers.pop(None, {})
+    for layer in sorted({reader.layer for reader in readers if reader is not None}):
+        here = {r: read for r, read in readers.items() if r is not None and r.layer == layer}
+        until = {stream: layer for read in here.values() for stream in read.values()}
+        *_, (_, live, found) = _follow(streams, until, base, streams.other)
+        for reader, read in here.items():
+            given: dict[str, Any] = {}
+            for (kind, position), stream in read.items():
+                place = (live.index(stream), reader.head, len(base[layer].scores))
+                for side, vector in _input(kind, position, found, *place).items():
+                    given[side] = vector if side == "q" else {**given.get(side, {}), **vector}
+            z = streams.attend(base[layer], layer, reader.head, reader.position, **given)
+            _, of_head = question.of_head(layer, reader.head)
+            edits.append((question.z(layer), (reader.position, of_head), z))
+        base = streams.run_changed(edits)
+    if not direct:
+        return float(question.measure([edits])[0])
+    (stream,) = direct.values()
+    *_, (_, _, found) = _follow(streams, {stream: question.n_layers}, base, streams.other)
+    return float(question.read_states(found["out"])[0]) - question.clean.value
 
 
 def _random_shares(

@@ -239,11 +239,7 @@ class Question:
         self, tokens: Int[Tensor, "row pos"], rows: Sequence[Sequence[Change]], start: int
     ) -> Float[Tensor, " row"]:
         """Run changed texts from a layer on, and read them."""
-        by_point: dict[str, list[tuple[int, Any, Tensor]]] = {}
-        for row, changes in enumerate(rows):
-            for point, place, value in changes:
-                by_point.setdefault(point, []).append((row, place, value))
-        edits: list[NamedHook] = [(point, _writer(these)) for point, these in by_point.items()]
+        edits = edits_of(rows)
         last = self.state(self.n_layers)
         with self.starting(start) as share:
             if self._reads_one:  # nothing behind the blocks runs for the other positions
@@ -403,6 +399,15 @@ class Question:
             return z.shape[2]
         pattern = self.clean.shown.get(f"blocks.{layer}.attn.hook_pattern")
         return 1 if pattern is None else pattern.shape[1]
+
+
+def edits_of(rows: Iterable[Sequence[Change]]) -> list[NamedHook]:
+    """Make the hooks that write the changes of each row."""
+    by_point: dict[str, list[tuple[Any, Any, Tensor]]] = {}
+    for row, changes in enumerate(rows):
+        for point, place, value in changes:
+            by_point.setdefault(point, []).append((row, place, value))
+    return [(point, _writer(these)) for point, these in by_point.items()]
 
 
 def _writer(changes: Iterable[tuple[Any, Any, Tensor]]) -> HookFunction:

@@ -5,7 +5,7 @@ on that place only, through norms and MLPs, at the cost of one token: the model'
 single positions, with the outputs of their heads pinned to those of a whole run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.processes import bind_to_thread
-from infoflow_lens.hooks.answer.question import Question, keep_shown
+from infoflow_lens.hooks.answer.question import Change, Question, edits_of, keep_shown
 from infoflow_lens.hooks.model.call import (
     HookFunction,
     NamedHook,
@@ -110,7 +110,16 @@ class Streams:
             )
         return names
 
-    def _whole_run(self, tokens: Int[Tensor, "1 pos"], is_first: bool = False) -> list[LayerRun]:
+    def run_changed(self, changes: Sequence[Change]) -> list[LayerRun]:
+        """Run the clean text whole, with changes."""
+        return self._whole_run(self.question.clean.tokens, changes=changes)
+
+    def _whole_run(
+        self,
+        tokens: Int[Tensor, "1 pos"],
+        is_first: bool = False,
+        changes: Sequence[Change] = (),
+    ) -> list[LayerRun]:
         names = [name for points in self._names for name in points.values()]
         states = [self.question.state(layer) for layer in range(self.question.n_layers)]
         shown: dict[str, Tensor] = {}
@@ -126,7 +135,8 @@ class Streams:
                 ]
         else:
             with torch.no_grad():
-                caught = call(self.model, Batch(tokens), [*names, *states])
+                edits = edits_of([changes])
+                caught = call(self.model, Batch(tokens), [*names, *states], edit=edits)
         self.question.forwards += 1
         found = []
         for points, state in zip(self._names, states, strict=True):
@@ -200,6 +210,8 @@ class Streams:
             if value is stream:
                 return states[:, None]
             if isinstance(value, Tensor):
+                if is_stream(value) and value.shape[:2] == (1, n_pos):  # such as rotations
+                    return value[0, places.to(value.device), None]
                 axes = [axis for axis, size in enumerate(value.shape) if size == n_pos]
                 if value.ndim >= 2 and (len(axes) > 1 or value.ndim == 4):
                     return None  # a mask: a position sees itself
@@ -236,7 +248,9 @@ class Streams:
                 far = max(
                     float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in pairs
                 )
-            except (RuntimeError, TypeError, StopIteration, LookupError, ValueError) as error:
+            except (
+                RuntimeError, TypeError, StopIteration, LookupError, ValueError, AttributeError
+            ) as error:  # fmt: skip
                 far, reason = torch.inf, f" ({str(error).splitlines()[0][:120]})"
             else:
                 reason = ""

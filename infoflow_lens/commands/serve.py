@@ -46,7 +46,7 @@ def serve(
     """
     with report_errors():
         from infoflow_lens.flows.answer import Answer
-        from infoflow_lens.flows.ask import ask
+        from infoflow_lens.flows.ask import ask, cut_lines
         from infoflow_lens.flows.serve import AnswerServer, place_of
         from infoflow_lens.foundation.progress import hide_library_bars
         from infoflow_lens.models.loading import load_any
@@ -58,7 +58,10 @@ def serve(
                 at=place_of(form.at), quick=quick, exact=exact, seed=seed, progress=not quiet,
             )  # fmt: skip
 
-        with closing(AnswerServer(measure, port)) as server:
+        def cut(found: Answer, lines: tuple[int, ...]) -> float:
+            return cut_lines(loaded, found, lines)
+
+        with closing(AnswerServer(measure, port, cut)) as server:
             with hide_library_bars() if quiet else nullcontext():
                 loaded = load_any(model, device=device, dtype=dtype, backend="opened")
             place = "" if at is None else str(at)

@@ -1,7 +1,7 @@
 """Why this answer and not that one? Of a model by name or in memory, and a text."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
@@ -15,7 +15,7 @@ from infoflow_lens.flows.units import Units, find_units
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Seed, checked
-from infoflow_lens.hooks.answer.measure import measure_answer
+from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.answer.steps import is_causal
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
@@ -136,6 +136,44 @@ def ask(
             **kept,
         )
     return Answer(**{item.name: getattr(numbers, item.name) for item in fields(numbers)})
+
+
+def cut_lines(
+    model: str | os.PathLike[str] | nn.Module | LoadedModel,
+    found: Answer,
+    lines: Sequence[int],
+    *,
+    readout: Readout | None = None,
+) -> float:
+    """Cut some lines of an answer at once, and measure what that does to its readout.
+
+    From the first layer to the last, what the lines bring takes the value of the other text, and
+    all behind goes free.
+
+    Args:
+        model: that was asked, as for :func:`ask`.
+        found: its answer.
+        lines: numbers from 1 on, as the page has them: of :meth:`~Answer.bundles`.
+        readout: the one that was asked, where it was no logit difference.
+
+    Returns:
+        The change of the readout.
+
+    Raises:
+        InfoFlowError: for lines that the answer does not have, a readout that it does not say, and
+            another model.
+    """
+    bundles = found.bundles()
+    for line in lines or [0]:
+        if not 1 <= line <= len(bundles):
+            raise InfoFlowError(f"lines are {list(lines)}: expected some of 1 to {len(bundles)}")
+    if readout is None:
+        if "asked" not in found.record.config:
+            raise InfoFlowError(f"the answer is to {found.readout}: expected that readout=")
+        readout = LogitDifference(*found.record.config["asked"])
+    opened = _open(model, None, None, None, False)
+    paths = sorted({path for line in lines for path in bundles[line - 1][1]})
+    return measure_cut(opened, found, paths, _bind(readout, opened))
 
 
 def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -> NamedModel:

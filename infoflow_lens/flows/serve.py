@@ -54,6 +54,8 @@ class AnswerServer:
     Args:
         measure: answers a question; called in the thread of :meth:`run` alone.
         port: of the loopback interface; 0 takes a free one.
+        cut: measures what lines of an answer do when they are cut at once, by their numbers; called
+            in the same thread. None where that is not offered.
 
     Attributes:
         address: of the first page.
@@ -62,12 +64,17 @@ class AnswerServer:
         InfoFlowError: without the package tornado, and for a port that cannot be taken.
     """
 
-    def __init__(self, measure: Callable[[Form], Answer], port: int = 0) -> None:
+    def __init__(
+        self,
+        measure: Callable[[Form], Answer],
+        port: int = 0,
+        cut: Callable[[Answer, tuple[int, ...]], float] | None = None,
+    ) -> None:
         self._web, self._httpserver = (
             import_optional(f"tornado.{name}", "serve", "infoflow-lens serve")
             for name in ("web", "httpserver")
         )
-        self._measure = measure
+        self._measure, self._cut = measure, cut
         self._token = secrets.token_urlsafe(24)
         self._pages: dict[int, tuple[Form, Answer]] = {}
         self._n_pages = 0
@@ -137,6 +144,11 @@ class AnswerServer:
         """Measure; where that cannot be, say why above the answer that there was before."""
         try:
             with panics_as_errors("this text"):
+                if form.cut:
+                    return (
+                        replace(form, note=self._cut_lines(form, before), waits=False, cut=()),
+                        before,
+                    )
                 return replace(form, note="", waits=False), self._measure(form)
         except Exception as error:
             if isinstance(error, InfoFlowError):
@@ -146,7 +158,18 @@ class AnswerServer:
             else:
                 traceback.print_exc()
                 note = f"It ended in an error of ours ({type(error).__name__}), see the terminal."
-        return replace(form, note=f"{note} Below is the earlier answer.", waits=False), before
+        note = f"{note} Below is the earlier answer."
+        return replace(form, note=note, waits=False, cut=()), before
+
+    def _cut_lines(self, form: Form, answer: Answer) -> str:
+        assert self._cut is not None
+        effect = self._cut(answer, form.cut)
+        alone = [float(answer.path_effect[group].sum()) for _, group in answer.bundles()]
+        each = ", ".join(f"{alone[line - 1]:+.2f}" for line in form.cut)
+        return (
+            f"Lines {', '.join(map(str, form.cut))} cut at once: {effect:+.2f}, which is "
+            f"{-effect / answer.gap:.0%} of the difference; one by one {each}."
+        )
 
     def _add(self, form: Form, answer: Answer) -> int:
         number = self._n_pages
@@ -172,7 +195,7 @@ class AnswerServer:
             ahead = sum(f.waits for other, (f, _) in self._pages.items() if other < number)
             then = f" after {ahead} other{'s' * (ahead > 1)}" if ahead else ""
             form = replace(form, note=f"It is being measured{then}. Below is the earlier answer.")
-        return render_answer(answer, form)
+        return render_answer(answer, form, can_cut=self._cut is not None)
 
     def _refusal(self, path: str, headers: Any) -> tuple[int, str] | None:
         """Say why a request is refused, with its status; None where it is not."""
@@ -222,7 +245,12 @@ class AnswerServer:
                     form = Form(form.text, at=place)
                 elif guess := self.get_body_argument("further", "", strip=False):
                     form = Form(form.text + guess)
-                number = server._ask(form, server._pages[self._number()][1])
+                before, answer = server._pages[self._number()]
+                if self.get_body_argument("do", "") == "cut" and server._cut is not None:
+                    given = self.get_body_arguments("cut")
+                    lines = sorted({int(n) for n in given if re.fullmatch("[0-9]{1,6}", n)})
+                    form = replace(before, cut=tuple(lines) or (0,))
+                number = server._ask(form, answer)
                 self.redirect(str(number), status=303)
 
         return Handler

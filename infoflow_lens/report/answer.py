@@ -21,6 +21,7 @@ class Form:
         text, answer, against, instead, at: as for ``ask``.
         note: a sentence above the form.
         waits: whether this is being measured: the page is loaded again, and nothing is typed.
+        cut: numbers of lines that are to be cut at once.
     """
 
     text: str
@@ -30,14 +31,16 @@ class Form:
     at: str = ""
     note: str = ""
     waits: bool = False
+    cut: tuple[int, ...] = ()
 
 
-def render_answer(answer: AnswerNumbers, form: Form | None = None) -> str:
+def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: bool = False) -> str:
     """Render an answer as one HTML page that asks a network for nothing.
 
     Args:
         answer: to a question.
         form: by which one asks again, where somebody serves the page.
+        can_cut: whether lines can be cut there.
     """
     lines = answer.bundles()
     bundles = Table(
@@ -55,6 +58,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None) -> str:
             ]
             for number, (said, group) in enumerate(lines, 1)
         ],
+        anchors=[f"line-{number}" for number in range(1, len(lines) + 1)],
     )
     says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     page = (
@@ -63,6 +67,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None) -> str:
         .render(
             answer=answer,
             form=form,
+            can_cut=can_cut and form is not None and not form.waits,
             presses=form is not None and not form.waits and says_token,
             chart=render_chart,
             bundles=bundles if lines else None,

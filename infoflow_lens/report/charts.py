@@ -89,12 +89,14 @@ class Table:
         rows: texts, numbers, or NaN and None, which are shown as a dash.
         reasons: (row, column) and why there is a dash.
         caption: above it.
+        anchors: a name for each row, to which links lead.
     """
 
     columns: Mapping[str, str]
     rows: Sequence[Sequence[Any]]
     reasons: Mapping[tuple[int, int], str] = field(default_factory=dict)
     caption: str = ""
+    anchors: Sequence[str] = ()
 
     @classmethod
     def of_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
@@ -306,7 +308,8 @@ def _table(chart: Table) -> Markup:
             )
             key = "" if reason or number(value) == MISSING else value
             cells.append(Markup('<td data-value="{}">{}</td>').format(key, shown))
-        rows.append(Markup("<tr>{}</tr>").format(Markup("").join(cells)))
+        anchor = Markup(' id="{}"').format(chart.anchors[i]) if chart.anchors else ""
+        rows.append(Markup("<tr{}>{}</tr>").format(anchor, Markup("").join(cells)))
     return Markup(
         '<div class="scroll" tabindex="0" role="region" aria-label="{}"><table class="sortable">'
         "<caption>{}</caption><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>"

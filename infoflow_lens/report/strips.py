@@ -119,9 +119,10 @@ def _line(
     curve = f"M{x:.1f} {y:.1f} C{x + bend:.1f} {y:.1f} {x2 + bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
     at = (x + x2) / 2 + 0.75 * bend, (y + y2) / 2
     return [
-        f'<g class="s{kind}"><path d="{curve}" fill="none" stroke-width="{width:.1f}" '
+        f'<a href="#line-{number + 1}"><g class="s{kind}">'
+        f'<path d="{curve}" fill="none" stroke-width="{width:.1f}" '
         f'stroke-opacity=".75"><title>{escape(title)}</title></path>'
         f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="8"><title>{escape(title)}</title></circle>'
         f'<text class="number" x="{at[0]:.1f}" y="{at[1] + 4:.1f}" text-anchor="middle">'
-        f"{number + 1}</text></g>"
+        f"{number + 1}</text></g></a>"
     ]

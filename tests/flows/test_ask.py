@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model
 from infoflow_lens.cli import app
+from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.units import find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import LogProbability
@@ -226,6 +227,19 @@ def test_the_picture_has_every_strip_and_every_bundle(found):
     shares = (-found.strips / found.gap).clamp(0, 1)
     for share in shares.flatten().tolist():
         assert f'fill-opacity="{share:.3f}"' in picture
+
+
+def test_lines_are_cut_at_once_by_their_numbers(folder):
+    found = ask(folder, TEXT, quick=True, progress=False)
+    bundles = found.bundles()
+    number, group = next((n, g) for n, (_, g) in enumerate(bundles, 1) if len(g) == 1)
+    effect = cut_lines(folder, found, [number])
+    assert effect == pytest.approx(float(found.path_effect[group[0]]), abs=1e-4)
+    for lines in ([], [0], [len(bundles) + 1]):
+        with pytest.raises(InfoFlowError, match=f"expected some of 1 to {len(bundles)}"):
+            cut_lines(folder, found, lines)
+    with pytest.raises(InfoFlowError, match="expected the model and the readout of the answer"):
+        cut_lines(zoo.build("gpt2"), found, [1])
 
 
 def test_a_page_without_lines_speaks_of_none(folder, found, tmp_path):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from infoflow_lens import InfoFlowError, ask, load_any
 from infoflow_lens.cli import app
 from infoflow_lens.flows import serve
+from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.serve import HOST, AnswerServer, place_of
 from infoflow_lens.report.answer import Form
 from tests.processes import started
@@ -32,11 +33,14 @@ BLANK = Form(FIRST.text)
 
 
 @pytest.fixture(scope="module")
-def measure(tmp_path_factory):
+def model(tmp_path_factory):
     folder = zoo.save("llama", tmp_path_factory.mktemp("llama"))
     zoo.tokenizer(begins=False).save_pretrained(folder)
-    model = load_any(folder)
+    return load_any(folder)
 
+
+@pytest.fixture(scope="module")
+def measure(model):
     def measure(form):
         return ask(
             model, form.text, form.answer or None, form.against or None, form.instead or None,
@@ -53,8 +57,8 @@ def said(measure):
 
 
 @contextmanager
-def serving(measure):
-    server, ready, ended = AnswerServer(measure), threading.Event(), []
+def serving(measure=None, server=None):
+    server, ready, ended = server or AnswerServer(measure), threading.Event(), []
 
     def run():
         server.run(FIRST, ready.set)
@@ -131,7 +135,7 @@ class Typed(HTMLParser):
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
         self.tags.append(tag)
-        if tag == "input":
+        if tag == "input" and given.get("type") != "checkbox":
             self.fields[given["name"]] = given["value"]
         elif tag == "textarea":
             self._inside = given["name"]
@@ -304,6 +308,34 @@ def test_a_press_on_a_token_asks_why_it_stands_there(server, measure):
     longer = f"{FIRST.text} w9"
     assert escape(measure(Form(longer)).summary()) in press("further", " w9")
     assert "expected a whole number, or nothing" in press("press", "x")
+
+
+def test_lines_are_cut_at_once_on_a_page_of_their_own(model, measure):
+    """As the function measures it; other lines are refused, and nothing waits for ever."""
+    found = measure(BLANK)
+    assert len(found.bundles()) >= 2
+    server = AnswerServer(measure, cut=lambda answer, lines: cut_lines(model, answer, lines))
+    with serving(server=server):
+        path = post(server, BLANK)
+        page = answered(server, path)
+        assert [f'name="cut" value="{n}"' in page for n in (0, 1, 2)] == [False, True, True]
+        assert [f'id="line-{n}"' in page and f'href="#line-{n}"' in page for n in (1, 2)]
+
+        def cut(*lines):
+            body = urlencode([("do", "cut"), *(("cut", line) for line in lines)])
+            kind = {"Content-Type": "application/x-www-form-urlencoded"}
+            _, headers, _ = request(server, "POST", path, None, kind, body)
+            folder, _, _ = urlsplit(server.address).path.rpartition("/")
+            return answered(server, f"{folder}/{headers['Location']}")
+
+        effect = cut_lines(model, found, [1, 2])
+        said = cut("2", "1", "x")
+        assert f"Lines 1, 2 cut at once: {effect:+.2f}" in said
+        assert f"{-effect / found.gap:.0%} of the difference" in said
+        assert escape(found.summary()) in said
+        assert Typed(said).fields == fields(BLANK)
+        for wrong in ((), ("99",)):
+            assert "lines are [" in cut(*wrong)
 
 
 def test_errors_of_ours_and_of_memory_end_no_server(measure, said, capsys):

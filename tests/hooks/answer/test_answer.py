@@ -10,7 +10,15 @@ import torch
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.answer.measure import measure_answer
-from infoflow_lens.hooks.answer.paths import Node, Path, connect, cut_paths, find_circuit, share
+from infoflow_lens.hooks.answer.paths import (
+    Node,
+    Path,
+    connect,
+    cut_paths,
+    cut_together,
+    find_circuit,
+    share,
+)
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.answer.result import ORDERS
 from infoflow_lens.hooks.answer.steps import (
@@ -212,6 +220,19 @@ def test_all_paths_keep_and_lose_everything_and_none_nothing(name):
     assert found == pytest.approx([1, 1, 0, 0], abs=1e-3)
 
 
+@pytest.mark.parametrize("length", [1, zoo.N_HEADS, zoo.D_MODEL])
+def test_texts_that_are_as_long_as_something_is_wide_have_paths(length):
+    """Rotations [1, pos, d_head] were taken for a mask, in an error of Python."""
+    question = Question(open_model(zoo.build("llama")), *two_texts(length, (0,)), READOUT)
+    streams = Streams(question)
+    nodes = [Node(layer, head, length - 1) for layer in range(2) for head in range(4)]
+    paths = [Path(Node(-1, -1, 0), node, "value") for node in nodes]
+    paths += [Path(node, None, "answer") for node in nodes]
+    plain = TwoTexts(zoo.build("llama"), *two_texts(length, (0,)), difference)
+    as_plain = [(tuple(w), r and tuple(r), kind) for w, r, kind in paths]
+    assert share(streams, [(paths, False)]) == near([plain.share(as_plain)])
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions_have_paths(dtype, attention):
@@ -273,6 +294,35 @@ def test_cuts_of_paths_are_those_of_the_plain_model(plain, question):
         part = plain._slice(head)
         pinned[position, part] = changed["z"][layer][position, part]
         assert cuts[path] == near(plain.effect(pins={layer: pinned}))
+
+
+def test_paths_that_are_cut_together_are_cut_one_after_the_other(plain, question):
+    """One alone as by itself; two in a row as in a plain model that is run twice."""
+    streams = Streams(question)
+    paths = all_paths(streams)
+    some = [*paths[5:60:9], next(p for p in paths if p.reader is None)]
+    alone = cut_paths(streams, some)
+    assert [cut_together(streams, [path]) for path in some] == near([*alone.values()])
+    first = Path(Node(-1, -1, 2), Node(0, 1, 5), "value")
+    second = Path(Node(0, 2, 5), Node(1, 3, 5), "query")
+    third = Path(Node(1, 0, 5), None, "answer")
+    n, n_kv, part = plain.n_heads, plain.n_kv, plain._slice
+    # the first one's reader, with the value that the other text's word gives
+    vector = plain._run(plain.embedded[1])["v"][0][2].reshape(n_kv, -1)[1 * n_kv // n]
+    changed = plain._run(plain.embedded[0], projections={(0, "v"): {(2, 1 * n_kv // n): vector}})
+    pins = {0: plain.z[0][0].clone()}
+    pins[0][5, part(1)] = changed["z"][0][5, part(1)]
+    # the second one's, in that run
+    spoiled = {0: pins[0].clone()}
+    spoiled[0][5, part(2)] = plain.z[1][0][5, part(2)]
+    query = plain._run(plain.embedded[0], spoiled)["q"][1][5].reshape(n, -1)[3]
+    run = plain._run(plain.embedded[0], pins, projections={(1, "q"): {(5, 3): query}})
+    two = plain._run(plain.embedded[0], pins)
+    pins[1] = two["z"][1].clone()
+    pins[1][5, part(3)] = run["z"][1][5, part(3)]
+    assert cut_together(streams, [first, second]) == near(plain.effect(pins=pins))
+    pins[1][5, part(0)] = plain.z[1][1][5, part(0)]
+    assert cut_together(streams, [first, second, third]) == near(plain.effect(pins=pins))
 
 
 def test_a_circuit_carries_what_it_says(plain, question, units):
