@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, load_any
+from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.paths import (
@@ -154,7 +154,7 @@ def test_rankings_and_effects_are_those_of_transformerlens(name, tmp_path):
     from transformer_lens import patching
     from transformer_lens.tools.analysis import attribution_patch
 
-    bridge = load_any(zoo.save(name, tmp_path / name)).model
+    bridge = zoo.bridge(name)
     question = Question(open_model(zoo.build(name)), *two_texts(), READOUT)
     clean, other = (ids[None] for ids in two_texts())
 

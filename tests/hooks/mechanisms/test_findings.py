@@ -149,13 +149,13 @@ class PatternFirst(HookedRootModule):
         self.W_E, self.W_U = weights(17, 6), weights(6, 17)
         self.blocks = nn.ModuleList([nn.Module()])
         self.blocks[0].attn = nn.Module()
-        attn = self.blocks[0].attn
+        attn, self.blocks[0].hook_resid_pre = self.blocks[0].attn, HookPoint()
         attn.hook_pattern, attn.hook_attn_scores = HookPoint(), HookPoint()
         attn.W_Q, attn.W_V, attn.W_O = weights(2, 6, 6), weights(2, 6, 3), weights(2, 3, 6)
         self.setup()
 
     def forward(self, ids, attention_mask=None):
-        attn, x = self.blocks[0].attn, self.W_E[ids]
+        attn, x = self.blocks[0].attn, self.blocks[0].hook_resid_pre(self.W_E[ids])
         scores = torch.einsum("bqd,hde,bke->bhqk", x, attn.W_Q, x)
         masked = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(masked, -torch.inf)

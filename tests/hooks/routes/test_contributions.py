@@ -117,7 +117,7 @@ def zoo_model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "granite", "gemma2"])
-def test_bridges_of_many_kinds_are_decomposed(zoo_model, name):
+def test_models_of_many_kinds_are_decomposed(zoo_model, name):
     """Grouped queries, attention beside the MLP, a factor and a norm on what is added."""
     model, x = zoo_model(name), zoo.tokens(2, 6)
     (found,) = run_probes(model, x, [ContributionRoutes("rollout")], progress=False)
