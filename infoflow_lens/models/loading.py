@@ -304,7 +304,7 @@ def _from_gguf(path: Path, place: Place) -> LoadedModel:
         config, folder = config_of_gguf(path), str(path.parent)
         check_one_stack(str(path), config)
         check_sizes(path, config, Stored.in_gguf(path))
-        alone = transformers_model(folder, config, place, gguf_file=path.name)
+        alone, _ = transformers_model(folder, config, place, gguf_file=path.name)
         opened = open_model(alone, own_tokenizer(folder, gguf_file=path.name))
     return LoadedModel(opened, opened.tokenizer, "file", _description(opened, str(path)))
 
@@ -317,7 +317,7 @@ def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
     name = folder.name
     with without_trace(), _named(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        alone = transformers_model(str(folder), config, place)
+        alone, _ = transformers_model(str(folder), config, place)
         model = transformer_lens.HookedTransformer(
             transformer_lens.HookedTransformerConfig(
                 n_layers=config.n_layer,
@@ -465,9 +465,9 @@ def _opened(
         check_one_stack(name, config)
         if stored is not None:
             check_sizes(Path(name), config, stored)
-        alone = transformers_model(name, config, place)
+        alone, note = transformers_model(name, config, place)
         opened = open_model(alone, own_tokenizer(name))
-    description = _description(opened, known_as or name)
+    description = ", ".join([_description(opened, known_as or name), *filter(None, [note])])
     return LoadedModel(opened, opened.tokenizer, source, description)
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
@@ -103,11 +104,17 @@ def find_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def transformers_model(name: str, config: Any, place: Place, **options: Any) -> Any:
-    """The model of transformers, with eager attention; `options` are those of transformers.
+def transformers_model(name: str, config: Any, place: Place, **options: Any) -> tuple[Any, str]:
+    """Load a model of transformers, with eager attention; `options` are those of transformers.
+
+    Files of an encoder often lack the weights of its pooler, which makes another output than those
+    that are read. They are 0 then.
+
+    Returns:
+        The model; and a note on weights that are not there, else empty.
 
     Raises:
-        InfoFlowError: if the files lack weights, which transformers would draw at random.
+        InfoFlowError: if the files lack other weights, which transformers would draw at random.
     """
     kind = find_class(config)
     model, info = kind.from_pretrained(
@@ -118,13 +125,18 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
         trust_remote_code=False,
         **options,
     )
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    absent = [model.get_parameter(key) for key in missing if key.startswith("pooler.")]
+    if len(absent) < len(missing):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise InfoFlowError(
             f"{name!r} lacks weights ({', '.join(missing[:3])}{more}), which would be random: "
             f"expected all of {type(model).__name__}; save or download it again"
         )
-    return model.to(place.device).eval()
+    for weight in absent:
+        nn.init.zeros_(weight)
+    note = "without weights of its pooler, which are not read" if absent else ""
+    return model.to(place.device).eval(), note
 
 
 @dataclass(frozen=True)

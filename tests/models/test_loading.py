@@ -149,6 +149,29 @@ def test_missing_weights_are_no_random_ones(name, weight, tmp_path):
         load_any(folder)
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_weights_of_a_pooler_may_be_missing_where_nothing_reads_it(kind, tmp_path):
+    """As of encoders that were trained on masked words; a classifier reads its pooler."""
+    model = families.build(kind, auto=("AutoModel",))
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in state.items() if "pooler" not in name}
+    assert len(kept) == len(state) - 2
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_any(tmp_path)
+    assert loaded.description.endswith("without weights of its pooler, which are not read")
+    ids = families.tokens()
+    with torch.no_grad():
+        assert loaded.model(ids).equal(model(ids).last_hidden_state)
+    classifier = transformers.BertForSequenceClassification(zoo.build("bert").config)
+    classifier.save_pretrained(tmp_path / "other")
+    state = load_file(tmp_path / "other" / "model.safetensors")
+    del state["bert.pooler.dense.weight"]
+    save_file(state, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InfoFlowError, match=r"lacks weights \(bert.pooler.dense.weight\)"):
+        load_any(tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("official", "name"), some_of(OFFICIAL.items(), *list(OFFICIAL.items())[:4])
 )

@@ -149,7 +149,7 @@ def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
 
 @needs_version_4
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_rankings_and_effects_are_those_of_transformerlens(name, tmp_path):
+def test_rankings_and_effects_are_those_of_transformerlens(name):
     """Its attribution patching, whose gradient is at what it calls corrupt; and its exact loop."""
     from transformer_lens import patching
     from transformer_lens.tools.analysis import attribution_patch
