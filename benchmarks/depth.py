@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
-    PowerRollout,
-    ResampleInfluence,
     baselines,
     load_any,
     open_model,
     propagate,
     run_probes,
 )
+from infoflow_lens.hooks import PowerRollout, ResampleInfluence
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.routes.powers import PEAKED
 from tests.reference.real_models import load

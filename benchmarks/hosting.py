@@ -14,9 +14,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.timing import paired
-from infoflow_lens import build_token_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
-from infoflow_lens.models.host import build_model
+from infoflow_lens.models.host import build_model, build_token_model
 from infoflow_lens.studies.demo import DemoConfig
 
 ROUNDS, REPEATS = 9, 20

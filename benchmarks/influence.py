@@ -11,13 +11,8 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks.models import causal
 from benchmarks.timing import paired
-from infoflow_lens import (
-    Architecture,
-    JacobianInfluence,
-    ResampleInfluence,
-    build_model,
-    run_probes,
-)
+from infoflow_lens import Architecture, JacobianInfluence, build_model, run_probes
+from infoflow_lens.hooks import ResampleInfluence
 
 
 def toy_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:

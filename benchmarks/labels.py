@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 
-from infoflow_lens import HeadLabels, label_heads, load_any, run_probes
+from infoflow_lens import label_heads, load_any, run_probes
 from infoflow_lens.foundation.versions import package_versions
-from infoflow_lens.hooks import MeanPatternsProbe
+from infoflow_lens.hooks import HeadLabels, MeanPatternsProbe
 from tests.reference.real_models import FOLDER
 
 N_POS = 32

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.models import causal
 from benchmarks.timing import paired
-from infoflow_lens import measure_mechanisms
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.mechanisms import IDEALS, MechanismsProgress, MechanismsResult
 from infoflow_lens.studies.constructions import build_construction
 

@@ -5,7 +5,8 @@ Run: python examples/constructions_tour.py   (seconds)
 
 import torch
 
-from infoflow_lens import AttendedProbe, JacobianInfluence, compare, propagate, run_probes
+from infoflow_lens import JacobianInfluence, compare, propagate, run_probes
+from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.studies.constructions import build_construction, list_constructions
 
 # Small sizes, so that Jacobians take a moment only; hard maxima where the theorem takes a limit.

@@ -6,7 +6,8 @@ Two models of the same size: one built to retrieve four tokens by four heads, wh
 head is all there is (the paper's claim), and one with random weights, where attention is spread.
 """
 
-from infoflow_lens import JacobianInfluence, PositionsProbe, build_model, coverage_curve, run_probes
+from infoflow_lens import JacobianInfluence, PositionsProbe, build_model, run_probes
+from infoflow_lens.agreement import coverage_curve
 from infoflow_lens.studies.constructions import build_construction
 
 built, task = build_construction("d_retrieval", n_tokens=12, seed=0)

@@ -3,17 +3,9 @@
 Run: python examples/head_mechanisms.py   (seconds)
 """
 
-from infoflow_lens import (
-    AttendedProbe,
-    JacobianInfluence,
-    PositionsProbe,
-    compare,
-    coverage_curve,
-    measure_mechanisms,
-    propagate,
-    replace_greedily,
-    run_probes,
-)
+from infoflow_lens import JacobianInfluence, PositionsProbe, compare, propagate, run_probes
+from infoflow_lens.agreement import coverage_curve
+from infoflow_lens.hooks import AttendedProbe, measure_mechanisms, replace_greedily
 from infoflow_lens.studies.constructions import build_construction
 
 # In-context question answering by copying and matching. Your own model goes here.

@@ -10,7 +10,8 @@ mechanisms say what each head contributes.
 import torch
 from transformer_lens import patching
 
-from infoflow_lens import PositionsProbe, measure_mechanisms, propagate, run_probes
+from infoflow_lens import PositionsProbe, propagate, run_probes
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.studies.constructions import build_construction
 
 # A model that answers a question from context: the same questions with other answers.

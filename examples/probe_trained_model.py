@@ -8,7 +8,6 @@ from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
-    TrainingConfig,
     build_model,
     compare,
     load_task,
@@ -16,7 +15,7 @@ from infoflow_lens import (
     run_probes,
     train,
 )
-from infoflow_lens.training import restored
+from infoflow_lens.training import TrainingConfig, restored
 
 # A sequence has 16 tokens of dimension 4; the target needs 4 of them, one along each direction.
 task = load_task(

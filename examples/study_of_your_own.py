@@ -5,11 +5,12 @@ Run: python examples/study_of_your_own.py   (ten seconds)
 
 import tempfile
 
-from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
+from infoflow_lens import Architecture, build_model, load_task, train
 from infoflow_lens.studies.checking import check_study
 from infoflow_lens.studies.claims import Claim
 from infoflow_lens.studies.study import Study
 from infoflow_lens.studies.sweep import run_study
+from infoflow_lens.training import TrainingConfig
 
 TASK = {"n_tokens": 8, "d_token": 1, "n_components": 2, "extremum": ("max", "min")}
 

@@ -3,7 +3,8 @@
 Run: python examples/with_activation_cache.py   (seconds)
 """
 
-from infoflow_lens import PositionsProbe, RecoveryProbe, probe_cache, propagate
+from infoflow_lens import PositionsProbe, RecoveryProbe, propagate
+from infoflow_lens.hooks import probe_cache
 from infoflow_lens.studies.constructions import build_construction
 
 # Answers a question from its context by copying and matching. Your own model goes here.

@@ -25,6 +25,17 @@ from infoflow_lens.theory.information_sets import (
     propagate,
 )
 
+__all__ = [
+    "Agreement",
+    "CoverageCurve",
+    "Explained",
+    "SetAgreement",
+    "compare",
+    "compare_by_position",
+    "coverage_curve",
+    "explained",
+]
+
 if TYPE_CHECKING:
     import pandas as pd
 

@@ -14,6 +14,8 @@ from infoflow_lens.theory import schedule as _schedule
 from infoflow_lens.theory.comparison import Heads
 from infoflow_lens.theory.shapes import ModelShape
 
+__all__ = ["design", "estimate", "learns"]
+
 _WIDTH = 32  # of every layer, where head counts alone are given, as in the command
 
 

@@ -29,6 +29,8 @@ from infoflow_lens.hooks.passes.view import at_places
 from infoflow_lens.hooks.scores import StateScores, spearman
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
+__all__ = ["RankingAgreement", "compare_rankings"]
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure

@@ -23,7 +23,8 @@ def have():
     """A model, inputs, and what probes gave."""
     model = make_token_model()
     ids = torch.randint(17, (4, 9), generator=torch.Generator().manual_seed(4))
-    probes = [il.PositionsProbe((1, 2)), il.AttendedProbe(), il.JacobianInfluence("resid_post")]
+    attended = il.hooks.AttendedProbe()
+    probes = [il.PositionsProbe((1, 2)), attended, il.JacobianInfluence("resid_post")]
     positions, attended, influence = il.run_probes(model, ids, probes, progress=False)
     return SimpleNamespace(
         model=model,
@@ -33,7 +34,7 @@ def have():
         positions=positions,
         attended=attended,
         influence=influence,
-        mechanisms=il.measure_mechanisms(model, ids, progress=False),
+        mechanisms=il.hooks.measure_mechanisms(model, ids, progress=False),
         task=il.load_task("d_retrieval"),
     )
 
@@ -50,8 +51,8 @@ WORKS = {
         il.propagate(h.attended), il.propagate(h.attended.positions)
     ),
     "coverage_curve, of results": lambda h: (
-        il.coverage_curve(h.positions, h.influence)
-        == il.coverage_curve(h.positions.positions, h.influence)
+        il.agreement.coverage_curve(h.positions, h.influence)
+        == il.agreement.coverage_curve(h.positions.positions, h.influence)
     ),
     "compare, of results": lambda h: (
         il.compare(h.positions, h.influence)
@@ -61,9 +62,9 @@ WORKS = {
         il.compare(il.propagate(h.positions).members, h.influence)
         == il.compare(h.positions, h.influence)
     ),
-    "compare_by_position, of results": lambda h: il.compare_by_position(
+    "compare_by_position, of results": lambda h: il.agreement.compare_by_position(
         h.attended, h.influence
-    ).equals(il.compare_by_position(il.propagate(h.attended), h.influence)),
+    ).equals(il.agreement.compare_by_position(il.propagate(h.attended), h.influence)),
     "rules, of results": lambda h: same_sets(
         il.propagate(h.mechanisms.rules(h.attended, h.positions)),
         il.propagate(h.mechanisms.rules(h.attended.positions, h.positions.argmax)),
@@ -72,7 +73,7 @@ WORKS = {
         il.inspect_model(h.loaded).kind == il.inspect_model(h.model).kind
     ),
     "dataset_card, of a name": lambda h: (
-        str(il.dataset_card("d_retrieval")) == str(il.dataset_card(h.task))
+        str(il.tasks.dataset_card("d_retrieval")) == str(il.tasks.dataset_card(h.task))
     ),
     "estimate, of names and heads": lambda h: (
         isinstance(il.estimate("d_retrieval", (3, 1), verify=0), Estimate)
@@ -119,14 +120,14 @@ SAYS = {
         r"expected result\.rules\(attended, positions\)",
     ),
     "coverage_curve, of other ranks": (
-        lambda h: il.coverage_curve(
+        lambda h: il.agreement.coverage_curve(
             il.run_probes(h.model, h.ids, [il.PositionsProbe((2, 1))], progress=False)[0],
             h.influence,
         ),
         r"of ranks \(2, 1\): expected 1 to some K.* PositionsProbe\(\(1, 2, 3\)\)",
     ),
     "coverage_curve, of attended keys": (
-        lambda h: il.coverage_curve(h.attended, h.influence),
+        lambda h: il.agreement.coverage_curve(h.attended, h.influence),
         "positions is a AttendedResult: expected what PositionsProbe",
     ),
     "compare, the other way round": (
@@ -142,7 +143,7 @@ SAYS = {
         "give results of AttendedProbe and PositionsProbe, in this order",
     ),
     "InformationSets, of a result": (
-        lambda h: il.InformationSets(h.positions),
+        lambda h: il.theory.InformationSets(h.positions),
         r"are a PositionsResult: expected bool .* propagate\(\.\.\.\) makes them",
     ),
     "estimate, of an unknown name": (
@@ -154,11 +155,11 @@ SAYS = {
         r"make one, DRetrieval\(\)",
     ),
     "learns, without a schedule": (
-        lambda h: il.learns("d_retrieval", None),
+        lambda h: il.named.learns("d_retrieval", None),
         r"expected a Schedule, such as estimate\(architecture, task\)\.schedule",
     ),
     "dataset_card, of a number": (
-        lambda h: il.dataset_card(3),
+        lambda h: il.tasks.dataset_card(3),
         "task is a int: expected a task, or the name of one: d_retrieval",
     ),
     "load_task, of a task": (
@@ -168,10 +169,10 @@ SAYS = {
     "inspect_model, of a name": (lambda h: il.inspect_model("gpt2"), LOAD),
     "run_probes, of a name": (lambda h: il.run_probes("gpt2", h.ids, PROBE), LOAD),
     "probe_cache, of a model of transformers": (
-        lambda h: il.probe_cache(h.hf, {}, PROBE),
+        lambda h: il.hooks.probe_cache(h.hf, {}, PROBE),
         "the cache lacks blocks.0.attn.hook_attn_scores",
     ),
-    "measure_mechanisms, of a name": (lambda h: il.measure_mechanisms("gpt2", h.ids), LOAD),
+    "measure_mechanisms, of a name": (lambda h: il.hooks.measure_mechanisms("gpt2", h.ids), LOAD),
     "load_any, of nothing": (
         lambda h: il.load_any(None),
         "the model is of type NoneType: expected a name",
@@ -252,7 +253,7 @@ def test_what_loading_gives_stands_for_its_model(have, name):
 
 
 def test_a_model_is_trained_on_a_task_by_name_in_its_own_sizes(model):
-    config = il.TrainingConfig(epochs=1)
+    config = il.training.TrainingConfig(epochs=1)
     result = il.train(model, "d_retrieval", config, n_train=32, n_validation=8, progress=False)
     assert result.epochs_run == 1
 

@@ -19,19 +19,17 @@ from sklearn.metrics import (
 
 from infoflow_lens import (
     InfoFlowError,
-    InformationSets,
     JacobianInfluence,
     PositionsProbe,
     compare,
-    compare_by_position,
-    compare_rankings,
-    coverage_curve,
     load_any,
     propagate,
     run_probes,
 )
-from infoflow_lens.agreement import coverage, explained
+from infoflow_lens.agreement import compare_by_position, coverage, coverage_curve, explained
+from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.studies.constructions import build_construction
+from infoflow_lens.theory import InformationSets
 from tests.reference import sets as reference_sets
 from tests.reference import zoo
 

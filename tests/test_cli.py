@@ -190,7 +190,7 @@ def test_ctrl_c_is_a_clean_stop(tmp_path):
 
 
 def test_tasks_lists_every_task_with_parameters_and_comparisons():
-    from infoflow_lens import list_tasks
+    from infoflow_lens.tasks import list_tasks
 
     rows = json.loads(CliRunner().invoke(app, ["tasks", "--json"]).output)
     assert [row["name"] for row in rows] == list(list_tasks())

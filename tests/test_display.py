@@ -94,8 +94,8 @@ def hostile_objects() -> dict[str, Any]:
     sizes = dict.fromkeys(il.agreement.SetAgreement.__dataclass_fields__, 0.5)
     one = il.agreement.SetAgreement(**sizes)
     return {
-        "InformationSets": il.InformationSets(members),
-        "Agreement": il.Agreement(0.1, (one,) * 96, (one,) * 96, one),
+        "InformationSets": il.theory.InformationSets(members),
+        "Agreement": il.agreement.Agreement(0.1, (one,) * 96, (one,) * 96, one),
         "CoverageCurve": CoverageCurve(((0.5,) * 96,) * 64, *((0.5,) * 64,) * 3),
         "ModelCapabilities": ModelCapabilities(
             HOSTILE, (layer,) * 96, False, True, HOSTILE, HOSTILE, False, False, {"x": HOSTILE}
@@ -171,15 +171,15 @@ def array_of(text, *shape):
 
 def sufficiency_of(text):
     model = make_token_model()
-    mechanisms = il.measure_mechanisms(model, X[:6], progress=False)
+    mechanisms = il.hooks.measure_mechanisms(model, X[:6], progress=False)
     others = {text: {(0, 0): "global"}}
-    return il.measure_sufficiency(
+    return il.hooks.measure_sufficiency(
         model, X[6:], mechanisms, draws=1, others=others, progress=False
     ).plot()
 
 
 def edge_budget_of(text):
-    found = il.measure_edge_budget(
+    found = il.hooks.measure_edge_budget(
         make_token_model(), X[6:], X[:6], budgets=(3, 5), draws=1, progress=False
     )
     return dataclasses.replace(found, methods=(text, *found.methods[1:])).plot()
@@ -188,7 +188,7 @@ def edge_budget_of(text):
 def rankings_of(text):
     sets = InformationSets(torch.ones(1, 3, 8, 8, dtype=torch.bool).tril(-2))
     scores = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    return il.compare_rankings({text: sets}, {text + "s": scores}, scores + 0.1).plot()
+    return il.ranking.compare_rankings({text: sets}, {text + "s": scores}, scores + 0.1).plot()
 
 
 def flow_of(text):

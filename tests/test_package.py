@@ -1,6 +1,7 @@
 """What is installed and what is shipped: every module and file, the public names, and no more."""
 
 import email
+import importlib
 import os
 import re
 import shutil
@@ -205,6 +206,15 @@ def test_every_public_name_is_there_and_documented():
     assert set(dir(infoflow_lens)) >= set(infoflow_lens.__all__)
     with pytest.raises(AttributeError, match="no attribute 'prob'"):
         infoflow_lens.prob  # noqa: B018
+
+
+@pytest.mark.parametrize("name", infoflow_lens._MOVED)
+def test_names_that_have_moved_go_on_with_a_warning(name):
+    module = f"infoflow_lens.{infoflow_lens._MOVED[name]}"
+    with pytest.warns(FutureWarning, match=f"^{name} is in {module}: import it from there"):
+        moved = getattr(infoflow_lens, name)
+    assert moved is getattr(importlib.import_module(module), name)
+    assert name not in infoflow_lens.__all__
 
 
 def test_public_names_are_those_that_type_checkers_see():

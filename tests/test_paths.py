@@ -18,7 +18,6 @@ import infoflow_lens
 from infoflow_lens import (
     InfoFlowError,
     PositionsProbe,
-    TrainingConfig,
     ask,
     build_model,
     compare_flows,
@@ -56,6 +55,7 @@ from infoflow_lens.studies.sweep import run_study
 from infoflow_lens.theory.estimate import phase_diagram
 from infoflow_lens.theory.information_sets import InformationSets
 from infoflow_lens.theory.shapes import shape_of
+from infoflow_lens.training import TrainingConfig
 from tests.conftest import make_token_model, some_of
 from tests.reference import zoo
 from tests.runs.test_commands import ARGUMENTS, DOCUMENTS, named, runs, small  # noqa: F401

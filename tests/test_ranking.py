@@ -10,18 +10,16 @@ from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from infoflow_lens import (
-    AttentionRollout,
-    AttentionWeight,
     InfoFlowError,
-    InformationSets,
     JacobianInfluence,
     PositionsProbe,
     compare,
-    compare_rankings,
     propagate,
     run_probes,
 )
-from infoflow_lens.ranking import CONTROLS, METRICS
+from infoflow_lens.hooks import AttentionRollout, AttentionWeight
+from infoflow_lens.ranking import CONTROLS, METRICS, compare_rankings
+from infoflow_lens.theory import InformationSets
 from tests.conftest import make_token_model
 
 

@@ -18,34 +18,32 @@ from safetensors.torch import load_file, save_file
 
 import infoflow_lens.probing.parts.routes
 from infoflow_lens import (
-    AttendedProbe,
     Flow,
-    GradedSetsProbe,
     InfoFlowError,
     JacobianInfluence,
-    PatternsProbe,
     PositionsProbe,
-    PowerRollout,
     RecoveryProbe,
     ask,
     compare,
-    compare_rankings,
-    coverage_curve,
     flow,
     probe,
     propagate,
     run_probes,
 )
-from infoflow_lens.agreement import explained
+from infoflow_lens.agreement import coverage_curve, explained
 from infoflow_lens.foundation.files import read_signed, sync
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import Savable, write_parts
 from infoflow_lens.hooks import (
+    AttendedProbe,
     AttentionRollout,
+    GradedSetsProbe,
     HeadIdeals,
     LabelledResult,
     LogitDifference,
     MeanPatternsProbe,
+    PatternsProbe,
+    PowerRollout,
     Probe,
     Result,
     ShardedPositions,
@@ -62,6 +60,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.answer.result import AnswerNumbers
 from infoflow_lens.models.host import load_model, save_model
+from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.report.phase import draw_phase_diagram
 from infoflow_lens.tasks import load_task
 from infoflow_lens.theory.estimate import phase_diagram

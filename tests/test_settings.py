@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, flow, list_tasks, load_task
+from infoflow_lens import Architecture, InfoFlowError, flow, load_task
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.host import build_model, build_token_model
@@ -22,7 +22,8 @@ from infoflow_lens.studies.demo import DemoConfig
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.config import preset as language_model_preset
 from infoflow_lens.studies.language_model.ngram import NGram
-from infoflow_lens.training import evaluate
+from infoflow_lens.tasks import list_tasks
+from infoflow_lens.training import TrainingConfig, evaluate
 
 NUMBER_TOO_FAR = (-1, -1.0, math.nan, math.inf)
 SIZES = {"n_heads": (4, 2), "d_model": 12, "d_token": 3, "n_tokens": 5}

@@ -8,19 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infoflow_lens import (
-    Architecture,
-    InfoFlowError,
-    TrainingConfig,
-    build_model,
-    build_token_model,
-    load_task,
-    train,
-)
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, train
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.state import read_state
 from infoflow_lens.models.attention import set_attention
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.training import (
+    TrainingConfig,
     TrainingDivergedError,
     TrainingInterrupted,
     evaluate,
@@ -210,7 +204,8 @@ def test_ctrl_c_keeps_what_was_reached_and_resumes_to_the_same_numbers(data, tmp
 SCRIPT = """
 import json, sys, torch
 torch.set_num_threads(1)
-from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
+from infoflow_lens import Architecture, build_model, load_task, train
+from infoflow_lens.training import TrainingConfig
 task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
 model = build_model(Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5, d_mlp=16))
 result = train(model, task.sample(600, 0), task.sample(100, 1),

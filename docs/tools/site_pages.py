@@ -49,7 +49,8 @@ AREAS = {
     "Studies": ("infoflow_lens.studies",),
     "All else": ("infoflow_lens",),
 }
-ROOMS = tuple(f"infoflow_lens{room}" for room in ("", ".hooks", ".theory", ".tasks", ".studies"))
+_MODULES = "hooks theory tasks agreement ranking training models.named models.host named studies"
+ROOMS = ("infoflow_lens", *(f"infoflow_lens.{module}" for module in _MODULES.split()))
 
 
 def public_names() -> dict[str, str]:

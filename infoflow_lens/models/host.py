@@ -50,6 +50,16 @@ from infoflow_lens.models.blocks import Attention, TokenEmbed
 from infoflow_lens.models.hooked import HookedModel, hooked_config
 from infoflow_lens.models.weights import stored_shapes
 
+__all__ = [
+    "TokenTransformer",
+    "VectorTransformer",
+    "build_model",
+    "build_token_model",
+    "load_model",
+    "save_model",
+    "zero_model",
+]
+
 
 class VectorEmbed(nn.Module):
     """Encodes vector tokens and appends the CLS token.

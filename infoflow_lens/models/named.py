@@ -29,6 +29,8 @@ from infoflow_lens.models.named_cache import NamedCache
 from infoflow_lens.models.named_parts import AttentionPart, FinalNorm, MLPPart, UnembedPart
 from infoflow_lens.models.pooling import find_pooling
 
+__all__ = ["NamedModel", "open_model"]
+
 _MANY = 2**31 - 1  # positions, where nothing bounds them
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")

@@ -13,16 +13,15 @@ from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
-    PowerRollout,
     compare,
     flow,
     load_any,
-    measure_mechanisms,
     propagate,
     run_probes,
     why_all,
 )
 from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.hooks import PowerRollout, measure_mechanisms
 from infoflow_lens.report.flow_plot import draw_flow
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from infoflow_lens import Architecture, GradedSetsProbe, build_model, flow, run_probes
+from infoflow_lens import Architecture, build_model, flow, run_probes
+from infoflow_lens.hooks import GradedSetsProbe
 from tests.conftest import make_token_model
 
 

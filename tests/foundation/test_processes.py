@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from infoflow_lens import TrainingConfig, build_model, train
+from infoflow_lens import build_model, train
 from infoflow_lens.foundation.processes import threads
+from infoflow_lens.training import TrainingConfig
 from tests.processes import started
 
 

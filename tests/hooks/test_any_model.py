@@ -15,13 +15,12 @@ from infoflow_lens import (
     flow,
     inspect_model,
     load_any,
-    measure_mechanisms,
     open_model,
     probe,
     run_probes,
     why,
 )
-from infoflow_lens.hooks import LogProbability, measure_shares
+from infoflow_lens.hooks import LogProbability, measure_mechanisms, measure_shares
 from tests.conftest import third_of
 from tests.hooks.test_invariants import EVERY, numbers
 from tests.reference import families

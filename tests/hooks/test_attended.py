@@ -2,8 +2,8 @@
 
 import torch
 
-from infoflow_lens import AttendedProbe, propagate, run_probes
-from infoflow_lens.hooks import AttendedResult
+from infoflow_lens import propagate, run_probes
+from infoflow_lens.hooks import AttendedProbe, AttendedResult
 
 
 def test_attended_keys_have_their_share_of_the_largest_weight(model, inputs):

@@ -11,17 +11,8 @@ from itertools import product
 import pytest
 import torch
 
-from infoflow_lens import (
-    InfoFlowError,
-    PatternsProbe,
-    PositionsProbe,
-    attach,
-    inspect_model,
-    load_any,
-    probe_cache,
-    run_probes,
-)
-from infoflow_lens.hooks import Intervention, Pass
+from infoflow_lens import InfoFlowError, PositionsProbe, attach, inspect_model, load_any, run_probes
+from infoflow_lens.hooks import Intervention, Pass, PatternsProbe, probe_cache
 from infoflow_lens.hooks.model.call import has_user_hooks
 from infoflow_lens.hooks.model.semantics import visibility
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER

@@ -17,39 +17,39 @@ import pytest
 import torch
 
 from infoflow_lens import (
-    AttendedProbe,
-    AttentionFlow,
-    AttentionRollout,
-    AttentionWeight,
-    ContributionRoutes,
-    GradedSetsProbe,
-    GradientTimesInput,
     InfoFlowError,
     JacobianInfluence,
-    PatternsProbe,
     PositionsProbe,
-    PowerRollout,
     RecoveryProbe,
-    ResampleInfluence,
     attach,
     build_model,
-    build_token_model,
     run_probes,
 )
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.hooks import (
     AllHeads,
+    AttendedProbe,
+    AttentionFlow,
+    AttentionRollout,
+    AttentionWeight,
+    ContributionRoutes,
     EditsOfPass,
+    GradedSetsProbe,
+    GradientTimesInput,
     HeadIdeals,
     Intervention,
     MeanPatternsProbe,
+    PatternsProbe,
+    PowerRollout,
     Probe,
+    ResampleInfluence,
     Result,
     edit_head,
 )
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.models.named import open_model
 from tests.conftest import make_token_model, third_of
 from tests.reference import zoo

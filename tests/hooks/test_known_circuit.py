@@ -11,13 +11,12 @@ from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
-    ResampleInfluence,
     compare,
-    coverage_curve,
-    measure_mechanisms,
     propagate,
     run_probes,
 )
+from infoflow_lens.agreement import coverage_curve
+from infoflow_lens.hooks import ResampleInfluence, measure_mechanisms
 from tests.reference.induction import induction_model, repeated_segments
 
 N_VOCAB, N_CTX, AGAIN = 11, 9, 6  # six tokens, then three of them again

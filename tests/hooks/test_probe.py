@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from examples.probe_of_your_own import PreviousToken
 from infoflow_lens import (
-    AttendedProbe,
-    AttentionRollout,
-    ContributionRoutes,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
-    PowerRollout,
     RecoveryProbe,
-    ResampleInfluence,
     attach,
     probe,
     run_probes,
 )
 from infoflow_lens.hooks import (
+    AttendedProbe,
+    AttentionRollout,
+    ContributionRoutes,
     LabelledResult,
     Needs,
+    PowerRollout,
     Probe,
+    ResampleInfluence,
     Result,
     check_probe,
     combined,

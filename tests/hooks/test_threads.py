@@ -8,26 +8,20 @@ import pytest
 import torch
 
 import infoflow_lens.hooks
-from infoflow_lens import (
-    GradientTimesInput,
-    InfoFlowError,
-    JacobianInfluence,
-    PatternsProbe,
-    inspect_model,
-    measure_edge_budget,
-    measure_mechanisms,
-    measure_sufficiency,
-    measure_top_k,
-    open_model,
-    replace_greedily,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, JacobianInfluence, inspect_model, open_model, run_probes
 from infoflow_lens.hooks import (
     FunctionOfOutput,
+    GradientTimesInput,
+    PatternsProbe,
     Result,
+    measure_edge_budget,
+    measure_mechanisms,
     measure_shares,
+    measure_sufficiency,
+    measure_top_k,
     measure_why,
     measure_why_all,
+    replace_greedily,
 )
 from infoflow_lens.hooks.influence import derivatives
 from infoflow_lens.hooks.model.call import call

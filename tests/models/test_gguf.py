@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, NamedModel, PositionsProbe, load_any, probe, run_probes
+from infoflow_lens import InfoFlowError, PositionsProbe, load_any, probe, run_probes
 from infoflow_lens.models.configs import shape_of_named
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from infoflow_lens.models.named import NamedModel
 from tests.reference import zoo
 
 WORDS = ["<s>", "a", "b", "c", "ab", *(chr(0x100 + i) for i in range(zoo.N_VOCAB - 5))]

@@ -9,8 +9,9 @@ import torch
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from infoflow_lens import Architecture, InfoFlowError, build_model, build_token_model, load_model
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from infoflow_lens.models.host import build_token_model
 from tests.reference import frozen
 from tests.reference import transformer as reference
 from tests.versions import needs_hooked_transformer

@@ -10,15 +10,9 @@ import pytest
 import torch
 from transformer_lens import ActivationCache, HookedRootModule, patching
 
-from infoflow_lens import (
-    Architecture,
-    InfoFlowError,
-    build_model,
-    build_token_model,
-    load_model,
-    save_model,
-)
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_model, save_model
 from infoflow_lens.models.attention import set_attention
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import D_HEAD, D_MODEL, D_TOKEN, HEADS, N_TOKENS

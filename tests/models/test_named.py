@@ -18,9 +18,9 @@ from infoflow_lens import (
     attach,
     flow,
     inspect_model,
-    measure_mechanisms,
     run_probes,
 )
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
 from tests.reference import families, zoo

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from infoflow_lens import (
-    AttentionWeight,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
-    measure_mechanisms,
     open_model,
     run_probes,
 )
+from infoflow_lens.hooks import AttentionWeight, measure_mechanisms
 from tests.reference import real_models
 
 pytestmark = pytest.mark.slow  # and skipped, with the reason, where `make models` has not run

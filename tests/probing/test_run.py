@@ -15,17 +15,16 @@ from safetensors.torch import save_file
 from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
-    PatternsProbe,
     PositionsProbe,
     RecoveryProbe,
     compare,
     load_any,
-    measure_mechanisms,
     probe,
     propagate,
     run_probes,
     save_model,
 )
+from infoflow_lens.hooks import PatternsProbe, measure_mechanisms
 from infoflow_lens.hooks.model import semantics
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import run as run_module

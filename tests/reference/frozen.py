@@ -37,9 +37,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from infoflow_lens import Architecture, TrainingConfig, build_model, build_token_model, train
+from infoflow_lens import Architecture, build_model, train
 from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.studies.constructions import build_construction
+from infoflow_lens.training import TrainingConfig
 
 HERE = Path(__file__).parent
 VALUES, RECORD = HERE / "frozen.safetensors", HERE / "frozen.json"

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, load_model, measure_mechanisms
+from infoflow_lens import InfoFlowError, load_model
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.studies.demo import DemoConfig, run_demo
 from infoflow_lens.training import evaluate
 from tests.versions import same_release

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, load_task
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_task
 from infoflow_lens.studies.stages import Stages, train_in_stages, train_in_stages_together
+from infoflow_lens.training import TrainingConfig
 
 ARCHITECTURE = Architecture(n_heads=(1, 1), d_model=8, d_token=2, n_tokens=6, d_mlp=8)
 CONFIG = TrainingConfig(batch_size=64, lr=3e-3)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, train
+from infoflow_lens import Architecture, InfoFlowError, build_model, train
 from infoflow_lens.studies.together import train_together
 from infoflow_lens.tasks import load_task
-from infoflow_lens.training import TrainingDivergedError, evaluate
+from infoflow_lens.training import TrainingConfig, TrainingDivergedError, evaluate
 
 ARCHITECTURES = {
     "two layers": Architecture(

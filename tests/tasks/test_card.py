@@ -5,7 +5,8 @@ import re
 import pytest
 from huggingface_hub import DatasetCard
 
-from infoflow_lens import dataset_card, list_tasks, load_task
+from infoflow_lens import load_task
+from infoflow_lens.tasks import dataset_card, list_tasks
 
 
 @pytest.mark.parametrize("name", list_tasks())

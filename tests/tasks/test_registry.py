@@ -2,7 +2,8 @@
 
 import pytest
 
-from infoflow_lens import InfoFlowError, list_tasks, load_task
+from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.tasks import list_tasks
 
 
 def test_every_listed_task_loads_with_its_defaults():

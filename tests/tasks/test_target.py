@@ -7,21 +7,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from infoflow_lens import (
-    Architecture,
-    InfoFlowError,
-    TrainingConfig,
-    build_model,
-    dataset_card,
-    load_task,
-    train,
-)
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, train
 from infoflow_lens.cli import app
 from infoflow_lens.probing.data import read_data
-from infoflow_lens.tasks import Target
+from infoflow_lens.tasks import Target, dataset_card
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
+from infoflow_lens.training import TrainingConfig
 
 
 def distance(x):

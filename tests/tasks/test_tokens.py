@@ -16,7 +16,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from infoflow_lens import InfoFlowError, list_tasks, load_task
+from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.tasks import list_tasks
 from infoflow_lens.tasks.templates import all_patterns, patterns_of
 from tests.processes import server
 

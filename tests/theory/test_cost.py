@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infoflow_lens import InfoFlowError, InformationSets, propagate
+from infoflow_lens import InfoFlowError, propagate
+from infoflow_lens.theory import InformationSets
 from infoflow_lens.theory.cost import DigitCode, exponent, exponents, total_cost
 
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infoflow_lens import GradedSets, InfoFlowError, compare, compare_rankings, propagate
-from infoflow_lens.theory import GlobalAggregation, MaxPosition, SpecificPositions
+from infoflow_lens import InfoFlowError, compare, propagate
+from infoflow_lens.ranking import compare_rankings
+from infoflow_lens.theory import GlobalAggregation, GradedSets, MaxPosition, SpecificPositions
 from infoflow_lens.theory.propagation import best_through
 from tests.reference import routes
 

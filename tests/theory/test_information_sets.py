@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infoflow_lens import InfoFlowError, InformationSets, propagate
+from infoflow_lens import InfoFlowError, propagate
 from infoflow_lens.theory import (
     GlobalAggregation,
+    InformationSets,
     MaxPosition,
     SpecificPositions,
     information_sets,

@@ -9,15 +9,9 @@ import transformers
 from transformer_lens.config import TransformerBridgeConfig
 from transformers import BertConfig, GPT2Config, LlamaConfig, LlavaConfig, MistralConfig, T5Config
 
-from infoflow_lens import (
-    Architecture,
-    InfoFlowError,
-    build_model,
-    build_token_model,
-    load_task,
-    save_model,
-)
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, save_model
 from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.tasks import Target
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate

@@ -6,16 +6,10 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from infoflow_lens import (
-    InfoFlowError,
-    InformationSets,
-    JacobianInfluence,
-    ResampleInfluence,
-    attach,
-    run_probes,
-)
-from infoflow_lens.hooks import InfluenceResult
+from infoflow_lens import InfoFlowError, JacobianInfluence, attach, run_probes
+from infoflow_lens.hooks import InfluenceResult, ResampleInfluence
 from infoflow_lens.hooks.influence.base import holding
+from infoflow_lens.theory import InformationSets
 from tests.conftest import N_TOKENS, make_model_without_masks, make_token_model
 from tests.reference import transformer as reference
 from tests.reference import zoo

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, JacobianInfluence, ResampleInfluence, run_probes
+from infoflow_lens import InfoFlowError, JacobianInfluence, run_probes
 from infoflow_lens.agreement import auroc
-from infoflow_lens.hooks import InfluenceResult
+from infoflow_lens.hooks import InfluenceResult, ResampleInfluence
 from infoflow_lens.hooks.model.points import starts_at_layers
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from infoflow_lens import InfoFlowError, load_any, measure_edge_budget
-from infoflow_lens.hooks import EdgeBudgetResult
+from infoflow_lens import InfoFlowError, load_any
+from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, ranked
 from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from infoflow_lens import AttendedProbe, run_probes
+from infoflow_lens import run_probes
+from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.interventions import gradients
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern

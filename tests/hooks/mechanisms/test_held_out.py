@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, measure_mechanisms
+from infoflow_lens import InfoFlowError
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without
 from infoflow_lens.hooks.mechanisms import IDEALS
 from tests.conftest import make_token_model

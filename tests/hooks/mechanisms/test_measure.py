@@ -10,14 +10,8 @@ import torch
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
-from infoflow_lens import (
-    AttendedProbe,
-    InfoFlowError,
-    PositionsProbe,
-    build_token_model,
-    propagate,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, PositionsProbe, propagate, run_probes
+from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
@@ -25,6 +19,7 @@ from infoflow_lens.hooks.mechanisms import (
     replace_greedily,
     substituted,
 )
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.theory.rules import MaxPosition
 from tests.conftest import make_token_model, some_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import (
-    InfoFlowError,
+from infoflow_lens import InfoFlowError
+from infoflow_lens.hooks import (
     measure_edge_budget,
     measure_mechanisms,
     measure_sufficiency,

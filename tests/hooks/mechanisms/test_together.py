@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from infoflow_lens import InfoFlowError, load_any, measure_mechanisms
+from infoflow_lens import InfoFlowError, load_any
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern
 from infoflow_lens.hooks.mechanisms import replace_greedily, substituted
 from infoflow_lens.hooks.mechanisms.sufficiency import (

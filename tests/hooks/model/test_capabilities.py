@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from infoflow_lens import Architecture, InfoFlowError, build_model, build_token_model, inspect_model
+from infoflow_lens import Architecture, InfoFlowError, build_model, inspect_model
 from infoflow_lens.hooks.model.inputs import example_input, local_window
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model, some_of

@@ -15,16 +15,21 @@ from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
-    ResampleInfluence,
     attach,
     flow,
-    measure_mechanisms,
     open_model,
     probe,
     run_probes,
     why,
 )
-from infoflow_lens.hooks import LogitDifference, LogProbability, PatternsProbe, measure_shares
+from infoflow_lens.hooks import (
+    LogitDifference,
+    LogProbability,
+    PatternsProbe,
+    ResampleInfluence,
+    measure_mechanisms,
+    measure_shares,
+)
 from infoflow_lens.hooks.interventions.patterns import substituted
 from infoflow_lens.hooks.model.inputs import Batch, read_inputs
 from infoflow_lens.hooks.passes.run import run

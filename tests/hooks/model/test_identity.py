@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import infoflow_lens
-from infoflow_lens import InfoFlowError, RecoveryProbe, load_any, measure_top_k, run_probes
+from infoflow_lens import InfoFlowError, RecoveryProbe, load_any, run_probes
 from infoflow_lens.foundation import record
 from infoflow_lens.foundation.record import is_same
-from infoflow_lens.hooks import Probe, summed
+from infoflow_lens.hooks import Probe, measure_top_k, summed
 from infoflow_lens.hooks.mechanisms import driver
 from infoflow_lens.hooks.model.identity import model_identity
 from infoflow_lens.hooks.model.inputs import Batches

@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from infoflow_lens import (
-    AttendedProbe,
     InfoFlowError,
     InfoFlowWarning,
     JacobianInfluence,
@@ -18,6 +17,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
+from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.model.inputs import may_be_padded, read_inputs
 from tests.conftest import make_model_without_masks, make_token_model
 from tests.hooks.test_invariants import assert_equal, hosted_over_ids

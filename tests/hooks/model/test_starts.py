@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from infoflow_lens import inspect_model, measure_mechanisms, open_model
+from infoflow_lens import inspect_model, open_model
+from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.influence.rerun import Rerun
 from infoflow_lens.hooks.model.call import block_starts, call
 from infoflow_lens.hooks.model.inputs import Batch

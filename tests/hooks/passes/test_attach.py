@@ -13,28 +13,30 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache
 
 from infoflow_lens import (
-    AttendedProbe,
-    GradientTimesInput,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
-    ResampleInfluence,
     attach,
-    build_token_model,
     inspect_model,
+    run_probes,
+)
+from infoflow_lens.hooks import (
+    AttendedProbe,
+    GradientTimesInput,
+    Needs,
+    ResampleInfluence,
     measure_edge_budget,
     measure_mechanisms,
     measure_sufficiency,
     measure_top_k,
+    measure_why,
     probe_cache,
-    run_probes,
 )
-from infoflow_lens.hooks import Needs, measure_why
 from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.models.host import build_model
+from infoflow_lens.models.host import build_model, build_token_model
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 

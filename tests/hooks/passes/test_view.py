@@ -4,18 +4,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from infoflow_lens import (
-    InfoFlowError,
-    PositionsProbe,
-    RecoveryProbe,
-    attach,
-    build_token_model,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, PositionsProbe, RecoveryProbe, attach, run_probes
 from infoflow_lens.hooks import AttendedProbe, Needs, Pass, run
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes import view
+from infoflow_lens.models.host import build_token_model
 from tests.conftest import make_token_model
 from tests.hooks.model.test_inputs import padded
 from tests.reference import ranking, zoo

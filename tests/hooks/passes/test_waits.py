@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from infoflow_lens import AttendedProbe, PositionsProbe, RecoveryProbe
+from infoflow_lens import PositionsProbe, RecoveryProbe
 from infoflow_lens.foundation.record import WeightState
+from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.model.semantics import visibility
 from infoflow_lens.hooks.passes import kernels
 from infoflow_lens.hooks.passes.run import prepare, run

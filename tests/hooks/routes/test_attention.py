@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import (
-    AttentionRollout,
-    AttentionWeight,
-    InfoFlowError,
-    attach,
-    build_model,
-    run_probes,
-)
-from infoflow_lens.hooks import RoutesResult, probe_cache
+from infoflow_lens import InfoFlowError, attach, build_model, run_probes
+from infoflow_lens.hooks import AttentionRollout, AttentionWeight, RoutesResult, probe_cache
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
 from tests.reference import routes

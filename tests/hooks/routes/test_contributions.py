@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import (
-    ContributionRoutes,
-    InfoFlowError,
-    attach,
-    build_model,
-    load_any,
-    open_model,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, attach, build_model, load_any, open_model, run_probes
+from infoflow_lens.hooks import ContributionRoutes
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
 from tests.reference import routes, zoo

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import AttentionFlow, AttentionRollout, run_probes
+from infoflow_lens import run_probes
+from infoflow_lens.hooks import AttentionFlow, AttentionRollout
 from tests.conftest import make_token_model
 from tests.hooks.routes.test_attention import edges, with_patterns
 from tests.reference import routes

@@ -6,17 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import (
-    GradedSetsProbe,
-    InfoFlowError,
-    PatternsProbe,
-    attach,
-    build_model,
-    measure_mechanisms,
-    propagate,
-    run_probes,
-)
-from infoflow_lens.hooks import GradedSetsResult
+from infoflow_lens import InfoFlowError, attach, build_model, propagate, run_probes
+from infoflow_lens.hooks import GradedSetsProbe, GradedSetsResult, PatternsProbe, measure_mechanisms
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.theory.propagation import BEST, add_own, propagate_back, propagate_edges
 from tests.conftest import make_token_model

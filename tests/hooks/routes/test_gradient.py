@@ -2,8 +2,8 @@
 
 import torch
 
-from infoflow_lens import GradientTimesInput, JacobianInfluence, run_probes
-from infoflow_lens.hooks import InfluenceResult
+from infoflow_lens import JacobianInfluence, run_probes
+from infoflow_lens.hooks import GradientTimesInput, InfluenceResult
 from infoflow_lens.hooks.influence.rerun import Rerun
 from infoflow_lens.hooks.routes import gradient
 

@@ -4,17 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import (
-    InfoFlowError,
-    PatternsProbe,
-    PowerRollout,
-    attach,
-    baselines,
-    build_model,
-    open_model,
-    run_probes,
-)
-from infoflow_lens.hooks import PowerRolloutResult
+from infoflow_lens import InfoFlowError, attach, baselines, build_model, open_model, run_probes
+from infoflow_lens.hooks import PatternsProbe, PowerRollout, PowerRolloutResult
 from infoflow_lens.hooks.routes.powers import PEAKED, find_readers
 from infoflow_lens.models.architecture import Architecture
 from tests.reference import contributions, real_models, zoo

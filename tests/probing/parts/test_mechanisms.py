@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from infoflow_lens import measure_mechanisms, measure_sufficiency
+from infoflow_lens.hooks import measure_mechanisms, measure_sufficiency
 from infoflow_lens.hooks.mechanisms import IDEALS
 from infoflow_lens.probing.parts.mechanisms import MechanismsPart
 from infoflow_lens.probing.parts.sufficiency import SufficiencyPart

@@ -7,21 +7,21 @@ import pandas as pd
 import pytest
 
 from infoflow_lens import (
-    AttentionRollout,
     JacobianInfluence,
     PositionsProbe,
     baselines,
     compare,
-    compare_rankings,
     load_any,
     run_probes,
 )
 from infoflow_lens.agreement import explained
+from infoflow_lens.hooks import AttentionRollout
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.compared import predict_by_top_k
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.ranking import compare_rankings
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j * j) % 30 + 4}" for j in range(9 + i % 2)) for i in range(6)]

@@ -5,14 +5,8 @@ import math
 import pytest
 import torch
 
-from infoflow_lens import (
-    AttendedProbe,
-    JacobianInfluence,
-    PositionsProbe,
-    compare,
-    propagate,
-    run_probes,
-)
+from infoflow_lens import JacobianInfluence, PositionsProbe, compare, propagate, run_probes
+from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.studies.constructions import build_construction, list_constructions
 
 # every construction, with hard attention or scores far apart

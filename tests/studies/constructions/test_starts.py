@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, build_token_model
+from infoflow_lens import InfoFlowError
+from infoflow_lens.models.host import build_token_model
 from infoflow_lens.studies.constructions import (
     build_construction,
     perturbed_construction,

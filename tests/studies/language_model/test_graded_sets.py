@@ -8,13 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from infoflow_lens import (
-    GradedSetsProbe,
-    InfoFlowError,
-    JacobianInfluence,
-    measure_mechanisms,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, JacobianInfluence, run_probes
+from infoflow_lens.hooks import GradedSetsProbe, measure_mechanisms
 from infoflow_lens.studies.language_model.graded_sets import GradedSetsStudy, chosen_of
 from infoflow_lens.studies.language_model.snapshots import load_snapshot
 from tests.reference import zoo

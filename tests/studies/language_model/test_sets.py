@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 import torch
 
-from infoflow_lens import JacobianInfluence, PositionsProbe, compare_rankings, propagate, run_probes
+from infoflow_lens import JacobianInfluence, PositionsProbe, propagate, run_probes
+from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.studies.language_model.sets import Sets
 from infoflow_lens.studies.language_model.snapshots import load_snapshot
 from infoflow_lens.studies.sweep import run_study
