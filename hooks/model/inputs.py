@@ -311,10 +311,13 @@ def may_be_padded(model: nn.Module) -> bool:
     """Whether sequences of different lengths may share a batch.
 
     A bidirectional HookedTransformer ignores the mask, vector tokens take none, and rotary
-    embeddings that depend on the length (longrope, dynamic NTK) take the longest of a batch.
+    embeddings that depend on the length (longrope, dynamic NTK) take the longest of a batch. Opened
+    models are run on a few tokens to find out.
     """
     if hasattr(model, "check_input") or depends_on_length(model):
         return False
+    if hasattr(model, "takes_padding"):
+        return bool(model.takes_padding)
     direction = getattr(getattr(model, "cfg", None), "attention_dir", "causal")
     return not (starts_at_layers(model) and direction == "bidirectional")
 
@@ -327,8 +330,9 @@ def check_may_be_padded(model: nn.Module, lengths: Int[Tensor, " batch"] | None)
     """
     if lengths is not None and not may_be_padded(model):
         raise InfoFlowError(
-            f"{type(model).__name__} takes no attention_mask into account: expected sequences "
-            "without padding; run those of one length together"
+            f"{type(getattr(model, 'original_model', model)).__name__} shows something else where "
+            "a sequence is padded, also with an attention_mask: expected sequences without "
+            "padding; run those of one length together, or one by one (batch_size=1)"
         )
 
 

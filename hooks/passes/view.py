@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.inputs import Batch, depends_on_length
+from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
     layer_count,
@@ -473,7 +473,8 @@ def _check_padding_is_right(
     """Refuse passes in which padding changed what real positions show.
 
     Raises:
-        InfoFlowError: if real queries attended to padding, or positions depend on the length.
+        InfoFlowError: if real queries attended to padding, positions depend on the length, or an
+            opened model mixes padding in before it masks it.
     """
     if depends_on_length(model):
         raise InfoFlowError(
@@ -481,6 +482,8 @@ def _check_padding_is_right(
             "a batch, so a padded batch is not what its sequences alone give: expected sequences "
             "of one length together; run_probes takes care of that"
         )
+    if not getattr(model, "takes_padding", True):
+        check_may_be_padded(model, mask.sum(dim=1))
     for name, by_weight, seen in _attention_shown(model, activations):
         if seen.shape[-1] != mask.shape[1]:
             continue

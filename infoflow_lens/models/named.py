@@ -23,6 +23,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
 from infoflow_lens.hooks.model.log import first_tensor
+from infoflow_lens.hooks.model.padding import takes_padding
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
 from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
@@ -102,15 +103,19 @@ class NamedModel(HookedRootModule):
         self.original_model: Any = model
         self._stack = stack
         self._example = _token_example(model) if example is None else dict(example)
+        self._padding: tuple[Anatomy | None, bool] = None, True
         self._build(self._find())
 
-    def _find(self) -> Anatomy:
+    def _on_device(self) -> dict[str, Any]:
+        """The example where the model is."""
         device = next((p.device for p in self.original_model.parameters()), torch.device("cpu"))
-        example = {
+        return {
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in self._example.items()
         }
-        return find_anatomy(self.original_model, example, self._stack)
+
+    def _find(self) -> Anatomy:
+        return find_anatomy(self.original_model, self._on_device(), self._stack)
 
     def _build(self, anatomy: Anatomy) -> None:
         """Make the hook points of an anatomy."""
@@ -271,6 +276,19 @@ class NamedModel(HookedRootModule):
     def training(self, mode: bool) -> None:
         """Note what torch sets when a module is made; the mode stays the model's."""
         vars(self)["training"] = mode
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether sequences show in a padded batch, with a mask, what each shows alone.
+
+        A few tokens are run to find out, once for an anatomy.
+        """
+        self.refresh()
+        known, answer = self._padding
+        if known is not self.anatomy:
+            answer = takes_padding(self.original_model, self.anatomy, self._on_device())
+            self._padding = self.anatomy, answer
+        return answer
 
     @property
     def pooling(self) -> Pooling | None:

@@ -1,0 +1,103 @@
+"""Opened models that mix padding in before they mask it are found by running them, and refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    PatternsProbe,
+    attach,
+    open_model,
+    run_probes,
+)
+from infoflow_lens.hooks.model.inputs import may_be_padded
+from tests.conftest import some_of
+from tests.reference import families
+
+# convolutions over neighbours, beside attention or of its values
+LEAKING = ("convbert", "nystromformer")
+LENGTHS = (8, 4, 6)
+
+
+@pytest.fixture(params=LEAKING)
+def model(request):
+    return families.build(request.param)
+
+
+def rows():
+    ids = torch.randint(3, 100, (len(LENGTHS), 8), generator=torch.Generator().manual_seed(2))
+    return [row[:n] for row, n in zip(ids, LENGTHS, strict=True)]
+
+
+def padded():
+    ids = nn.utils.rnn.pad_sequence(rows(), batch_first=True)
+    return ids, (torch.arange(8) < torch.tensor(LENGTHS)[:, None]).long()
+
+
+def test_what_is_padded_there_is_another_state(model):
+    """In transformers alone."""
+    ids, mask = padded()
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask)[0][1, :4]
+        alone = model(rows()[1][None])[0][0]
+    assert (whole - alone).abs().max() > 0.01 * alone.abs().max()
+
+
+def test_padded_calls_are_refused_and_sequences_run_by_their_length(model):
+    named = open_model(model)
+    assert not may_be_padded(named)
+    ids, mask = padded()
+    message = rf"{type(model).__name__} shows something else .*batch_size=1"
+    with attach(named, PatternsProbe()), pytest.raises(InfoFlowError, match=message):
+        named(ids, attention_mask=mask)
+    (together,) = run_probes(model, rows(), [PatternsProbe()], progress=False)
+    for index, row in enumerate(rows()):
+        with torch.no_grad():
+            expected = model(row[None], output_attentions=True).attentions
+        for layer, pattern in zip(together.patterns, expected, strict=True):
+            found = layer[index, :, : len(row), : len(row)]
+            if found.shape == pattern[0].shape:
+                torch.testing.assert_close(found, pattern[0], rtol=0, atol=1e-6)
+    run_probes(model, rows(), [JacobianInfluence(positions=(-1,))], batch_size=3, progress=False)
+
+
+def test_nobody_sees_how_it_is_found_out(model):
+    named = open_model(model)
+    model.train()
+    seen, state = [], torch.get_rng_state()
+    named.add_hook("blocks.0.attn.hook_pattern", lambda pattern, hook: seen.append(pattern))
+    with attach(named, PatternsProbe()) as probes:
+        assert not named.takes_padding
+    assert model.training
+    assert not seen
+    assert probes[0].n_sequences == 0
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    some_of([k for k in families.KINDS if k not in LEAKING], "gpt2", "bert", "roberta", "lfm2"),
+)
+def test_all_others_take_padding(kind):
+    try:
+        named = open_model(families.build(kind))
+    except (InfoFlowError, TypeError, ValueError) as error:
+        pytest.skip(str(error)[:80])
+    assert named.takes_padding
+
+
+def test_a_model_that_takes_no_mask_and_sees_later_positions_is_run_by_length():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(50, 12)
+            layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, input_ids):
+            return self.layers(self.embed(input_ids))
+
+    torch.manual_seed(0)
+    assert not may_be_padded(open_model(Encoder().eval()))
