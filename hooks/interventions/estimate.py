@@ -9,8 +9,7 @@ model to where no derivative looks; so what decides a label is measured.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -20,18 +19,12 @@ from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.edits import split_heads
-from infoflow_lens.hooks.interventions.gradients import (
-    directions,
-    gradients,
-    without_backward_hooks,
-)
+from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
 from infoflow_lens.hooks.interventions.ideals import HeadIdeal, LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.means import MeanPatterns
 from infoflow_lens.hooks.interventions.passes import real_queries
-from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns
-from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.interventions.patterns import SeenKeys
 from infoflow_lens.hooks.model.inputs import Batch, Batches
-from infoflow_lens.hooks.model.points import hook_name
 
 DRAWS = 4
 
@@ -111,32 +104,16 @@ def _estimate_batch(
     """Estimate the losses of the sequences of a batch, layer by layer."""
     shown: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: dict[int, Tensor] = {}
-    leaves: dict[str, Tensor] = {}
 
-    def add_to_pattern(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
-        shown[layer] = pattern.detach(), seeing.visible(pattern)
-        leaves[f"pattern {layer}"] = torch.zeros_like(pattern, requires_grad=True)
-        return pattern + leaves[f"pattern {layer}"]
-
-    def z_hook(layer: int) -> Any:
-        def add_to_z(z: Tensor, hook: Any) -> Tensor:
-            outputs[layer] = z.detach()
-            leaves[f"z {layer}"] = torch.zeros_like(z, requires_grad=True)
-            return z + leaves[f"z {layer}"]
-
-        return hook_name(model, f"blocks.{layer}.attn.hook_z"), add_to_z
+    def look(layer: int, seeing: SeenKeys, pattern: Tensor) -> None:
+        shown[layer] = pattern, seeing.visible(pattern)
 
     numbers = range(len(layers))
-    hooks = [*edits_of_patterns(model, numbers, add_to_pattern), *map(z_hook, numbers)]
-    names = [*(f"pattern {i}" for i in numbers), *(f"z {i}" for i in numbers)]
-    by_draw: list[Sequence[Tensor | None]] = []
-    with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
-        given = replace(batch, tokens=batch.tokens.clone())  # inference tensors have no graph
-        output = call(model, given, edit=hooks, output=True, keep_graph=True).output
+    with differentiable(model, batch, numbers, look, outputs.__setitem__) as (output, leaves):
         damage.see(output.detach(), batch)
         read = damage.rows(output, batch)
         every = directions(read.detach(), damage, batch, draws, seeds, temperature=1.0)
-        by_draw += [gradients(read, [leaves[n] for n in names], direction) for direction in every]
+        by_draw = [gradients(read, leaves, direction) for direction in every]
     half = 1.0 if damage.name == "nmse" else 0.5
     is_one_row = read.shape[1] == 1
     with torch.no_grad():

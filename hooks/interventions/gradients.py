@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -24,6 +26,7 @@ from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.points import hook_name
 
 # of the flattened p [measured on a trained model: estimates are 1.1 times exact damages in the
 # median, and 1 in 20 is less than half; without flattening .72 times, and 1 in 20 less than .27]
@@ -36,6 +39,7 @@ def differentiable(
     batch: Batch,
     layers: Sequence[int],
     look: Callable[[int, SeenKeys, Tensor], None] | None = None,
+    look_at_output: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """The output of a pass, and for each layer zeros added to its pattern, to differentiate by.
 
@@ -44,20 +48,35 @@ def differentiable(
         batch: some sequences.
         layers: whose patterns.
         look: called with each layer, the keys that it sees, and its pattern.
+        look_at_output: called with each layer and its z; then zeros added to z stand behind those
+            of the patterns.
     """
-    leaves: dict[int, Tensor] = {}
+    leaves: dict[str, Tensor] = {}
 
-    def add(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
+    def add(name: str, activation: Tensor) -> Tensor:
+        leaves[name] = torch.zeros_like(activation, requires_grad=True)
+        return activation + leaves[name]
+
+    def add_to_pattern(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
         if look is not None:
             look(layer, seeing, pattern.detach())
-        leaves[layer] = torch.zeros_like(pattern, requires_grad=True)
-        return pattern + leaves[layer]
+        return add(f"pattern {layer}", pattern)
 
-    hooks = edits_of_patterns(model, layers, add)
+    def add_to_output(layer: int, z: Tensor, hook: Any) -> Tensor:
+        assert look_at_output is not None
+        look_at_output(layer, z.detach())
+        return add(f"z {layer}", z)
+
+    hooks = edits_of_patterns(model, layers, add_to_pattern)
+    names = [f"pattern {layer}" for layer in layers]
+    if look_at_output is not None:
+        points = [hook_name(model, f"blocks.{layer}.attn.hook_z") for layer in layers]
+        hooks += [(p, partial(add_to_output, i)) for p, i in zip(points, layers, strict=True)]
+        names += [f"z {layer}" for layer in layers]
     with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
         tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
         made = call(model, replace(batch, tokens=tokens), edit=hooks, output=True, keep_graph=True)
-        yield made.output, [leaves[layer] for layer in layers]
+        yield made.output, [leaves[name] for name in names]
 
 
 def gradients(

@@ -23,7 +23,7 @@ from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.contributions import Parts, find_additions, gap_in, needs_of_parts
 from infoflow_lens.hooks.routes.paths import within_one
-from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back
+from infoflow_lens.theory.propagation import BEST, Path, Semiring, add_own, propagate_back
 
 EdgeMethod = Literal[
     "product",
@@ -240,45 +240,44 @@ def _size(gradient: Tensor | None, move: Tensor) -> Tensor:
     return (gradient[..., :n_query, :n_key].float().cpu() * move).abs()
 
 
-def by_sum(
-    parts: Scores, own: Sequence[Float[Tensor, "batch query"]], states: Bool[Tensor, "batch pos"]
+def by_paths(
+    parts: Scores,
+    edges: Sequence[Float[Tensor, "batch query key"]],
+    states: Bool[Tensor, "batch pos"],
+    semiring: Semiring,
 ) -> Scores:
-    """The sum over the paths through each edge to the states of the products of their shares.
+    """What all paths through each edge to each state come to, summed over the states.
+
+    From below to an edge's key the paths come to 1: the shares into a state sum to 1, and of best
+    paths a residual connection weakens nothing.
 
     Args:
-        parts: the shares of the edges; with `own` those into a state sum to 1, so all paths from
-            below to an edge's key sum to 1, too.
-        own: the shares of the residual connections.
+        parts: the strengths of the edges of heads.
+        edges: those between positions, with the residual connections.
         states: those of the last layer that are read.
+        semiring: how edges make a path, and paths a whole.
     """
-    above = states.float()  # all paths from each state up to those that are read
+    place = torch.where(states, torch.arange(states.shape[1]), -1)
     found: Scores = []
-    for part, stays in zip(reversed(parts), reversed(own), strict=True):
-        found.insert(0, part * above[:, None, :, None])
-        above = found[0].sum(dim=(1, 2)) + stays * above
+    every = propagate_back(torch.stack(list(edges)), semiring, queries=place)
+    for part, onwards in zip(parts, every, strict=True):
+        if semiring == "max-min":
+            each = (torch.minimum(part, to[:, None, :, None]) for to in onwards.unbind(dim=1))
+            found.append(sum(each, torch.zeros_like(part)))
+        else:
+            found.append(part * onwards.sum(dim=1)[:, None, :, None])
     return found
 
 
 def by_best_path(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Path) -> Scores:
-    """How strong the best path through each edge to each state is, summed over the states.
+    """The same of best paths, as strong as the product of their edges, or as the weakest."""
+    edges = [add_own(part.amax(dim=1)) for part in strengths]
+    return by_paths(strengths, edges, states, BEST[path])
 
-    A residual connection weakens nothing, so the best path from below to an edge's key is that.
 
-    Args:
-        strengths: of the edges, from 0, no edge, to 1, one that weakens nothing.
-        states: those of the last layer that are read.
-        path: whether a path is as strong as the product of its edges, or as the weakest of them.
-    """
-    place = torch.where(states, torch.arange(states.shape[1]), -1)
-    strongest = torch.stack([part.amax(dim=1) for part in strengths])
-    found: Scores = []
-    best = propagate_back(add_own(strongest), BEST[path], queries=place)
-    for part, onwards in zip(strengths, best, strict=True):
-        if path == "product":
-            found.append(part * onwards.sum(dim=1)[:, None, :, None])
-            continue
-        weakest = torch.zeros_like(part)
-        for to_state in onwards.unbind(dim=1):
-            weakest += torch.minimum(part, to_state[:, None, :, None])
-        found.append(weakest)
-    return found
+def by_sum(
+    parts: Scores, own: Sequence[Float[Tensor, "batch query"]], states: Bool[Tensor, "batch pos"]
+) -> Scores:
+    """The same of sums over all paths, with the shares of the residual connections."""
+    edges = [p.sum(dim=1) + o.diag_embed() for p, o in zip(parts, own, strict=True)]
+    return by_paths(parts, edges, states, "sum-product")

@@ -24,7 +24,7 @@ from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
-from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
 from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
 from infoflow_lens.hooks.mechanisms.driver import Reading, check_kept, check_resumed, identify
@@ -51,26 +51,19 @@ class MechanismsProgress:
 
     Attributes:
         settings: of the run, with digests of the model and the inputs.
-        mean_patterns: for every layer the mean patterns, over the calibration or all inputs.
-        n_mean: for each query, over how many sequences.
         seen: what the scale of the damage is made of.
         n_estimated: sequences whose damages are estimated.
         estimates: the estimated loss of every (layer, head, ideal), summed over these sequences.
         slopes: for every layer the derivative of the estimates by the mean patterns, and its noise.
-        calibration: the standard error of the estimates of mean patterns, from the choice of the
-            sequences over which these are; empty until it is known.
         lost: what each sequence loses by each replacement; 0 where that is not measured.
         measured: whether it is.
     """
 
     settings: dict[str, Any]
-    mean_patterns: list[Float[Tensor, "_head query key"]]
-    n_mean: Float[Tensor, " query"]
     seen: dict[str, Any]
     n_estimated: int
     estimates: Float[Tensor, " replacement"]
     slopes: list[Float[Tensor, "two _head query key"]]
-    calibration: Float[Tensor, " head"]
     lost: Float[Tensor, "sequence replacement"]
     measured: Bool[Tensor, "sequence replacement"]
 
@@ -174,7 +167,7 @@ def measure_mechanisms(
         run.estimate()
         run.replace()
     at = run.at
-    counts = [len(mean) for mean in at.mean_patterns]
+    counts = [len(mean) for mean in run.means.patterns]
     by_layer = [
         numbers.view(-1, _N_IDEALS).split(counts)
         for numbers in (run.damages().float(), at.n, run.errors().float())
@@ -188,7 +181,7 @@ def measure_mechanisms(
         damage=by_layer[0],
         replaced=by_layer[1],
         error=by_layer[2],
-        mean_patterns=tuple(mean.float().cpu() for mean in at.mean_patterns),
+        mean_patterns=tuple(mean.float().cpu() for mean in run.means.patterns),
         record=RunRecord.from_model(
             model, {"probe": "mechanisms", **settings}, seed, fingerprint_of_model=fingerprint
         ),
@@ -219,32 +212,27 @@ class _Run:
         self.k: int = settings["k"]
 
     def begin(self, resume: MechanismsProgress | None) -> None:
-        """From the progress, or with the mean patterns."""
+        """From the progress, if there is any."""
+        (self.means,) = run_probes(
+            self.model, self.calibration, [MeanPatternsProbe("patterns")],
+            batch_size=self.batch_size, progress=False,
+        )  # fmt: skip
+        patterns = self.means.patterns
+        zeros = torch.zeros(sum(map(len, patterns)) * _N_IDEALS, dtype=torch.float64)
+        table = zeros.repeat(self.n, 1)
+        slopes = [mean.new_zeros(2, *mean.shape) for mean in patterns]
+        seen = self.metric.state()
+        self.at = MechanismsProgress(self.settings, seen, 0, zeros, slopes, table, table > 0)
         if resume is not None:
             self._check(resume)
             self.at = deepcopy(resume)
             self.metric.load_state(self.at.seen)
-        else:
-            (means,) = run_probes(
-                self.model, self.calibration, [MeanPatternsProbe("patterns")],
-                batch_size=self.batch_size, progress=False,
-            )  # fmt: skip
-            patterns = list(means.patterns)
-            zeros = torch.zeros(sum(map(len, patterns)) * _N_IDEALS, dtype=torch.float64)
-            table = zeros.repeat(self.n, 1)
-            self.at = MechanismsProgress(
-                self.settings, patterns, means.n, self.metric.state(), 0, zeros,
-                [mean.new_zeros(2, *mean.shape) for mean in patterns], zeros[:0], table, table > 0,
-            )  # fmt: skip
-        heads = [(i, h) for i, mean in enumerate(self.at.mean_patterns) for h in range(len(mean))]
+        heads = [(i, h) for i, mean in enumerate(patterns) for h in range(len(mean))]
         self.replacements = {
             f"{head[0]}.{head[1]} {ideal}": {head: name_ideal(ideal, self.k)}
             for head in heads
             for ideal in IDEALS
         }
-        self.means = MeanPatterns.of_patterns(
-            self.at.mean_patterns, self.at.n_mean, RunRecord(config={})
-        )
         self.ideal = torch.arange(len(self.at.estimates)) % _N_IDEALS
 
     def _check(self, resume: MechanismsProgress) -> None:
@@ -253,33 +241,18 @@ class _Run:
         Raises:
             InfoFlowError: naming the field.
         """
-        names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
-        batch = next(self.calibration.batches(1))
-        more = (self.calibration.longest or 0) - batch.tokens.shape[1]
-        patterns = call(self.model, batch, names).activations
-        found = [patterns[name].shape[1:] for name in names]
-        shapes = [(n_heads, n_query + more, n_key + more) for n_heads, n_query, n_key in found]
-        n_heads = sum(shape[0] for shape in shapes)
-        n_all, real = n_heads * _N_IDEALS, torch.float64
-        for name, expected in (
-            ("mean_patterns", shapes),
-            ("slopes", [(2, *shape) for shape in shapes]),
-        ):
-            given = getattr(resume, name)
-            given = given if isinstance(given, (list, tuple)) else [given]
-            for layer, shape in enumerate(expected):
-                value = given[layer] if len(given) == len(expected) else None
-                check_kept(value, shape, real, f"{name}[{layer}]")
-        check_kept(resume.estimates, [n_all], real, "estimates")
-        check_kept(resume.lost, [self.n, n_all], real, "lost")
-        check_kept(resume.measured, [self.n, n_all], torch.bool, "measured")
-        check_kept(resume.n_mean, [shapes[0][1]], real, "n_mean")
-        known = getattr(resume.calibration, "shape", None) != (0,)
-        check_kept(resume.calibration, [n_heads if known else 0], real, "calibration")
+        fresh, slopes = self.at, resume.slopes
+        is_whole = isinstance(slopes, (list, tuple)) and len(slopes) == len(fresh.slopes)
+        kept = {f"slopes[{i}]": (slopes[i] if is_whole else None, slope)
+                for i, slope in enumerate(fresh.slopes)}  # fmt: skip
+        for name in ("estimates", "lost", "measured"):
+            kept[name] = getattr(resume, name), getattr(fresh, name)
+        for name, (found, like) in kept.items():
+            check_kept(found, like.shape, like.dtype, name)
         count, seen = resume.n_estimated, resume.seen
         if not (type(count) is int and 0 <= count <= self.n) or not (
             isinstance(seen, dict)
-            and seen.keys() == self.metric.state().keys()
+            and seen.keys() == fresh.seen.keys()
             and all(isinstance(value, (int, float, Tensor)) for value in seen.values())
             and all(torch.as_tensor(value).isfinite().all() for value in seen.values())
         ):
@@ -294,7 +267,7 @@ class _Run:
         """The damage of everything, to second order, and what the calibration adds to errors."""
         draws = max(1, min(_MOST_DRAWS, -(-_DRAWS // self.n)))
         at = self.at
-        n_heads = max(map(len, at.mean_patterns))
+        n_heads = max(map(len, self.means.patterns))
         most = sequences_at_once(self.model, self.batches.longest or 1, n_heads)
         size = min(self.batch_size, most)
         for batch in self.batches.batches(size, skip=at.n_estimated):
@@ -302,7 +275,14 @@ class _Run:
                 derive_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
             ]
             found = estimated(
-                self.model, batch, self.metric, at.mean_patterns, self.k, draws, seeds, self.n_mean
+                self.model,
+                batch,
+                self.metric,
+                self.means.patterns,
+                self.k,
+                draws,
+                seeds,
+                self.n_mean,
             )
             at.estimates = at.estimates + found.lost.mean(dim=1).sum(dim=0)
             signs = torch.tensor([1, 1 - 2 * (at.n_estimated % 2)]).view(2, 1, 1, 1)
@@ -310,14 +290,13 @@ class _Run:
             at.slopes = [a + b.to(a) * signs for a, b in pairs]
             at.n_estimated, at.seen = at.n_estimated + len(batch), self.metric.state()
             self._report(f"estimated {at.n_estimated} of {self.n} sequences")
-        if not len(at.calibration):
-            at.calibration = self._calibration_errors()
+        self.of_calibration = self._calibration_errors()
         self.per_row = self.metric.per_row()
 
     @property
     def n_mean(self) -> Float[Tensor, " query"] | None:
         """Over how many sequences mean patterns are, where one is left out of them."""
-        return self.at.n_mean if self.leaves_out else None
+        return self.means.n if self.leaves_out else None
 
     def _calibration_errors(self) -> Float[Tensor, " head"]:
         """One standard error of estimates, as the calibration might have been another one.
@@ -326,8 +305,8 @@ class _Run:
         the noise of the slope adds to the square of that is taken off.
         """
         names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
-        means = self.at.mean_patterns
-        per_query = self.at.n_mean.clamp(min=1)[:, None]
+        means = self.means.patterns
+        per_query = self.means.n.clamp(min=1)[:, None]
         slopes = [slope / per_query for slope in self.at.slopes]
         squares = torch.zeros(sum(map(len, means)), dtype=torch.float64)
         for batch in self.calibration.batches(self.batch_size):
@@ -485,7 +464,7 @@ class _Run:
         missed = missed[missed.isfinite()]
         factor = missed.square().mean().sqrt().exp() if len(missed) else torch.tensor(_FAR)
         of_estimate = self.at.estimates.view(-1, _N_IDEALS)[:, _MEAN].clamp(min=1e-300)
-        share = self.at.calibration / of_estimate
+        share = self.of_calibration / of_estimate
         if self.metric.name == "loss":
             share = share / 2  # its estimate is a root
         variance = self._relative_variance(n, sums, squares, 0.0).masked_fill(n < 2, torch.nan)
