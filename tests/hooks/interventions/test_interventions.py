@@ -15,11 +15,13 @@ from infoflow_lens.hooks import (
     HEAD_IDEALS,
     AllHeads,
     Edit,
+    EditsOfPass,
     HeadIdeals,
     Intervention,
     InterventionResult,
     LogitDifference,
     MeanPatternsProbe,
+    NextTokenLoss,
     Probe,
     edit_head,
     edit_head_output,
@@ -182,6 +184,20 @@ def test_means_are_those_of_the_sequences_that_have_the_query(case, measured):
             torch.testing.assert_close(means.patterns[layer][:, query], mean, atol=1e-6, rtol=0)
     weights = torch.cat([run[1][1][:, 1:, 0] for run in runs], dim=1)
     torch.testing.assert_close(means.sink[1], weights.mean(dim=1), atol=1e-6, rtol=0)
+    outputs = torch.cat([run[2][1] for run in runs], dim=1)  # [head, pos, d_head]
+    torch.testing.assert_close(means.mean_outputs()[1], outputs.mean(dim=1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("what", ["patterns", "outputs"])
+def test_means_of_one_kind_are_those_of_both(case, measured, what):
+    model, both, _ = measured
+    (one,) = run_probes(model, case[2], [MeanPatternsProbe(what)], progress=False)
+    for kind in ("patterns", "outputs"):
+        for mean, same in zip(getattr(one, kind), getattr(both, kind), strict=True):
+            if kind == what:
+                torch.testing.assert_close(mean, same, atol=1e-6, rtol=0)
+            else:
+                assert mean.shape == (*same.shape[:2], 0)
 
 
 def test_many_heads_at_once_lose_what_edits_by_hand_lose(case, measured):
@@ -253,6 +269,37 @@ def test_readouts_change_by_what_they_change_in_plain_transformers(case, measure
             logits = run_by_hand(model, sequence, edits=edits)[0][-1]
             values.append(float(logits[3] - logits[5]))
         assert float(result.lost[row, 0]) == pytest.approx(values[1] - values[0], abs=1e-4)
+
+
+def first_head_looks_at_first(plain):
+    yield edit_head(plain, 0, 0, to_first)
+
+
+@pytest.mark.parametrize("last", [None, 2])
+def test_the_loss_of_next_tokens_is_that_of_plain_transformers(case, measured, last):
+    _, model, tokens, _ = case
+    probe = EditsOfPass(first_head_looks_at_first, readout=NextTokenLoss(last=last))
+    (result,) = run_probes(measured[0], tokens, [probe], progress=False)
+    (edited,) = result.values().values()
+    assert result.n_tokens.tolist() == [len(row) - 1 if last is None else last for row in tokens]
+    for row, sequence in enumerate(tokens):
+        for found, edits in (
+            (result.bare, {}),
+            (edited, {(0, "pattern"): lambda p: torch.stack([to_first(p[0, 0]), *p[0, 1:]])[None]}),
+        ):
+            logits = run_by_hand(model, sequence, edits=edits)[0]
+            losses = torch.nn.functional.cross_entropy(logits[:-1], sequence[1:], reduction="none")[
+                -(last or 0) :
+            ]
+            assert float(found[row]) == pytest.approx(float(losses.sum()), abs=1e-4)
+
+
+def test_next_tokens_need_positions_that_have_one():
+    model = open_model(zoo.build("llama").eval())
+    for read, words in (((-1,), "expected one with a next token"), ((5,), "-6 to -2 or 0 to 4")):
+        probe = EditsOfPass(first_head_looks_at_first, readout=NextTokenLoss(read=read))
+        with pytest.raises(InfoFlowError, match=words):
+            run_probes(model, zoo.tokens(2, 6), [probe], progress=False)
 
 
 def test_workers_may_share_sequences_and_edits(case, measured):
