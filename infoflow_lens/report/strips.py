@@ -11,17 +11,22 @@ from infoflow_lens.hooks.answer.result import AnswerNumbers
 _LEFT, _TOP, _ROW, _NARROW, _LETTER = 74, 26, 24, 30, 7.2
 _FOOT = 64  # for the numbers beneath the words
 _WIDEST = 6.0  # of a line
+_SCREEN, _THIN = 1230, 7  # the picture's width from which words that matter little are thin
+_LITTLE = 0.05  # share of the difference
 
 
 def draw_strips(answer: AnswerNumbers) -> Markup:
     """Draw the strips that were measured, the bundles of paths on them, and numbers of words.
 
     A line runs from where its writer stands, in layers and words, to its reader; its number is that
-    of its row among the bundles, its width the effect when it is cut.
+    of its row among the bundles, its width the effect when it is cut. Of a long text the words that
+    carry little and on which no line ends are thin columns.
     """
     strips = answer.shares.tolist()
     layers = answer.strip_layers
-    width = [max(_NARROW, _LETTER * len(word) + 10) for word in answer.tokens]
+    lines = answer.bundles() if strips else []
+    beside = 20 + _bend(len(lines))
+    width = _widths(answer, _SCREEN - _LEFT - beside)
     left = [_LEFT + sum(width[:i]) for i in range(len(width) + 1)]
     middle = [left[i] + width[i] / 2 for i in range(len(width))]
     foot = _TOP + _ROW * len(layers)
@@ -35,6 +40,8 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
 
     parts = []
     for position, word in enumerate(answer.tokens):
+        if width[position] == _THIN:
+            continue
         bold = ' font-weight="700"' if position in answer.changed else ""
         parts.append(
             f'<text class="tick"{bold} x="{middle[position]:.1f}" y="16" text-anchor="middle">'
@@ -50,11 +57,10 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
             said = f"{answer.tokens[position]} ({position}), {name}: {share:.0%} of the difference"
             parts.append(
                 f'<rect class="cell" x="{left[position] + 1:.1f}" y="{y + 1}" '
-                f'width="{width[position] - 2:.1f}" height="{_ROW - 2}" '
+                f'width="{max(width[position] - 2, 6):.1f}" height="{_ROW - 2}" '
                 f'fill-opacity="{min(1.0, max(0.0, share)):.3f}">'
                 f"<title>{escape(said)}</title></rect>"
             )
-    lines = answer.bundles() if strips else []
     sizes = [abs(float(answer.path_effect[group].sum())) for _, group in lines]
     for number, (sentence, group) in enumerate(lines):
         parts += _line(answer, number, sentence, group, sizes, middle, height, foot)
@@ -71,7 +77,9 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f'<text class="tick" x="{(middle[start] + middle[stop - 1]) / 2:.1f}" '
                 f'y="{foot + at}" text-anchor="middle">{value:+.1f}</text>'
                 for (start, stop), value in zip(answer.spans.tolist(), column.tolist(), strict=True)
-                if not math.isnan(value) and (value or name == "needed")
+                if not math.isnan(value)
+                and (value or name == "needed")
+                and max(width[start:stop]) > _THIN
             ]
     for (start, stop), words in zip(answer.spans.tolist(), answer.span_words, strict=True):
         if stop - start > 1:  # a line beneath what was replaced at once
@@ -79,12 +87,23 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f'<path class="rule unit" d="M{left[start] + 3:.1f} {foot + 3}'
                 f'H{left[stop] - 3:.1f}"><title>{escape(words)}</title></path>'
             )
-    right = left[-1] + 20 + _bend(len(lines))
+    right = left[-1] + beside
     size = f'width="{right:.0f}" height="{foot + _FOOT}"'
     box = f'viewBox="0 0 {right:.0f} {foot + _FOOT}"'
     label = "Share of the difference by layer and word, and the paths that decide"
     picture = f'<svg {size} {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return Markup(f'<div class="scroll">{picture}</div>')  # words are escaped above
+
+
+def _widths(answer: AnswerNumbers, room: float) -> list[float]:
+    """Make columns as wide as words; in a picture that is too wide, those that say little thin."""
+    width = [max(_NARROW, _LETTER * len(word) + 10) for word in answer.tokens]
+    if sum(width) <= room:
+        return width
+    matter = {*answer.changed, answer.read_at}
+    matter |= {place for row in answer.places.tolist() for place in (row[2], row[5]) if place >= 0}
+    matter |= {*(answer.shares.abs().amax(dim=0) >= _LITTLE).nonzero().flatten().tolist()}
+    return [size if place in matter else _THIN for place, size in enumerate(width)]
 
 
 def _bend(number: int) -> float:
