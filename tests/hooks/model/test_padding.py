@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from infoflow_lens import (
-    InfoFlowError,
-    JacobianInfluence,
-    PatternsProbe,
-    attach,
-    open_model,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, JacobianInfluence, attach, open_model, run_probes
+from infoflow_lens.hooks import PatternsProbe
 from infoflow_lens.hooks.model.inputs import may_be_padded
 from tests.conftest import some_of
 from tests.reference import families
