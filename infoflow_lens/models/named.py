@@ -475,7 +475,7 @@ def _config(named: NamedModel) -> SimpleNamespace:
         d_head=attentions[0].d_head,
         d_model=anatomy.d_model,
         d_mlp=widths[0] if widths else None,
-        d_vocab=anatomy.start.d_vocab,
+        d_vocab=anatomy.start.d_vocab or getattr(own, "d_vocab", None),  # a bridge says it
         n_ctx=min(bounds, default=_MANY),
         act_fn=next((a for n in _ACTIVATIONS if (a := getattr(own, n, None)) is not None), None),
         attention_dir="causal" if all(a.is_causal for a in attentions) else "bidirectional",
