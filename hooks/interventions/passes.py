@@ -22,8 +22,8 @@ from infoflow_lens.hooks.model.call import (
 )
 from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
+    INSTEAD_OF_A_BRIDGE,
     found_once,
-    instead_of_a_bridge,
     is_bridge,
     layer_count,
     pattern_hook,
@@ -64,7 +64,7 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
             raise InfoFlowError(
                 f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
                 "patterns cannot be replaced in it, or the heads of that layer write nothing, as "
-                f"with an output matrix of 0; {instead_of_a_bridge()}"
+                f"with an output matrix of 0; {INSTEAD_OF_A_BRIDGE}"
             )
 
 

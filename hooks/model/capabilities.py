@@ -15,11 +15,12 @@ from infoflow_lens.foundation.record import weight_processing
 from infoflow_lens.hooks.model.call import Caught, block_starts, call, ignore_edit_warnings
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
+from infoflow_lens.hooks.model.parts import Block
 from infoflow_lens.hooks.model.points import (
+    INSTEAD_OF_A_BRIDGE,
     check_inputs,
     devices_of,
     hook_points,
-    instead_of_a_bridge,
     layer_count,
     reads_vectors,
     starts_at_layers,
@@ -160,7 +161,7 @@ class ModelCapabilities:
 
 def _problems_of(layer: LayerCapabilities) -> list[str]:
     lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
-    lost = "edits of {} do not reach the output, so {}; " + instead_of_a_bridge()
+    lost = "edits of {} do not reach the output, so {}; " + INSTEAD_OF_A_BRIDGE
     found = [
         (
             _PATTERN not in layer.fires,
@@ -171,7 +172,7 @@ def _problems_of(layer: LayerCapabilities) -> list[str]:
             _PATTERN in layer.fires and layer.scores != "scores",
             f"hook_attn_scores {lack}, so ranks and margins come from the pattern: keys whose "
             "weight underflows to 0 cannot be told from masked ones; where that matters, "
-            f"{instead_of_a_bridge()}",
+            f"{INSTEAD_OF_A_BRIDGE}",
         ),
         (
             _PATTERN in layer.edits_lost,
@@ -203,12 +204,12 @@ def _numbers(indices: list[int]) -> str:
 def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> ModelCapabilities:
     """Run a model to find out what it is and what can be measured on it.
 
-    It is run once to see which hook points fire and what they carry, and once for each hook point
-    and layer with an edit there, to see whether the edit reaches the output. The model is left as
-    it was found.
+    It is run once to see which hook points fire and what they carry. A model of TransformerLens is
+    run once more for each hook point and layer, with an edit there, to see whether the edit reaches
+    the output; of an opened model its anatomy says that. The model is left as it was found.
 
     Args:
-        model: a TransformerLens model.
+        model: any Transformer.
         example_input: a few sequences, vector tokens [batch, pos, d_token] or ids [batch, pos], or
             a text; the longer, the more a local window shows; default, random ones.
 
@@ -263,15 +264,14 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
     layers = []
     for layer, carries in enumerate(hook_semantics(model).scores):
         found = _of_layer(plain, layer)
-        edited = {
-            point: _pass(model, inputs, [layer], _CONSEQUENCES, edit=point)
-            for point in _EDITED
-            if point in found
-        }
-        reached = [p for p, other in edited.items() if not _same(other.output, plain.output)]
-        behind = {point: _of_layer(other, layer) for point, other in edited.items()}
-        if "hook_resid_mid" in reached and not _stays(found, behind["hook_resid_mid"]):
-            reached.remove("hook_resid_mid")
+        anatomy: Any = getattr(model, "anatomy", None)
+        if anatomy is not None:
+            block = anatomy.blocks[layer]
+            reached, parallel = _by_anatomy(block, found)
+            kv_heads = next((attention.n_kv_heads for attention in block.attentions), None)
+        else:
+            reached, parallel = _by_edits(model, inputs, layer, plain)
+            kv_heads = _key_value_heads(found)
         pattern, scores = found.get(_PATTERN), found.get(_SCORES)
         attends = kind = "unknown"
         if pattern is not None:
@@ -283,16 +283,44 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
         layers.append(
             LayerCapabilities(
                 n_heads=None if pattern is None else pattern.shape[1],
-                n_key_value_heads=_key_value_heads(found),
+                n_key_value_heads=kv_heads,
                 attends=attends,
                 pattern=kind,
                 scores=carries,
-                parallel=_parallel(found, behind),
+                parallel=parallel,
                 fires=tuple(point for point in _POINTS if point in found),
                 edits_reach=tuple(reached),
             )
         )
     return tuple(layers)
+
+
+def _by_anatomy(block: Block, found: Mapping[str, Tensor]) -> tuple[list[str], bool | None]:
+    """Edits that reach the output of an opened model, and whether the MLP stands beside attention.
+
+    What is edited there is what the model goes on with.
+    """
+    added = found.get("hook_mlp_out")
+    stays = block.adds or added is None
+    reached = [p for p in _EDITED if p in found and (stays or p != "hook_resid_mid")]
+    return reached, None if added is None or not added.any() else block.is_parallel
+
+
+def _by_edits(
+    model: nn.Module, inputs: Tensor, layer: int, plain: Caught
+) -> tuple[list[str], bool | None]:
+    """Find the same of another model, by an edit of each activation."""
+    found = _of_layer(plain, layer)
+    edited = {
+        point: _pass(model, inputs, [layer], _CONSEQUENCES, edit=point)
+        for point in _EDITED
+        if point in found
+    }
+    reached = [p for p, other in edited.items() if not _same(other.output, plain.output)]
+    behind = {point: _of_layer(other, layer) for point, other in edited.items()}
+    if "hook_resid_mid" in reached and not _stays(found, behind["hook_resid_mid"]):
+        reached.remove("hook_resid_mid")
+    return reached, _parallel(found, behind)
 
 
 def _pass(

@@ -6,7 +6,6 @@ names are resolved here, before work starts.
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 
 TOKENS = "hook_tokens"
+# what to do where a bridge lacks or loses something
+INSTEAD_OF_A_BRIDGE = "give the model that it hosts, or its name, which is opened as it is"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 FoundT = TypeVar("FoundT")
 
@@ -196,13 +197,6 @@ def reads_vectors(model: nn.Module) -> bool:
 def is_bridge(model: nn.Module) -> bool:
     """Whether the model is a TransformerBridge, around a model of another library."""
     return hasattr(model, "boot_transformers")  # of the model: it may be wrapped
-
-
-def instead_of_a_bridge() -> str:
-    """What to do where a bridge lacks what a HookedTransformer has; TransformerLens 4 has none."""
-    if importlib.util.find_spec("transformer_lens.HookedTransformer") is not None:
-        return "load the model as a HookedTransformer"
-    return "use TransformerLens 3, which loads official names as HookedTransformer"
 
 
 def starts_at_layers(model: nn.Module) -> bool:

@@ -33,7 +33,8 @@ Dtype = Annotated[
     str | None, typer.Option(help="Number format: float32 (default), bfloat16, float16 or float64.")
 ]
 Backend = Annotated[
-    str, typer.Option(help="How: hooked (TransformerLens 3), bridge, opened (as it is) or auto.")
+    str,
+    typer.Option(help="How: auto (as transformers does), hooked (TransformerLens 3) or opened."),
 ]
 Jobs = Annotated[int, typer.Option(help="Processes that run at once.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bars.")]

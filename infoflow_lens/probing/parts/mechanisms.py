@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
-from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head, by_head_in_colours
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -31,11 +31,7 @@ _MOST_NAMED = 32  # heads in a sentence
 
 def lost_edits(points: str) -> str:
     """Say that a model loses edits of hook points, with what to do."""
-    where = "" if HAS_HOOKED_TRANSFORMER else "with TransformerLens 3 "
-    return (
-        f"edits of {points} do not reach its output; {where}an official name can be loaded as a "
-        "HookedTransformer (backend 'hooked'), and any model opened (backend 'opened')"
-    )
+    return f"edits of {points} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
 
 
 class MechanismsPart(Part):
