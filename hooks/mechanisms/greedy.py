@@ -51,7 +51,7 @@ def replace_greedily(
     attention_mask: Tensor | None = None,
     column: str | None = None,
     max_length: Count | None = None,
-    batch_size: Count = 64,
+    batch_size: Count = 16,
     progress: bool = True,
 ) -> JointReplacement:
     """As many heads as can be replaced at once within a budget, greedily.

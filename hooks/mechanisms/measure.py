@@ -90,7 +90,7 @@ def measure_mechanisms(
     attention_mask: Tensor | None = None,
     column: str | None = None,
     max_length: Count | None = None,
-    batch_size: Count = 64,
+    batch_size: Count = 16,
     resume: MechanismsProgress | None = None,
     after_batch: Callable[[MechanismsProgress], None] | None = None,
     progress: bool = True,

@@ -117,7 +117,7 @@ def measure_top_k(
     attention_mask: Tensor | None = None,
     column: str | None = None,
     max_length: Count | None = None,
-    batch_size: Count = 64,
+    batch_size: Count = 16,
     resume: Reached | None = None,
     after: Callable[[Reached], None] | None = None,
     progress: bool = True,
