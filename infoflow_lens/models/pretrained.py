@@ -67,8 +67,9 @@ def check_one_stack(name: str, config: Any) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise InfoFlowError(
-            f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
-            "such as gpt2 or an encoder such as bert-base-cased"
+            f"{name!r} is an encoder with a decoder: expected one stack of blocks, such as gpt2 or "
+            "bert-base-cased; load it with transformers, and give "
+            'open_model(model, tokenizer, stack="encoder") or "decoder"'
         )
 
 
