@@ -84,7 +84,7 @@ def measure_answer(
         kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("asking", None, progress) as advance:
         question = Question(model, text, instead, readout, batch_size, kept)
-        tokens = None
+        tokens, guessed = None, instead is None
         if instead is None or not quick:
             tokens = measure_tokens(question, seed, advance, spans)
         if instead is None:
@@ -106,8 +106,10 @@ def measure_answer(
             try:
                 circuit = find_circuit(question, units, prune=not quick, seed=seed, advance=advance)
                 if not circuit.is_whole:
+                    remedy = "; another text may compare better (instead)" if guessed else ""
                     notes.append(
-                        "the effect is spread too widely: these paths are the largest part of it"
+                        "the effect is spread too widely: these paths are the largest part of "
+                        f"it{remedy}"
                     )
             except InfoFlowError as error:
                 notes.append(f"no paths are drawn: {error}")
@@ -120,7 +122,9 @@ def measure_answer(
     nothing = torch.full_like(replaced, torch.nan)
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
     words, other_words = readable_tokens(model, [clean, others])
-    guess, chance = _guess(question)
+    (guess, chance), (other_guess, other_chance) = (
+        _guess(question, run.logits) for run in (question.clean, question.other)
+    )
     config = {
         "probe": "ask", "readout": str(readout), "quick": quick, "exact": exact, "seed": seed,
         **({} if spans is None else {"spans": [*map(list, spans)]}),
@@ -135,6 +139,8 @@ def measure_answer(
         other_tokens=other_words,
         guess=guess,
         chance=chance,
+        other_guess=other_guess,
+        other_chance=other_chance,
         spans=torch.tensor(spans or question.single_tokens()),
         span_words=readable_spans(model, clean, spans) if spans else words,
         other_span_words=readable_spans(model, others, spans) if spans else other_words,
@@ -248,12 +254,12 @@ def _no_paths(question: Question) -> str:
     return ""
 
 
-def _guess(question: Question) -> tuple[str, float]:
-    """Find what the model says where the readout reads, and how probable it finds that.
+def _guess(question: Question, logits: Float[Tensor, "..."]) -> tuple[str, float]:
+    """Find what the model says of a text where the readout reads, and how probable it finds that.
 
     Nothing, where it gives no logits of tokens or classes at one position.
     """
-    logits, model = question.clean.logits, question.model
+    model = question.model
     if not hasattr(question.readout, "position"):
         return "", torch.nan
     row = logits[question.readout.position] if logits.ndim == 2 else logits

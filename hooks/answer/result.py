@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # how tokens are ordered without replacing any; the last is no measure of the model
+_OPPOSED = 3  # heads and MLPs that are named as working against the answer
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
 KINDS = ("query", "key", "value", "answer")
 _WORDS = {
@@ -37,6 +38,7 @@ class AnswerNumbers(Result):
         tokens, other_tokens: of the two texts, as one reads them.
         guess, chance: what the model says, and how probable that is; "" and NaN where it gives no
             logits at one position.
+        other_guess, other_chance: the same of the other text.
         spans: int [span, 2], where each unit of tokens begins, and the place behind it; by default
             each token is one.
         span_words, other_span_words: of the two texts, as one reads them.
@@ -81,6 +83,8 @@ class AnswerNumbers(Result):
     other_tokens: tuple[str, ...]
     guess: str
     chance: float
+    other_guess: str
+    other_chance: float
     spans: Int[Tensor, "span two"]
     span_words: tuple[str, ...]
     other_span_words: tuple[str, ...]
@@ -325,9 +329,25 @@ class AnswerNumbers(Result):
         names = ", ".join(_name(reader) for reader in readers)
         return f"{source} {_WORDS[KINDS[first[6]]].format(names)} at {self._word(first[5])}"
 
+    def describe_opposition(self) -> str:
+        """Name the heads and MLPs that were found to work against the answer, the largest first."""
+        if not len(self.units):
+            return ""
+        found = self.to_frame("heads").dropna(subset="effect")
+        most = found[found["effect"] * self.gap > 0].head(_OPPOSED)
+        return ", ".join(
+            f"{name} {effect:+.2f}"
+            for name, effect in zip(most["name"], most["effect"], strict=True)
+        )
+
     def summary(self) -> str:
         """What the model says, what decides, and how sure that is, in a few sentences."""
-        said = [f"The model says {self.guess!r} ({self.chance:.0%})."] if self.guess else []
+        said = []
+        if self.guess:
+            said.append(
+                f"The model says {self.guess!r} ({self.chance:.0%}), and in the other text "
+                f"{self.other_guess!r} ({self.other_chance:.0%})."
+            )
         said.append(
             f"{self.readout}: {self.value:+.2f}; in the other text {self.other_value:+.2f}."
         )

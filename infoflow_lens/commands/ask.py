@@ -106,6 +106,7 @@ def _print(found: Any) -> None:
         out.print(line, markup=False, soft_wrap=True)
 
     show(found.summary())
+    show(f"Other text: {''.join(found.other_tokens)!r}")
     print_lines(
         "What decides",
         [
@@ -122,6 +123,8 @@ def _print(found: Any) -> None:
     pairs = zip(heads["name"], heads["effect"], strict=True)
     said = [f"{name} {effect:+.2f}" for name, effect in pairs]
     print_lines("Heads and MLPs: change with the other text's output", [", ".join(said)])
+    if against := found.describe_opposition():
+        show(f"    against the answer: {against}")
     print_lines(
         "Where they look from the end of the text",
         [found.look(i) for i in range(len(found.looked))],

@@ -42,20 +42,22 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         form: by which one asks again, where somebody serves the page.
         can_cut: whether lines can be cut there.
     """
-    lines = answer.bundles()
+    lines, measured = answer.bundles(), {"effect": answer.path_effect, "cost": answer.path_cost}
+    if bool(answer.path_cost.isnan().all()):  # as of circuits that are not pruned
+        del measured["cost"]
+    meanings = {
+        "effect": "on the readout, when they are cut one by one, summed",
+        "cost": "share of the difference that the circuit loses without them, summed",
+    }
+    paths = answer.to_frame("paths").dropna(axis=1, how="all") if lines else None
     bundles = Table(
         {
             "what happens": "paths that begin and end at one place, together",
             "paths": "how many",
-            "effect": "on the readout, when they are cut one by one, summed",
-            "cost": "share of the difference that the circuit loses without them, summed",
+            **{name: meanings[name] for name in measured},
         },
         [
-            [
-                f"{number}. {said}",
-                len(group),
-                *(float(c[group].sum()) for c in (answer.path_effect, answer.path_cost)),
-            ]
+            [f"{number}. {said}", len(group), *(float(c[group].sum()) for c in measured.values())]
             for number, (said, group) in enumerate(lines, 1)
         ],
         anchors=[f"line-{number}" for number in range(1, len(lines) + 1)],
@@ -71,7 +73,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
             presses=form is not None and not form.waits and says_token,
             chart=render_chart,
             bundles=bundles if lines else None,
-            paths=Table.of_frame(answer.to_frame("paths")) if lines else None,
+            paths=None if paths is None else Table.of_frame(paths),
             strips=draw_strips(answer) if len(answer.strips) else None,
             words=Table.of_frame(answer.to_frame("tokens")),
             heads=Table.of_frame(answer.to_frame("heads").head(_HEADS)),
