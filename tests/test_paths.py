@@ -35,6 +35,7 @@ from infoflow_lens import (
     why_all,
 )
 from infoflow_lens.cli import app
+from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.hooks import Result
@@ -171,6 +172,10 @@ READERS = {
     "ask": (
         lambda m, p: zoo.save("gpt2", p),
         lambda p: ask(p, "w4 w5 w6", quick=True, progress=False),
+    ),
+    "cut_lines": (
+        lambda m, p: zoo.save("llama", p),
+        lambda p: cut_lines(p, ask(p, "w7 w34 w29 w47 w30 w5", quick=True, progress=False), [1]),
     ),
     "flow": (lambda m, p: zoo.save("gpt2", p), lambda p: flow(p, "w4 w5", progress=False)),
     "why": (lambda m, p: zoo.save("gpt2", p), lambda p: why(p, "w4 w5 w6", 0, 1)),

@@ -14,6 +14,13 @@ from jaxtyping import install_import_hook
 
 with install_import_hook("infoflow_lens", "beartype.beartype"):
     import infoflow_lens.cli
+    from infoflow_lens.agreement import *
+    from infoflow_lens.hooks import *
+    from infoflow_lens.models.host import *
+    from infoflow_lens.ranking import *
+    from infoflow_lens.tasks import *
+    from infoflow_lens.theory import *
+    from infoflow_lens.training import *
     from infoflow_lens import *
     from infoflow_lens.studies.demo import DemoConfig, run_demo
     from infoflow_lens.hooks.passes.ranking import rank_keys

@@ -313,7 +313,12 @@ class AnswerNumbers(Result):
         for number, place in enumerate(self.places.tolist()):
             key = (place[1] < 0, place[2], place[3] < 0, place[5], place[6])
             groups.setdefault(key, []).append(number)
-        order = sorted(groups.values(), key=lambda g: -float(self.path_worth[g].sum()))
+        sign = 1 if self.gap >= 0 else -1  # cut, paths that speak for the answer lower the readout
+        effects = self.path_effect.nan_to_num(0)
+        order = sorted(
+            groups.values(),
+            key=lambda g: (sign * float(effects[g].sum()), -float(self.path_worth[g].sum())),
+        )
         return [(self._sentence(group), group) for group in order]
 
     def _sentence(self, group: list[int]) -> str:

@@ -43,7 +43,7 @@ def name_ideal(ideal: str, k: int) -> str:
 
 def ideal_pattern(
     pattern: Float[Tensor, "*batch query key"],
-    visible: Bool[Tensor, "*batch query key"],
+    visible: Bool[Tensor, "*#batch query key"],
     ideal: str,
     mean: Float[Tensor, "*head longest longest"] | None = None,
     k: int = 4,
@@ -125,7 +125,7 @@ def mean_without(
 
 
 def rescaled(
-    kept: Float[Tensor, "*batch query key"], total: Float[Tensor, "*batch query one"]
+    kept: Float[Tensor, "*#batch query key"], total: Float[Tensor, "*#batch query one"]
 ) -> Float[Tensor, "*batch query key"]:
     """Rows with these sums; unchanged rows stay bit-identical, rows without weight stay so.
 

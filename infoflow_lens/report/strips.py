@@ -1,6 +1,7 @@
 """A picture of an answer: states by layer and word, with the paths that decide drawn on them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -13,6 +14,8 @@ _FOOT = 64  # for the numbers beneath the words
 _WIDEST = 6.0  # of a line
 _SCREEN, _THIN = 1230, 7  # the picture's width from which words that matter little are thin
 _LITTLE = 0.05  # share of the difference
+_DRAWN = 12  # lines, those with the largest effects
+_KINDS = ("tells where to look", "is found by", "is carried by", "writes the answer")
 
 
 def draw_strips(answer: AnswerNumbers) -> Markup:
@@ -25,7 +28,10 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     strips = answer.shares.tolist()
     layers = answer.strip_layers
     lines = answer.bundles() if strips else []
-    beside = 20 + _bend(len(lines))
+    sizes = [abs(float(answer.path_effect[group].sum())) for _, group in lines]
+    drawn = sorted(sorted(range(len(lines)), key=lambda number: -sizes[number])[:_DRAWN])
+    asides = _asides(answer, [lines[number][1] for number in drawn])
+    beside = 20 + max(asides, default=0.0)
     width = _widths(answer, _SCREEN - _LEFT - beside)
     left = [_LEFT + sum(width[:i]) for i in range(len(width) + 1)]
     middle = [left[i] + width[i] / 2 for i in range(len(width))]
@@ -61,9 +67,9 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f'fill-opacity="{min(1.0, max(0.0, share)):.3f}">'
                 f"<title>{escape(said)}</title></rect>"
             )
-    sizes = [abs(float(answer.path_effect[group].sum())) for _, group in lines]
-    for number, (sentence, group) in enumerate(lines):
-        parts += _line(answer, number, sentence, group, sizes, middle, height, foot)
+    for number, aside in zip(drawn, asides, strict=True):
+        width_of_line = 1 + (_WIDEST - 1) * sizes[number] / max(max(sizes), 1e-12)
+        parts += _line(answer, number, *lines[number], width_of_line, aside, middle, height, foot)
     for at, column, name in (
         (16, answer.token_mean, "needed"),
         (34, answer.token_other, "decides"),
@@ -92,7 +98,14 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     box = f'viewBox="0 0 {right:.0f} {foot + _FOOT}"'
     label = "Share of the difference by layer and word, and the paths that decide"
     picture = f'<svg {size} {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return Markup(f'<div class="scroll">{picture}</div>')  # words are escaped above
+    kinds = sorted({answer.places[lines[number][1][0]].tolist()[6] for number in drawn})
+    keys = "".join(
+        f'<span class="item"><svg class="swatch" width="14" height="4"><g class="s{kind}">'
+        f'<circle cx="7" cy="2" r="7"/></g></svg>{_KINDS[kind]}</span>'
+        for kind in kinds
+    )
+    keys = f'<p class="keys">{keys}</p>' if keys else ""
+    return Markup(f'<div class="scroll">{picture}</div>{keys}')  # words are escaped above
 
 
 def _widths(answer: AnswerNumbers, room: float) -> list[float]:
@@ -106,9 +119,16 @@ def _widths(answer: AnswerNumbers, room: float) -> list[float]:
     return [size if place in matter else _THIN for place, size in enumerate(width)]
 
 
-def _bend(number: int) -> float:
-    """How far a line that stays on one word goes aside, so that several can be told apart."""
-    return 30 + 14 * min(number, 12)
+def _asides(answer: AnswerNumbers, groups: Sequence[Sequence[int]]) -> list[float]:
+    """Find how far each line goes aside: those that stay on one word, by their number there."""
+    seen: Counter[int] = Counter()
+    found = []
+    for group in groups:
+        _, _, word, reader, _, other, _ = answer.places[group[0]].tolist()
+        stays = reader < 0 or word == other
+        found.append(30.0 + 14 * min(seen[word], 12) if stays else 0.0)
+        seen[word] += stays
+    return found
 
 
 def _line(
@@ -116,7 +136,8 @@ def _line(
     number: int,
     sentence: str,
     group: Sequence[int],
-    sizes: Sequence[float],
+    width: float,
+    bend: float,
     middle: Sequence[float],
     height: Callable[[float], float],
     foot: float,
@@ -130,8 +151,6 @@ def _line(
     else:
         x2 = middle[places[0][5]]
         y2 = height(sum(place[3] for place in places) / len(places))
-    bend = _bend(number) if x == x2 else 0
-    width = 1 + (_WIDEST - 1) * sizes[number] / max(max(sizes), 1e-12)
     kind = places[0][6]
     effect = float(answer.path_effect[group].sum())
     title = f"{number + 1}. {sentence}: cut, {effect:+.2f}"

@@ -221,9 +221,16 @@ def test_the_picture_has_every_strip_and_every_bundle(found):
 
     picture = str(draw_strips(found))
     assert picture.count('class="cell"') == found.strips.numel()
-    assert picture.count("<circle") == len(found.bundles())
-    for number, (sentence, _) in enumerate(found.bundles(), 1):
-        assert f"{number}. {sentence}" in picture
+    bundles = found.bundles()
+    effects = [abs(float(found.path_effect[group].sum())) for _, group in bundles]
+    drawn = sorted(range(len(bundles)), key=lambda number: -effects[number])[:12]
+    assert picture.count('<a href="#line-') == len(drawn)
+    for number in drawn:
+        assert f"{number + 1}. {bundles[number][0]}" in picture
+    signed = [float(found.path_effect[group].sum()) / found.gap for _, group in bundles]
+    assert signed == sorted(signed)  # what speaks most for the answer first
+    kinds = {int(found.places[bundles[number][1][0]][6]) for number in drawn}
+    assert picture.count("swatch") == len(kinds)
     shares = (-found.strips / found.gap).clamp(0, 1)
     for share in shares.flatten().tolist():
         assert f'fill-opacity="{share:.3f}"' in picture

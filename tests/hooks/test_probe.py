@@ -440,8 +440,14 @@ def test_settings_that_exclude_each_other_are_named():
         RecoveryProbe(target="identity", sketch=3)
 
 
+def no_edits(plain):
+    return []
+
+
 def make(kind, token_inputs, **settings):
     needed = {"donors": token_inputs[:3]} if "donors" in kind.__dataclass_fields__ else {}
+    if "make" in kind.__dataclass_fields__:
+        needed = {"make": no_edits}
     if "assignments" in kind.__dataclass_fields__:
         needed = {"means": None, "assignments": {"one": {(0, 0): "own"}}}
     return kind(**(needed | settings))
