@@ -233,6 +233,8 @@ class Parts:
         weight, bias = (one.detach().float().to(shows.device) for one in numbers[:2])
         norm = NormNumbers(weight, bias, numbers.centers)
         scale = norm.scale(self.added(), shows)
+        # heads bring nothing to padding, from which no scale can be read
+        scale = torch.where(scale.isfinite(), scale, 1)
         own = norm.apply(self.bias + torch.zeros_like(bias), scale)
         return Parts(
             self.pattern / scale[:, None], norm.apply(self.brought, 1), self.before, own + bias

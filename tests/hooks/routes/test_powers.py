@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, attach, baselines, build_model, open_model, run_probes
-from infoflow_lens.hooks import PatternsProbe, PowerRollout, PowerRolloutResult
+from infoflow_lens.hooks import (
+    ContributionRoutes,
+    GradedSetsProbe,
+    PatternsProbe,
+    PowerRollout,
+    PowerRolloutResult,
+)
 from infoflow_lens.hooks.routes.powers import PEAKED, find_readers
 from infoflow_lens.models.architecture import Architecture
 from tests.reference import contributions, real_models, zoo
@@ -105,6 +111,24 @@ def test_vectors_with_cls_and_a_model_without_norms():
             edges = torch.stack(layers).norm(p=order, dim=-1).double().numpy()
             expected = contributions.power_rollout(edges, 2)[..., :5]
             np.testing.assert_allclose(result.scores[:, sequence], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_padded_rows_of_a_norm_on_what_is_added_are_no_gap(name):
+    """What heads bring to padding is 0, which no norm can be read from."""
+    model, ids = open_model(zoo.build(name)), zoo.tokens(2, 7)
+    padded, whole = (
+        run_probes(
+            model,
+            texts,
+            [PowerRollout(), ContributionRoutes(), GradedSetsProbe("norm")],
+            progress=False,
+        )
+        for texts in ([ids[0], ids[1, :3]], ids[1:, :3])
+    )
+    for found, alone in zip(padded, whole, strict=True):
+        shown = found.scores[:, 1, :3, :3]
+        torch.testing.assert_close(shown, alone.scores[:, 0], atol=1e-5, rtol=0)
 
 
 def test_sequences_of_different_length_are_those_alone(token_model, token_inputs):
