@@ -15,6 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import part_in_eval_mode
 
 _Norms = Literal["pre", "post", "both", "none"]
+_BARS = {torch.float16: 1e-2, torch.bfloat16: 3e-2}  # some roundings of what a norm gives
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Norm:
     d_model: int
 
     def numbers(self, model: nn.Module) -> NormNumbers:
-        """Read its weight and bias, and whether it centers.
+        """Read its weight and bias, at least in float32, and whether it centers.
 
         Raises:
             InfoFlowError: if it computes something else by now.
@@ -130,11 +131,15 @@ def _numbers_of(module: nn.Module, like: Float[Tensor, " d_model"]) -> NormNumbe
     x = probe.roll(1) * probe.abs()
     with part_in_eval_mode(module):
         rows = torch.stack([probe, -probe, probe + 50, x])
-        plus, minus, shifted, y = run_forward(module, rows)
+        rows_out = run_forward(module, rows)
+    # from here on at least in float32: squares of these numbers are more than float16 holds
+    wide = torch.promote_types(like.dtype, torch.float32)
+    probe, x, plus, minus, shifted, y = (t.to(wide) for t in (probe, x, *rows_out))
     size = probe.square().mean().sqrt()
     weight, bias = (plus - minus) / 2 * size / probe, (plus + minus) / 2
-    bar = 1e-2 if like.dtype in (torch.float16, torch.bfloat16) else 1e-4
-    numbers = NormNumbers(weight, bias, torch.allclose(shifted, plus, rtol=bar, atol=bar))
+    bar = _BARS.get(like.dtype, 1e-4)
+    shift = (shifted - plus).abs().max()
+    numbers = NormNumbers(weight, bias, bool(shift <= bar * plus.abs().max()))
     again = numbers.apply(x, numbers.scale(x, y)) + bias
     return numbers if torch.allclose(again, y, atol=bar * float(y.abs().max())) else None
 
@@ -236,15 +241,16 @@ def is_linear(module: nn.Module, like: Tensor) -> bool:
 
 
 def is_norm(module: nn.Module, like: Float[Tensor, "... d_model"]) -> bool:
-    """Whether what a module gives does not change when what it reads grows tenfold."""
+    """Whether what a module gives does not change when what it reads grows eightfold."""
     unit = like / like.abs().max()
-    try:
-        small, large = (module.forward(unit * size) for size in (3e1, 3e2))
+    try:  # powers of two, by which nothing is rounded
+        small, large = (module.forward(unit * size) for size in (32, 256))
     except Exception:  # as before
         return False
     if not isinstance(small, Tensor) or small.shape != like.shape:
         return False
-    return bool(small.abs().max() > 0) and torch.allclose(small, large, rtol=1e-2, atol=1e-3)
+    top = float(small.abs().max())
+    return top > 0 and torch.allclose(small, large, rtol=1e-2, atol=1e-3 * min(top, 1))
 
 
 def is_plain_norm(module: nn.Module, like: Float[Tensor, "... d_model"]) -> bool:

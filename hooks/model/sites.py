@@ -219,7 +219,7 @@ class SiteRun(Tap):
                 scale = numbers.scale(args[0], out)
                 shown = self._fire(SCALE, scale)
                 if shown is not scale:
-                    new = numbers.bias + (out - numbers.bias) * scale / shown
+                    new = (numbers.bias + (out - numbers.bias) * scale / shown).to(out.dtype)
             return self._fire(NORMALIZED, new) if NORMALIZED in self._names else new
 
         return show

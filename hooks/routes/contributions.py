@@ -158,7 +158,8 @@ def _find_addition(seen: Pass, layer: int, reads: Sequence[Read]) -> Addition:
     if Parts.of(seen, layer, addition).add_up(seen, layer):
         return addition
     added = parts.added()
-    path = find_norm(added, reads, 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out")))
+    bar = 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
+    path = find_norm(seen.model, added, reads, bar)
     return addition if path is None else Addition(norm=Norm(path, added.shape[-1]))
 
 

@@ -275,5 +275,6 @@ def find_readers(model: nn.Module) -> tuple[str | None, ...]:
         states = [parts.before + parts.added()]
         if not seen.lacks(behind[layer : layer + 1]):
             states.append(seen.activation(behind[layer]).float())
-        found.append(next(filter(None, (find_norm(state, reads, bar) for state in states)), None))
+        paths = (find_norm(model, state, reads, bar) for state in states)
+        found.append(next(filter(None, paths), None))
     return tuple(found)

@@ -11,7 +11,7 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.model.call import call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.parts import is_plain_norm
+from infoflow_lens.hooks.model.parts import Norm, is_norm
 from infoflow_lens.hooks.model.points import reads_vectors
 from infoflow_lens.hooks.passes.view import Pass
 
@@ -64,26 +64,35 @@ def run_example(model: nn.Module, points: Sequence[str]) -> tuple[Pass, list[Rea
 
 
 def find_norm(
-    state: Float[Tensor, "batch pos d_model"], reads: Sequence[Read], bar: float
+    model: nn.Module, state: Float[Tensor, "batch pos d_model"], reads: Sequence[Read], bar: float
 ) -> str | None:
     """Find the norm that reads a state: of those that read nearly the same, the nearest.
 
     Args:
+        model: the model.
         state: what is read.
         reads: what modules have read.
         bar: the largest distance for rounding, relative to the length of the state.
+
+    Raises:
+        InfoFlowError: if it is no norm with a scale for each position.
     """
     length = state.norm(dim=-1)
-    found: tuple[float, str | None] = bar, None
-    for path, module, given in reads:
-        if given.shape != state.shape:
+    nearest: tuple[float, Read | None] = bar, None
+    for read in reads:
+        if read.given.shape != state.shape:
             continue
         # each position by itself: one of them may be a thousand times as long as the others
-        far = float(((given - state).norm(dim=-1) / length).max())
-        if far < found[0]:
+        far = float(((read.given - state).norm(dim=-1) / length).max())
+        if far < nearest[0]:
+            like = read.given / read.given.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            dtype = next(iter(read.module.parameters()), read.given).dtype
             with torch.no_grad():
-                like = given / given.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-                like = like.to(next(iter(module.parameters()), given).dtype)
-                if is_plain_norm(module, like):
-                    found = far, path
-    return found[1]
+                if is_norm(read.module, like.to(dtype)):
+                    nearest = far, read
+    if nearest[1] is None:
+        return None
+    path = nearest[1].path
+    with without_user_hooks(model):
+        Norm(path, state.shape[-1]).numbers(model)  # one that cannot be read is no other, and named
+    return path

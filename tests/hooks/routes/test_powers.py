@@ -1,8 +1,11 @@
 """Contributions to a power against plain models of transformers, and what their result says."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from infoflow_lens import InfoFlowError, attach, baselines, build_model, open_model, run_probes
 from infoflow_lens.hooks import (
@@ -12,6 +15,7 @@ from infoflow_lens.hooks import (
     PowerRollout,
     PowerRolloutResult,
 )
+from infoflow_lens.hooks.model.parts import Norm
 from infoflow_lens.hooks.routes.powers import PEAKED, find_readers
 from infoflow_lens.models.architecture import Architecture
 from tests.reference import contributions, real_models, zoo
@@ -75,6 +79,50 @@ def test_scores_are_those_of_real_models(name):
 )
 def test_the_norm_that_reads_a_sum_is_found_by_running(name, reader):
     assert reader in find_readers(open_model(zoo.build(name)))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "olmo2"])
+def test_half_precision_finds_the_same_norms(name, dtype):
+    """What a norm computes is read in float32, whatever the model computes in."""
+    model = zoo.build(name)
+    with torch.no_grad():  # one direction weighs most, so that another norm is another score
+        for path, parameter in model.named_parameters():
+            if parameter.ndim == 1 and ("norm" in path or "ln_" in path) and "weight" in path:
+                parameter.mul_(torch.linspace(0.2, 3, len(parameter)))
+    whole, half = open_model(model), open_model(copy.deepcopy(model).to(dtype))
+    assert find_readers(half) == find_readers(whole)
+    expected, found = (
+        run_probes(one, zoo.tokens(1, 7), [PowerRollout()], progress=False)[0]
+        for one in (whole, half)
+    )
+    np.testing.assert_allclose(found.scores, expected.scores, atol=0.02)
+
+
+@pytest.mark.parametrize("weight", [1e-4, 1e4])
+def test_norms_with_small_and_large_weights_are_read(weight):
+    """A norm is read on its own scale, so that mean and weight are right at any size."""
+    width = 16
+    for norm, centers in ((torch.nn.LayerNorm(width), True), (torch.nn.RMSNorm(width), False)):
+        torch.nn.init.constant_(norm.weight, weight)
+        model = torch.nn.Sequential(norm)
+        found = Norm("0", width).numbers(model)
+        assert found.centers == centers
+        np.testing.assert_allclose(found.weight.detach(), [weight] * width, rtol=1e-4)
+
+
+def test_a_norm_that_cannot_be_read_is_named():
+    """Another norm, or none, would be another number without a word."""
+
+    class Clipped(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x).clamp(-0.5, 0.5)
+
+    model = zoo.build("llama")
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.__class__ = Clipped
+    with pytest.raises(InfoFlowError, match=r"post_attention_layernorm.*Clipped"):
+        find_readers(open_model(model))
 
 
 def test_a_bridge_is_the_model_opened():
