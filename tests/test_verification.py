@@ -1,10 +1,13 @@
 """Training what a design recommends: predicted beside measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.commands.design import _print_verification
 from infoflow_lens.theory.design import design
-from infoflow_lens.verification import Measured, judge, verify_design
+from infoflow_lens.verification import Measured, Verification, judge, verify_design
 
 
 def test_recommended_and_neighbours_are_trained_alike():
@@ -55,3 +58,9 @@ def test_token_tasks_are_refused():
     task = load_task("in_context_qa")
     with pytest.raises(InfoFlowError, match="has token ids"):
         verify_design(design(task, (14,), verify=0), task)
+
+
+def test_the_command_keeps_the_letters_of_what_it_says(capsys):
+    checked = Verification(8, 1e-2, (Measured((1,), "recommended", 1e-5, 1.0),), True, None, "x")
+    _print_verification(replace(checked, why_not=judge(checked.models, 1e-2)[1]))
+    assert "Learnt, NMSE 1e-05; no neighbour is excluded" in capsys.readouterr().out

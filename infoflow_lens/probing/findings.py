@@ -109,7 +109,7 @@ class Findings:
             )
             rows.append([rule, *shown, f"{found.size:.1f} of {found.others:.1f}"])
         states = next((str(found.states) for found in self.last.values()), "")
-        title = f"{states}: measured against predicted".capitalize()
+        title = f"{states[:1].upper()}{states[1:]}: measured against predicted"
         return {"sentences": self.sentences(), "title": title, "rows": rows}
 
     def sentences(self) -> list[str]:
