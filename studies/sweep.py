@@ -237,16 +237,20 @@ def report_text(
     n_runs: int,
     n_diverged: int,
 ) -> str:
-    """The file ``table.md``: our numbers beside the published, and the verdict with its reasons."""
+    """Write ``table.md``: the question, the verdict with its reasons, the figure, the numbers."""
     heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs"
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
-    remarks = "".join(f"- {remark}\n" for remark in verdict.remarks)
-    return (
-        f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
-        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:\n\n"
-        f"{reasons}\n" + (f"\nNot judged:\n\n{remarks}" if remarks else "")
-    )
+    remarks = "\n".join(f"- {remark}" for remark in verdict.remarks)
+    parts = [
+        f"{heading}{diverged}.",
+        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:",
+        reasons,
+        *(["Not judged:", remarks] if remarks else []),
+        f"![{study.title}](figure.png)",
+        study.table(measured),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def write_statement(study: Study, out: Path) -> None:

@@ -114,24 +114,21 @@ def _print_design(result: Any) -> None:
     if result.recommended is None:
         out.print("No architecture within these limits is known to do it.")
         return
-    table = Table(
-        "", "heads", "E", "|I|", "exponent", "inside", "d_head", "parameters", "by", "on samples",
-        "schedule",
-    )  # fmt: skip
+    table = Table("", "heads", "E", "|I|", "exponent", "inside", "d_head", "parameters")
+    schedules: dict[str, str] = {}  # of each choice of heads, in the order of the table
     for c in result.front:
-        held = "-" if c.verified is None else f"{c.verified:.0%}"
+        heads = ", ".join(map(str, c.n_heads))
+        held = "" if c.verified is None else f" (right on {c.verified:.0%} of the samples)"
+        schedules[heads] = f"({heads}), by {c.mechanisms}{held}: {c.schedule}"
         table.add_row(
             "*" if c == result.recommended else "",
-            ", ".join(map(str, c.n_heads)),
+            heads,
             str(c.d_model),
             ", ".join(map(str, c.information)),
             f"{c.exponent:.3g}",
             str(c.inside),
             ", ".join("?" if n is None else str(n) for n in c.d_head),
             f"{c.parameters:.1e}",
-            c.mechanisms,
-            held,
-            c.schedule,
         )
     out.print(table)
     out.print(
@@ -140,6 +137,7 @@ def _print_design(result: Any) -> None:
         "eps^-exponent; orders of magnitude, since exponents leave out constants",
         soft_wrap=True,
     )
+    print_lines("Schedules", list(schedules.values()))
     if result.neighbours:
         table = Table("just below", "heads", "verdict", "why", "|I| otherwise", "exponent")
         for n in result.neighbours:
