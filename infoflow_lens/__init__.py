@@ -132,11 +132,13 @@ def __getattr__(name: str) -> Any:
         import warnings
 
         module = f"{__name__}.{_MOVED[name]}"
-        warnings.warn(
-            f"{name} is in {module}: import it from there; this one goes with 0.5",
-            FutureWarning,
-            stacklevel=2,
-        )
+        # `from infoflow_lens import name` asks twice, first whether there is such a name
+        if sys._getframe(1).f_code.co_name != "_handle_fromlist":
+            warnings.warn(
+                f"{name} is in {module}: import it from there; this one goes with 0.5",
+                FutureWarning,
+                stacklevel=2,
+            )
         return getattr(import_module(module), name)
     if name in _IN_STUDIES:
         return getattr(import_module(f"{__name__}.studies"), name)

@@ -217,6 +217,12 @@ def test_names_that_have_moved_go_on_with_a_warning(name):
     assert name not in infoflow_lens.__all__
 
 
+def test_an_import_of_a_name_that_has_moved_warns_once():
+    with pytest.warns(FutureWarning) as caught:
+        from infoflow_lens import Why  # noqa: F401
+    assert [Path(each.filename) for each in caught] == [Path(__file__)]
+
+
 def test_public_names_are_those_that_type_checkers_see():
     """The lazy table and the imports for type checkers must not drift apart."""
     source = Path(infoflow_lens.__file__).read_text()

@@ -263,8 +263,15 @@ def _block(log: PassLog, call: ModuleCall) -> Block:
         names = ("resid_pre", "attn_out", "mid", "mlp_out", "neurons", "resid_post")
         block.lacks = dict.fromkeys(names, why)
         return block
-    n_pos = split_heads(attentions[0].seen["pattern"], batch).shape[-2] if attentions else None
+    seen = split_heads(attentions[0].seen["pattern"], batch).shape if attentions else None
+    n_pos = seen[-2] if seen else None
     block.axes = _axes(stream[0], batch, n_pos)
+    if seen and max(seen[-2:]) < stream[0].shape[block.axes[1]]:
+        raise InfoFlowError(
+            f"block {call.path} takes softmaxes of {seen[-2]} queries over {seen[-1]} keys where "
+            f"the text has {stream[0].shape[block.axes[1]]} tokens: expected a pattern over all "
+            "keys; its keys are landmarks, each a mean of tokens, and cannot be shown"
+        )
     parts = ("attn_out", "mid", "mlp_out", "neurons")
     if not attentions:
         inner = [c.path.removeprefix(call.path + ".") for c in call.children]

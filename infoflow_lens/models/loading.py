@@ -220,6 +220,10 @@ def _check_not_hooked(hooked: bool, why: str) -> None:
         )
 
 
+def _is_hooked(model: nn.Module) -> bool:
+    return any(kind.__name__ == "HookedTransformer" for kind in type(model).__mro__)
+
+
 def _check_has_hooked() -> None:
     """Refuse a HookedTransformer where the installed TransformerLens has none.
 
@@ -500,6 +504,11 @@ def _in_memory(
                 f"{what} is {str(wanted)!r}, but the {kind} in memory has {str(has)!r}: expected "
                 f"no {what}; move the model yourself, with model.to(...)"
             )
+    if hooked and not _is_hooked(model):
+        raise InfoFlowError(
+            f"backend is 'hooked', and the {kind} in memory is no HookedTransformer: expected "
+            "backend 'auto', which measures it as it is, or the model's name"
+        )
     if hasattr(model, "hook_dict"):
         if tokenizer is not None:
             raise InfoFlowError(
@@ -508,11 +517,6 @@ def _in_memory(
             )
         return loaded or LoadedModel(
             model, getattr(model, "tokenizer", None), "memory", _description(model, "in memory")
-        )
-    if hooked:
-        raise InfoFlowError(
-            f"the {kind} in memory is no HookedTransformer: expected backend 'auto', which "
-            "measures it as it is"
         )
     name = getattr(model, "name_or_path", None)
     tokenizer = own_tokenizer(name) if tokenizer is None and isinstance(name, str) else tokenizer

@@ -435,7 +435,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _token_example(model: nn.Module) -> dict[str, Tensor]:
-    """Token ids [2, 7] that the model knows, by the name of its first argument."""
+    """Token ids [2, pos] that the model knows, by the name of its first argument."""
     embedding = None
     with suppress(NotImplementedError):  # models of pictures and series have none
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
@@ -446,7 +446,10 @@ def _token_example(model: nn.Module) -> dict[str, Tensor]:
         n_ids = len(weight)
     n_ids = n_ids if isinstance(n_ids, int) and n_ids > 0 else 14
     first = min(3, max(0, n_ids - 11))  # behind ids of padding, where there are
-    ids = torch.arange(14).reshape(2, 7) % min(11, n_ids) + first
+    # a Nystromformer with landmarks runs on texts of one length
+    n_pos = getattr(config, "segment_means_seq_len", 7)
+    n_pos = 7 if getattr(config, "num_landmarks", None) == n_pos else n_pos
+    ids = torch.arange(2 * n_pos).reshape(2, n_pos) % min(11, n_ids) + first
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     example = {next((n for n in ("input_ids", *names[:1]) if n in names), "input_ids"): ids}

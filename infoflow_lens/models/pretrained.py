@@ -20,7 +20,7 @@ from torch import nn
 
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.errors import InfoFlowError, first_line
+from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, first_line
 from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import check_regular, read_json
 from infoflow_lens.foundation.naming import GGUF
@@ -335,10 +335,21 @@ def _printable_messages() -> Iterator[None]:
             handler.removeFilter(clean)
 
 
+def _file_of_tokenizer(name: str) -> str | None:
+    """Find which file of a folder, or of a name in the hub's cache, holds a tokenizer's words."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
+        local = Path(name, file).is_file() if os.path.isdir(name) else None
+        if local or (local is None and isinstance(try_to_load_from_cache(name, file), str)):
+            return file
+    return None
+
+
 def own_tokenizer(name: str | None, **options: Any) -> Any | None:
     """Load the tokenizer of a name or folder, where it has one with words.
 
-    `options` are those of transformers.
+    `options` are those of transformers. A file that cannot be read is warned of.
 
     For some architectures transformers makes one of special tokens alone where there is no file.
     """
@@ -350,5 +361,13 @@ def own_tokenizer(name: str | None, **options: Any) -> Any | None:
         found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of many kinds: no file, no network, a missing package
         check_needs_no_code(name, error)
+        if file := _file_of_tokenizer(name):
+            warnings.warn(
+                f"the tokenizer of {name!r} cannot be read ({file}: {type(error).__name__}: "
+                f"{first_line(error)}): the model is loaded without one and takes token ids alone; "
+                "save or download the file again",
+                InfoFlowWarning,
+                stacklevel=2,
+            )
         return None
     return None if set(found.get_vocab()) <= set(found.all_special_tokens) else found

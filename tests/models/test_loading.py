@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from infoflow_lens import InfoFlowError, flow, open_model
+from infoflow_lens import InfoFlowError, InfoFlowWarning, flow, open_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
@@ -591,12 +591,17 @@ def test_what_hosts_already_is_taken_as_it_is(model):
     ("settings", "message"),
     [
         ({"dtype": "bfloat16"}, "dtype is 'torch.bfloat16', but the .* in memory has"),
-        ({"backend": "hooked"}, "is no HookedTransformer: expected backend 'auto'"),
     ],
 )
 def test_a_model_in_memory_is_neither_moved_nor_cast(settings, message):
     with pytest.raises(InfoFlowError, match=message):
         load_any(zoo.build("gpt2"), **settings)
+
+
+@pytest.mark.parametrize("kind", [zoo.build, zoo.bridge, lambda name: open_model(zoo.build(name))])
+def test_what_is_in_memory_is_made_no_hooked_transformer(kind):
+    with pytest.raises(InfoFlowError, match="is no HookedTransformer: expected backend 'auto'"):
+        load_any(kind("gpt2"), backend="hooked")
 
 
 def test_what_is_no_model(model):
@@ -716,6 +721,19 @@ def test_large_numbers_that_are_no_sizes_are_let_through(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5 * 10**7}))
     load_any(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", ""])
+@pytest.mark.parametrize("place", ["folder", "name", "memory"])
+def test_a_tokenizer_that_cannot_be_read_is_said(text, place, cache, tmp_path):
+    given = folder = zoo.save("gpt2", tmp_path / "gpt2")
+    if place == "name":
+        given, folder = "gpt2", zoo.save_in_cache("gpt2", "gpt2", cache)
+    (folder / "tokenizer.json").write_text(text)
+    if place == "memory":
+        given = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.warns(InfoFlowWarning, match=r"cannot be read \(tokenizer\.json: .*download the"):
+        assert load_any(given).tokenizer is None
 
 
 def test_a_panic_of_a_library_is_an_error(tmp_path, monkeypatch):

@@ -57,6 +57,16 @@ def test_padded_calls_are_refused_and_sequences_run_by_their_length(model):
     run_probes(model, rows(), [JacobianInfluence(positions=(-1,))], batch_size=3, progress=False)
 
 
+@pytest.mark.parametrize(("landmarks", "length"), [(4, 8), (2, 32)])
+def test_attention_to_landmarks_is_refused(landmarks, length):
+    """Such a model runs on texts of one length alone, and its keys are no tokens."""
+    sizes = {"num_landmarks": landmarks, "segment_means_seq_len": length}
+    model = families.build("nystromformer", **sizes)
+    message = f"{landmarks} queries over {landmarks} keys where the text has {length} tokens"
+    with pytest.raises(InfoFlowError, match=message):
+        open_model(model)
+
+
 def test_nobody_sees_how_it_is_found_out(model):
     named = open_model(model)
     model.train()
