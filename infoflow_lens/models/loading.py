@@ -24,6 +24,7 @@ from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import GGUF, find_model
 from infoflow_lens.foundation.settings import check
+from infoflow_lens.models.adapters import ADAPTER, add_adapter, find_base
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
 from infoflow_lens.models.named import NamedModel, open_model
@@ -105,8 +106,9 @@ def load_any(
     that its config names, with eager attention, the tokens that its own tokenizer gives, and no
     copy. "stdlib-2l" comes with the package and needs no network; a folder of that name goes before
     it. A folder with architecture.json is one that ``save_model`` wrote, and holds a model of ours.
-    A GGUF file of llama.cpp is opened, its weights as numbers of `dtype`. Files that lack weights
-    are refused.
+    A GGUF file of llama.cpp is opened, its weights as numbers of `dtype`. A folder with
+    adapter_config.json, a LoRA of PEFT, is opened with its base, a folder, or a model of the hub
+    that was downloaded before. Files that lack weights are refused.
 
     A model in memory is opened as it is, with its attention function, adapters, precision and mode.
     One of TransformerLens, a HookedTransformer or a bridge, is measured as it is. TransformerLens's
@@ -187,9 +189,12 @@ def _load(
         if folder.suffix == GGUF and folder.is_file():
             _check_not_hooked(hooked, f"{name!r} is a GGUF file")
             return _from_gguf(folder, place)
-        if _kind_of_folder(folder) == "checkpoint":
+        kind = _kind_of_folder(folder)
+        if kind == "checkpoint":
             return _checkpoint(folder, place.device, wanted)
         _check_not_hooked(hooked, f"{name!r} is a local folder")
+        if kind == "adapter":
+            return _with_adapter(folder, place)
         return _opened(str(folder), place, "folder")
     if shipped := shipped_folder(name):
         if hooked:
@@ -246,7 +251,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[label]
 
 
-def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
+def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
     """What a folder holds, by its files."""
     if not folder.is_dir():
         what = "a file" if folder.is_file() else "missing"
@@ -256,14 +261,8 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
         )
     if (folder / "architecture.json").is_file():
         return "checkpoint"
-    if (folder / "adapter_config.json").exists():
-        raise InfoFlowError(
-            f"the folder {str(folder)!r} holds an adapter (adapter_config.json), whose base may be "
-            "fetched from the hub, or any file: expected a whole model; load both yourself and "
-            f"give the model, PeftModel.from_pretrained(base, {str(folder)!r}), or merge the "
-            "adapter into its base (merge_and_unload) and save that"
-        )
-    if not (folder / "config.json").is_file():
+    is_adapter = (folder / ADAPTER).exists()
+    if not is_adapter and not (folder / "config.json").is_file():
         raise InfoFlowError(
             f"the folder {str(folder)!r} is no model (config.json missing, architecture.json "
             "missing): expected a folder written by save_pretrained of Hugging Face or by "
@@ -275,6 +274,8 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
             f"the folder {str(folder)!r} holds {', '.join(sorted(odd))}, which is no regular file: "
             "expected what save_pretrained writes; save or download it again"
         )
+    if is_adapter:
+        return "adapter"
     if not any((folder / file).is_file() for file in _WEIGHTS):
         raise InfoFlowError(
             f"the folder {str(folder)!r} has a config.json but no weights (one of "
@@ -299,7 +300,7 @@ def _from_gguf(path: Path, place: Place) -> LoadedModel:
         InfoFlowError: without the package that reads it, for an adapter beside it, which
             transformers would add, and for sizes far above what the file holds.
     """
-    if (path.parent / "adapter_config.json").exists():
+    if (path.parent / ADAPTER).exists():
         raise InfoFlowError(
             f"an adapter (adapter_config.json) lies beside {str(path)!r}: expected the file in a "
             "folder without one; move it"
@@ -473,6 +474,28 @@ def _opened(
         opened = open_model(alone, own_tokenizer(name))
     description = ", ".join([_description(opened, known_as or name), *filter(None, [note])])
     return LoadedModel(opened, opened.tokenizer, source, description)
+
+
+def _with_adapter(folder: Path, place: Place) -> LoadedModel:
+    """An adapter of PEFT on its base.
+
+    Raises:
+        InfoFlowError: for a base that is no folder of Hugging Face with a whole model.
+    """
+    with _named(str(folder)):
+        base = find_base(folder)
+    if _kind_of_folder(base) != "folder":
+        raise InfoFlowError(
+            f"the base of the adapter in {str(folder)!r} is {str(base)!r}, which is no model of "
+            "transformers by itself: expected a folder that save_pretrained wrote; load both "
+            "yourself, and give the model"
+        )
+    found = _opened(str(base), place, "folder")
+    with without_trace(), _named(str(folder)):
+        model = add_adapter(found.model.original_model, folder, place.device)
+        opened = open_model(model, own_tokenizer(str(folder)) or found.tokenizer)
+    description = f"{_description(opened, str(folder))}, an adapter on {str(base)!r}"
+    return LoadedModel(opened, opened.tokenizer, "folder", description)
 
 
 def _in_memory(

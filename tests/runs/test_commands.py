@@ -300,10 +300,11 @@ def test_no_kind_of_config_asks_a_network(no_network, tmp_path):
 
 def test_the_base_of_an_adapter_is_not_fetched(no_network, tmp_path):
     folder = zoo.save("gpt2", tmp_path / "gpt2")
-    (folder / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{NAMED}"}}')
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{NAMED}", "r": 2}}')
     result = CliRunner().invoke(app, ["inspect", str(folder)])
     assert result.exit_code == 2
-    assert "merge the adapter" in result.stderr
+    assert "load it once by its name" in result.stderr
     assert no_network == []
 
 

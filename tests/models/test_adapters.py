@@ -1,0 +1,146 @@
+"""Folders with an adapter of PEFT are opened on their base, as PEFT runs them."""
+
+import json
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
+from tests.reference import zoo
+
+peft = pytest.importorskip("peft")
+TARGETS = {
+    "llama": ["q_proj", "o_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj"],
+    "bert": ["query", "value"],
+}
+
+
+def save(name, base, folder, with_embeddings=False, **settings):
+    """Save an adapter with random weights, and return the model that PEFT makes with it."""
+    settings = {"target_modules": TARGETS.get(name), "r": 3, "lora_alpha": 7} | settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT asks transformers by an earlier name
+        model = peft.get_peft_model(zoo.build(name), peft.LoraConfig(**settings))
+        generator = torch.Generator().manual_seed(1)
+        for weight in (p for p in model.parameters() if p.requires_grad):
+            weight.data += torch.randn(weight.shape, generator=generator) / 3
+        model.save_pretrained(folder, save_embedding_layers=False)
+    change(folder, base_model_name_or_path=str(base))
+    return model.eval()
+
+
+def change(folder, **values):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save("llama", zoo.save("llama", tmp_path / "base"), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+CASES = [
+    ("llama", {}),
+    ("gpt2", {"fan_in_fan_out": True}),
+    ("bert", {}),
+    ("llama", {"use_dora": True, "use_rslora": True, "rank_pattern": {"o_proj": 2}}),
+    ("llama", {"modules_to_save": ["lm_head"]}),
+    ("gpt2", {"fan_in_fan_out": True, "bias": "all"}),
+    ("bert", {"trainable_token_indices": {"word_embeddings": [5, 7]}}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_the_adapter_counts_as_peft_has_it(name, settings, tmp_path):
+    base = zoo.save(name, tmp_path / "base")
+    model = save(name, base, tmp_path / "adapter", **settings)
+    found = load_any(tmp_path / "adapter")
+    ids = zoo.tokens(2, 7)
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True)
+        bare = load_any(base).model(ids)
+    logits, cache = found.model.run_with_cache(ids)
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
+    assert (logits - bare).abs().max() > 1e-2
+    for layer, pattern in enumerate(
+        model.merge_and_unload()(ids, output_attentions=True).attentions
+    ):
+        torch.testing.assert_close(cache["pattern", layer], pattern, rtol=0, atol=1e-5)
+    assert found.source == "folder"
+    assert f"an adapter on {str(base)!r}" in found.description
+    assert found.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
+    run_probes(found, ids, [PositionsProbe()], progress=False)
+
+
+def test_a_base_of_the_hub_is_what_was_downloaded_before(cache, folder):
+    change(folder, base_model_name_or_path="owner/base")
+    with pytest.raises(InfoFlowError, match="'owner/base', which is neither a folder here nor in"):
+        load_any(folder)
+    zoo.save_in_cache("llama", "owner/base", cache)
+    assert "an adapter on" in load_any(folder).description
+
+
+def test_weights_that_torch_wrote_and_a_tokenizer_of_its_own(folder):
+    weights = load_file(folder / "adapter_model.safetensors")
+    torch.save(weights, folder / "adapter_model.bin")
+    expected = load_any(folder).model(zoo.tokens(1, 4))
+    os.remove(folder / "adapter_model.safetensors")
+    zoo.tokenizer().save_pretrained(folder)
+    found = load_any(folder)
+    assert torch.equal(found.model(zoo.tokens(1, 4)), expected)
+    assert found.tokenizer.name_or_path == str(folder)
+
+
+def without_first(folder):
+    weights = load_file(folder / "adapter_model.safetensors")
+    save_file(dict(list(weights.items())[1:]), folder / "adapter_model.safetensors")
+
+
+def with_pipe(folder):
+    os.remove(folder / "adapter_model.safetensors")
+    os.mkfifo(folder / "adapter_model.safetensors")
+
+
+REFUSED = {
+    "peft_type 'IA3'": lambda folder: change(folder, peft_type="IA3"),
+    "megatron_config .*expected a LoRA": lambda folder: change(folder, megatron_config={"a": 1}),
+    "layer_replication": lambda folder: change(folder, layer_replication=[[0, 2]] * 10**6),
+    "init_lora_weights 'pissa'": lambda folder: change(folder, init_lora_weights="pissa"),
+    "says rank 1000000000": lambda folder: change(folder, r=10**9),
+    "says rank 9999": lambda folder: change(folder, rank_pattern={"q_proj": 9999}),
+    "says rank 'many'": lambda folder: change(folder, r="many"),
+    "base .* is None": lambda folder: change(folder, base_model_name_or_path=None),
+    "base .* neither a folder": lambda folder: change(folder, base_model_name_or_path="/no/such"),
+    "no model of transformers": lambda folder: change(folder, base_model_name_or_path=str(folder)),
+    "lacks .*layers.*which its base.* has": without_first,
+    "has .*down_proj.*lacks": lambda folder: change(folder, target_modules=["q_proj"]),
+    "no regular file": with_pipe,
+    "adapter_model.safetensors missing": lambda folder: os.remove(
+        folder / "adapter_model.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_is_no_lora_of_its_base_is_refused(match, folder):
+    REFUSED[match](folder)
+    with pytest.raises(InfoFlowError, match=match):
+        load_any(folder)
+
+
+def test_an_adapter_of_another_size_is_refused(folder, tmp_path):
+    change(folder, base_model_name_or_path=str(zoo.save("gpt2", tmp_path / "gpt2")))
+    with pytest.raises(InfoFlowError, match=r"adapter.*expected"):
+        load_any(folder)
+
+
+def test_without_peft_its_name_is_said(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InfoFlowError, match=r"needs the package 'peft'.*infoflow-lens\[adapters\]"):
+        load_any(folder)
