@@ -32,11 +32,11 @@ from infoflow_lens.cli import app
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.studies.papers import STUDIES
 from infoflow_lens.tasks import list_tasks
 from tests.reference import zoo
+from tests.reference.data import read_data
 
 SECONDS, MEGABYTES = 5.0, 500
 N_CTX, D_VOCAB = 32, 50  # of the zoo's gpt2

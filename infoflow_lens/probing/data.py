@@ -30,7 +30,7 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import Named, find_named
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
-from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Batches, Rows, passed_on, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Rows, passed_on, read_inputs
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
 from infoflow_lens.runs.finished import file_digests
@@ -51,13 +51,6 @@ _ALIKE = 0.8  # similarity from which on an unknown name counts as a misspelt on
 _ROWS = 1000  # read at a time
 _PIECE = 2**20  # characters of a text that is joined, at a time
 _LINE = 2**26  # characters of a text that is a line of its own, at most
-
-
-def read_data(model: nn.Module, data: str, **settings: Any) -> Batches:
-    """The sequences that a user names, in memory; arguments as for :func:`stream_data`."""
-    rows = [row for part in stream_data(model, data, **settings) for row in part]
-    together = len({len(row) for row in rows}) == 1
-    return Batches(model, torch.stack(rows) if together else rows, name=data)
 
 
 @checked

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
 from infoflow_lens.probing import data as data_module
-from infoflow_lens.probing.data import check_data, read_data, read_rows, read_texts
+from infoflow_lens.probing.data import check_data, read_rows, read_texts
 from infoflow_lens.probing.store import store_sequences
 from tests.hooks.model.test_inputs import UNUSUAL
 from tests.reference import zoo
+from tests.reference.data import read_data
 
 
 @pytest.fixture(scope="module")

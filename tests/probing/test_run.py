@@ -29,7 +29,7 @@ from infoflow_lens.hooks.model import semantics
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import read_data, stream_data, stream_texts
+from infoflow_lens.probing.data import stream_data, stream_texts
 from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
 from infoflow_lens.probing.per_head import per_head
@@ -39,6 +39,7 @@ from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.folder import MANIFEST
 from infoflow_lens.studies.constructions import build_construction
 from tests.reference import zoo
+from tests.reference.data import read_data
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
 

@@ -25,7 +25,6 @@ from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Result, ShardedPositions
 from infoflow_lens.probing import room, shard, shards
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs import executor
 from infoflow_lens.runs.executor import Executor
@@ -33,6 +32,7 @@ from infoflow_lens.runs.folder import RunFolder
 from tests.conftest import some_of
 from tests.processes import losing_a_worker
 from tests.reference import zoo
+from tests.reference.data import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, train
 from infoflow_lens.cli import app
-from infoflow_lens.probing.data import read_data
 from infoflow_lens.tasks import Target, dataset_card
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
 from infoflow_lens.training import TrainingConfig
+from tests.reference.data import read_data
 
 
 def distance(x):
