@@ -70,16 +70,27 @@ def identify(
     return {**settings, **digests, **versions_identity(), **model_identity(model, inputs)}
 
 
-def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
-    """Refuse to go on with what another run has measured.
+def check_resumed(resume: object, expected: Mapping[str, Any], kind: type = Mapping) -> None:
+    """Refuse to go on with what another run has measured, or with what no run gives.
 
     Args:
-        found: what :func:`identify` gave of the run that was stopped.
-        expected: what it gives of this one.
+        resume: what a run gave that was stopped; None where there was none.
+        expected: what :func:`identify` gives of this one.
+        kind: what such runs give: with their identity as an entry, or as `settings`.
 
     Raises:
         InfoFlowError: naming what differs.
     """
+    if resume is None:
+        return
+    if not isinstance(resume, kind):
+        raise InfoFlowError(
+            f"resume is {brief(resume)}, a {type(resume).__name__}: expected the "
+            f"{kind.__name__} that a run before gave as it went on; leave resume out to measure "
+            "anew"
+        )
+    settings = getattr(resume, "settings", None)
+    found = resume.get(_IDENTITY) if isinstance(resume, Mapping) else settings
     before = found if isinstance(found, Mapping) else {}
     differs = [name for name in expected if not is_same(before.get(name), expected[name])]
     if HOOKS in differs and expected[HOOKS]:
@@ -133,9 +144,8 @@ class KeptNumbers:
         resume: Mapping[str, Any] | None,
         after: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:
-        if resume is not None:
-            check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
-        self._found = {_IDENTITY: dict(identity), **(resume or {})}
+        check_resumed(resume, identity)
+        self._found = {**(resume or {}), _IDENTITY: dict(identity)}
         self._after = after
 
     def once(self, name: str, measured: Callable[[], Tensor], *shape: int) -> Tensor:
@@ -147,14 +157,17 @@ class KeptNumbers:
         if name in self._found:
             check_kept(self._found[name], shape, torch.float64, name)
         else:
-            self._found[name] = measured()
-            if self._after is not None:
-                self._after(dict(self._found))
+            self._keep(name, measured())
         found: Tensor = self._found[name]
         return found
 
+    def _keep(self, name: str, value: Any) -> None:
+        self._found[name] = value
+        if self._after is not None:
+            self._after(dict(self._found))
 
-class Rounds:
+
+class Rounds(KeptNumbers):
     """Interventions over the same sequences, one after the other; what is measured is kept.
 
     Args:
@@ -178,11 +191,8 @@ class Rounds:
         resume: Reached | None = None,
         after: Callable[[Reached], None] | None = None,
     ) -> None:
-        if resume is not None:
-            check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
+        super().__init__(identity, resume, after)
         self.model, self.batches, self.reading = model, batches, reading
-        self._reached = {**(resume or {}), _IDENTITY: dict(identity)}
-        self._after = after
 
     def run(self, name: str, probe: Intervention) -> InterventionResult:
         """Measure what is not measured yet of a round.
@@ -194,15 +204,9 @@ class Rounds:
         Raises:
             InfoFlowError: if what is there is no state of this round, and as the probe says.
         """
-        if name in self._reached:
-            probe.load_state_dict(self._reached[name])
+        if name in self._found:
+            probe.load_state_dict(self._found[name])
             _check_table(probe)
-
-        def keep(n: int) -> None:
-            if self._after is not None:
-                self._reached = {**self._reached, name: probe.state_dict()}
-                self._after(self._reached)
-
         result: InterventionResult
         (result,) = run_probes(
             self.model,
@@ -210,7 +214,7 @@ class Rounds:
             [probe],
             batch_size=self.reading.batch_size,
             skip=probe.n_sequences,
-            after_batch=keep,
+            after_batch=lambda n: self._keep(name, probe.state_dict()),
             progress=self.reading.progress,
         )
         return result

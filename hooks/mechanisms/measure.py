@@ -159,8 +159,7 @@ def measure_mechanisms(
     }
     fingerprint = model_fingerprint(model)
     known = identify(model, settings, inputs=batches, calibration=others)
-    if resume is not None:
-        check_resumed(resume.settings, known)
+    check_resumed(resume, known, MechanismsProgress)
     with eval_mode(model), progress_bar("replacing", None, progress) as step:
         run = _Run(model, batches, others, damage, known, batch_size, after_batch, step)
         run.begin(resume)

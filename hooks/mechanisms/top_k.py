@@ -212,11 +212,13 @@ def _keep(plain: Pass, layer: int, k: int, seed: int | None, pattern: Tensor) ->
     visible = plain.visible(layer)[:, None]
     if seed is None:
         return ideal_pattern(pattern, visible, "top_k", k=k)
-    drawn = []
-    for index in plain.indices.tolist():  # by sequence, whatever the batch size
+    order = torch.full(pattern.shape, -1.0)
+    lengths = plain.lengths_of(pattern.shape[2]).tolist()
+    for row, index, n in zip(order, plain.indices.tolist(), lengths, strict=True):
+        # by sequence, without its padding, so whatever the batch
         generator = torch.Generator().manual_seed(derive_seed("top k", seed, layer, index))
-        drawn.append(torch.rand(pattern.shape[1:], generator=generator))
-    order = torch.stack(drawn).to(pattern.device).masked_fill(~visible, -1.0)
+        row[:, :n, :n] = torch.rand(len(row), n, n, generator=generator)
+    order = order.to(pattern.device).masked_fill(~visible, -1.0)
     least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
     kept = pattern * ((order >= least) & visible)
     return rescaled(kept, pattern.sum(dim=-1, keepdim=True))

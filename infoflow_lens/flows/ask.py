@@ -1,28 +1,31 @@
 """Why this answer and not that one? Of a model by name or in memory, and a text."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MinLen
 from torch import Tensor, nn
 
 from infoflow_lens.flows.answer import Answer
 from infoflow_lens.flows.settings import check_text
 from infoflow_lens.flows.units import Units, find_units
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.progress import hide_library_bars
-from infoflow_lens.foundation.settings import Count, Seed, checked
+from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.answer.steps import is_causal
 from infoflow_lens.hooks.model.inputs import read_inputs
+from infoflow_lens.hooks.model.texts import tokenized
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
 from infoflow_lens.runs.checkpoint import Checkpoint
-from infoflow_lens.runs.folder import RunFolder
+from infoflow_lens.runs.folder import MANIFEST, RunFolder
 
 _KEPT = "measured.safetensors"
 
@@ -104,10 +107,21 @@ def ask(
             "against) is the readout of two answers"
         )
     opened = _open(model, tokenizer, device, dtype, progress)
+    place: int | None = None
+    if at is not None:
+        texts = [_whole(opened, one, name) for one, name in ((text, "text"), (instead, "instead"))]
+        n_pos, n_other = (0 if one is None else len(one) for one in texts)
+        place = _place_asked(opened, n_pos, at)
+        if n_other not in (n_pos, place, 0):
+            raise InfoFlowError(
+                f"text has {n_pos} tokens and instead has {n_other}: expected as many, or the "
+                f"{place} that are read; change words into words of as many tokens"
+            )
+        text = texts[0][: place + 1]
+        instead = None if texts[1] is None else texts[1][: place + 1]
     ids = _ids(opened, text, "text")
     other_ids = None if instead is None else _ids(opened, instead, "instead")
-    if at is not None:
-        place = _place_asked(opened, ids, at)
+    if place is not None:
         if readout is None and answer is None:
             answer = int(ids[place])
         ids, other_ids = ids[:place], None if other_ids is None else other_ids[:place]
@@ -141,7 +155,7 @@ def ask(
 def cut_lines(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     found: Answer,
-    lines: Sequence[int],
+    lines: Iterable[int],
     *,
     readout: Readout | None = None,
 ) -> float:
@@ -153,7 +167,8 @@ def cut_lines(
     Args:
         model: that was asked, as for :func:`ask`.
         found: its answer.
-        lines: numbers from 1 on, as the page has them: of :meth:`~Answer.bundles`.
+        lines: numbers from 1 on, as the page has them: of :meth:`~Answer.bundles`; an array or
+            any other iterable of integers.
         readout: the one that was asked, where it was no logit difference.
 
     Returns:
@@ -163,16 +178,19 @@ def cut_lines(
         InfoFlowError: for lines that the answer does not have, a readout that it does not say, and
             another model.
     """
-    bundles = found.bundles()
-    for line in lines or [0]:
-        if not 1 <= line <= len(bundles):
-            raise InfoFlowError(f"lines are {list(lines)}: expected some of 1 to {len(bundles)}")
+    bundles, given = found.bundles(), plain(lines)
+    if isinstance(given, Iterable) and not isinstance(given, (tuple, str, bytes)):
+        given = tuple(given)  # such as of a set or a generator
+    remedy = Remedy(f"of 1 to {len(bundles)}, the lines of this answer")
+    chosen: tuple[int, ...] = check(given, Annotated[tuple[int, ...], MinLen(1), remedy], "lines")
+    if not all(1 <= line <= len(bundles) for line in chosen):
+        raise InfoFlowError(f"lines are {chosen}: expected some {remedy.text}")
     if readout is None:
         if "asked" not in found.record.config:
             raise InfoFlowError(f"the answer is to {found.readout}: expected that readout=")
         readout = LogitDifference(*found.record.config["asked"])
     opened = _open(model, None, None, None, False)
-    paths = sorted({path for line in lines for path in bundles[line - 1][1]})
+    paths = sorted({path for line in chosen for path in bundles[line - 1][1]})
     return measure_cut(opened, found, paths, _bind(readout, opened))
 
 
@@ -190,6 +208,11 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
     if folder is None:
         yield {}
         return
+    if (user_path(folder) / "config.json").exists() and not (user_path(folder) / MANIFEST).exists():
+        raise InfoFlowError(
+            f"resume is {os.fspath(folder)!r}, which holds a model, and nothing that was measured: "
+            "expected a folder for the measured numbers; name a new one"
+        )
     with RunFolder.open(folder, "ask()", (_KEPT,)) as run:
         checkpoint = Checkpoint(run, _KEPT)
         last: list[Any] = []
@@ -219,14 +242,21 @@ def _ids(model: NamedModel, text: Any, name: str) -> Tensor:
     return rows[0].cpu()
 
 
-def _place_asked(model: NamedModel, ids: Tensor, at: int) -> int:
+def _whole(model: NamedModel, text: Any, name: str) -> Any:
+    """Read a text of any length, of which the model may read the beginning alone."""
+    if isinstance(text, str):
+        return tokenized(model, [text], name, max_length=2**30)[0]
+    is_row = text is None or (isinstance(text, Tensor) and text.ndim == 1)
+    return text if is_row else _ids(model, text, name)
+
+
+def _place_asked(model: NamedModel, n: int, at: int) -> int:
     """Count a place of a text from its beginning.
 
     Raises:
         InfoFlowError: for a place before which nothing stands, or that the text does not have, and
             for a model that sees what stands behind.
     """
-    n = len(ids)
     if not (1 <= at < n or 1 - n <= at <= -1):
         raise InfoFlowError(
             f"at is {at}, and the text has {n} tokens: expected 1 to {n - 1}, or -1 to {1 - n} "

@@ -34,6 +34,8 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         raise InfoFlowError(
             f"a {type(path).__name__} is no path: expected the name of a file or a folder"
         )
+    if "\0" in text:
+        raise InfoFlowError(f"{text[:200]!r} is no path (it holds a null byte): expected a name")
     found = os.path.expanduser(text)
     if found == text and text.startswith("~"):
         raise InfoFlowError(
@@ -412,7 +414,7 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
         InfoFlowError: if it is empty or a file, or cannot be made or written; and as for
             :func:`user_path`.
     """
-    if not os.fspath(path):
+    if isinstance(path, str | os.PathLike) and not os.fspath(path):
         raise InfoFlowError("the output folder is '': expected a name; '.' is the current folder")
     folder = user_path(path)
     try:

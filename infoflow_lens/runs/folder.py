@@ -94,7 +94,7 @@ class RunFolder:
                 links, in the places of the run's own.
         """
         with ExitStack() as stack:
-            place = user_path(path) if os.fspath(path) else Path(path)
+            place = user_path(path)
             for parent in reversed((place, *place.parents)):
                 if not parent.exists():
                     stack.callback(_remove_if_empty, parent)

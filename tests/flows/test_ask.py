@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -168,6 +169,43 @@ def test_a_place_that_cannot_be_asked_is_refused(folder, at):
         ask(zoo.build("bert"), torch.tensor([5, 6, 7]), at=1, progress=False)
 
 
+def test_the_other_text_of_a_place_is_as_long_as_the_text_or_as_what_is_read(folder):
+    """A longer one was taken, and cut."""
+    part = " ".join(OTHER.split()[:5])
+    for other in (OTHER, part):
+        found = ask(folder, TEXT, "w9", "w23", other, at=5, quick=True, progress=False)
+        assert " ".join(found.other_tokens) == part
+    for other in (OTHER + " w8", " ".join(OTHER.split()[:4]), OTHER + " w8" * zoo.N_CTX):
+        with pytest.raises(InfoFlowError, match="text has 6 tokens and instead has"):
+            ask(folder, TEXT, "w9", "w23", other, at=5, quick=True, progress=False)
+
+
+@pytest.mark.parametrize("at", [5, 7 - zoo.N_CTX])
+def test_of_a_text_that_is_too_long_the_beginning_is_asked(at):
+    """It was refused, though what stands behind is not read."""
+    words = [*TEXT.split(), *["w5"] * zoo.N_CTX]
+    words = words[: zoo.N_CTX + 2] if at < 0 else words
+    place = at % len(words)
+    given = {"tokenizer": zoo.tokenizer(begins=False), "quick": True, "progress": False}
+    expected = ask(zoo.build("gpt2"), " ".join(words[: place + 1]), at=place, **given)
+    long = " ".join(words)
+    ids = torch.tensor([zoo.words().index(word) for word in words])
+    for text in (long, ids):
+        found = ask(zoo.build("gpt2"), text, at=at, **given)
+        assert (found.value, found.tokens) == (expected.value, expected.tokens)
+    with pytest.raises(InfoFlowError, match="at most n_ctx"):
+        ask(zoo.build("gpt2"), long, at=len(words) - 1, **given)
+
+
+def test_what_was_measured_is_not_kept_beside_weights(folder, tmp_path):
+    """It was; and a number for a folder ended in a TypeError."""
+    before = sorted(path.name for path in folder.iterdir())
+    for place in (folder, folder / "config.json", 3, [], True, "\0"):
+        with pytest.raises(InfoFlowError, match=r"holds a model, and nothing|config.json|no path"):
+            ask(folder, TEXT, "w9", "w23", OTHER, quick=True, progress=False, resume=place)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 @pytest.mark.parametrize("answers", [(), ("w9 w10", "w9 w12")])
 def test_a_text_that_is_too_long_is_refused_with_what_ask_takes(answers):
     """It advised a setting that ask has not; what answers share counts, too."""
@@ -242,8 +280,14 @@ def test_lines_are_cut_at_once_by_their_numbers(folder):
     number, group = next((n, g) for n, (_, g) in enumerate(bundles, 1) if len(g) == 1)
     effect = cut_lines(folder, found, [number])
     assert effect == pytest.approx(float(found.path_effect[group[0]]), abs=1e-4)
+    same = ((number for _ in range(2)), np.array([number]), torch.tensor([number]), {number})
+    for lines in same:
+        assert cut_lines(folder, found, lines) == effect
     for lines in ([], [0], [len(bundles) + 1]):
-        with pytest.raises(InfoFlowError, match=f"expected some of 1 to {len(bundles)}"):
+        with pytest.raises(InfoFlowError, match=f"of 1 to {len(bundles)}, the lines of this"):
+            cut_lines(folder, found, lines)
+    for lines in (1, True, [True], None, "1", b"1", 1.0, [1.0], np.array(1), np.eye(2), [None]):
+        with pytest.raises(InfoFlowError, match=r"^lines (is|are) .*expected"):
             cut_lines(folder, found, lines)
     with pytest.raises(InfoFlowError, match="expected the model and the readout of the answer"):
         cut_lines(zoo.build("gpt2"), found, [1])

@@ -460,7 +460,6 @@ def test_a_question_that_was_stopped_goes_on_to_the_same_bits(at):
         ({"readout": LogitDifference(ANSWER, 7)}, "readout"),
         ({"name": "gpt2"}, "model"),
         ({"resume": {"identity": None}}, "readout"),
-        ({"resume": 3}, "readout"),
     ],
 )
 def test_another_question_does_not_go_on(change, name):

@@ -218,6 +218,14 @@ def test_mechanisms_of_other_inputs_are_another_run(token_model, token_inputs):
         measure_mechanisms(token_model, token_inputs[4:8], resume=kept[0], progress=False)
 
 
+@pytest.mark.parametrize("measure", [*OPTIONS][:1] + [*OPTIONS][2:], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("resume", [3, True, "x", [], torch.ones(2), object()])
+def test_what_no_run_gives_is_refused(measure, resume, mechanisms):
+    """A number ended in an AttributeError, or was told to be of another run."""
+    with pytest.raises(InfoFlowError, match=r"resume is .*: expected the M\w+ that a run"):
+        run(measure, mechanisms, resume=resume)
+
+
 def spoiled(value):
     """What a value made by hand may be in the place of a tensor."""
     yield value[..., :-1]
