@@ -20,7 +20,7 @@ from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.edits import split_heads
 from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
-from infoflow_lens.hooks.interventions.ideals import HeadIdeal, LayerMeans, make_ideal
+from infoflow_lens.hooks.interventions.ideals import LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.means import MeanPatterns
 from infoflow_lens.hooks.interventions.passes import real_queries
 from infoflow_lens.hooks.interventions.patterns import SeenKeys
@@ -51,7 +51,7 @@ def estimate_ideals(
     batches: Batches,
     damage: Damage,
     means: MeanPatterns,
-    ideals: Sequence[HeadIdeal],
+    ideals: Sequence[str],
     *,
     leaves_out: bool,
     draws: int = DRAWS,
@@ -79,9 +79,8 @@ def estimate_ideals(
     done = 0
     for batch in batches.batches(batch_size):
         seeds = [derive_seed("labels", seed, done + i) for i in range(len(batch))]
-        for found, part in zip(
-            lost, _estimate_batch(model, batch, damage, layers, ideals, draws, seeds), strict=True
-        ):
+        each = estimate_batch(model, batch, damage, layers, ideals, draws, seeds)
+        for found, part in zip(lost, each.lost, strict=True):
             found.append(part)
         rows.append(damage.counted(batch).sum(dim=1))
         done += len(batch)
@@ -92,75 +91,142 @@ def estimate_ideals(
     )
 
 
-def _estimate_batch(
+class BatchEstimate(NamedTuple):
+    """Estimates of some sequences.
+
+    Attributes:
+        lost: as of :class:`Estimates`.
+        slopes: for every layer the derivative, by a head's mean pattern, of what all sequences lose
+            with it; and the same with every second sequence and direction negative, of which the
+            size is that of the noise in the first. Empty where they are not asked for.
+    """
+
+    lost: list[Float[Tensor, "sequence head ideal"]]
+    slopes: list[Float[Tensor, "two _head query key"]]
+
+
+def estimate_batch(
     model: nn.Module,
     batch: Batch,
     damage: Damage,
     layers: Sequence[LayerMeans],
-    ideals: Sequence[HeadIdeal],
+    ideals: Sequence[str],
     draws: int,
     seeds: Sequence[int],
-) -> list[Float[Tensor, "sequence head ideal"]]:
-    """Estimate the losses of the sequences of a batch, layer by layer."""
+    with_slopes: bool = False,
+) -> BatchEstimate:
+    """Estimate the losses of the sequences of a batch, layer by layer.
+
+    Args:
+        model: in evaluation mode.
+        batch: the sequences.
+        damage: what is lost, which sees the outputs.
+        layers: the means of each.
+        ideals: which, "ablated" or of patterns.
+        draws: directions, a backward pass each.
+        seeds: of the directions, one for each sequence.
+        with_slopes: whether slopes of the ideal "position" are asked for.
+    """
     shown: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: dict[int, Tensor] = {}
 
     def look(layer: int, seeing: SeenKeys, pattern: Tensor) -> None:
         shown[layer] = pattern, seeing.visible(pattern)
 
-    numbers = range(len(layers))
-    with differentiable(model, batch, numbers, look, outputs.__setitem__) as (output, leaves):
+    look_at_output = outputs.__setitem__ if "ablated" in ideals else None
+    with differentiable(model, batch, range(len(layers)), look, look_at_output) as (output, leaves):
         damage.see(output.detach(), batch)
         read = damage.rows(output, batch)
-        every = directions(read.detach(), damage, batch, draws, seeds, temperature=1.0)
+        every = directions(read.detach(), damage, batch, draws, seeds)
         by_draw = [gradients(read, leaves, direction) for direction in every]
-    half = 1.0 if damage.name == "nmse" else 0.5
-    is_one_row = read.shape[1] == 1
+    scale = (1.0 if damage.name == "nmse" else 0.5) / draws
+    lost, slopes = [], []
     with torch.no_grad():
-        return [
-            half * _estimate_layer(
-                *shown[i], outputs[i], [(g[i], g[len(layers) + i]) for g in by_draw],
-                layers[i], ideals, is_one_row, batch,
-            )
-            for i in numbers
-        ]  # fmt: skip
+        for i, means in enumerate(layers):
+            own = _LayerEstimate(*shown[i], means, batch, is_one_row=read.shape[1] == 1)
+            of_pattern = [found[i] for found in by_draw]
+            columns = []
+            for ideal in ideals:
+                if ideal == "ablated":
+                    of_output = [own.heads_first(found[len(layers) + i]) for found in by_draw]
+                    columns.append(own.square(own.ablate(outputs[i]), of_output))
+                else:
+                    columns.append(own.square(own.change(ideal), of_pattern))
+            lost.append(scale * torch.stack(columns, dim=2))
+            if with_slopes:
+                slopes.append(2 * scale * own.slope(own.change("position"), of_pattern))
+    return BatchEstimate(lost, slopes)
 
 
-def _estimate_layer(
-    pattern: Float[Tensor, "batch head query key"],
-    visible: Tensor,
-    z: Tensor,
-    by_draw: Sequence[tuple[Tensor | None, Tensor | None]],
-    means: LayerMeans,
-    ideals: Sequence[HeadIdeal],
-    is_one_row: bool,
-    batch: Batch,
-) -> Float[Tensor, "sequence head ideal"]:
-    """Square the products of gradients and changes for the heads of a layer; mean over draws."""
-    heads = list(range(pattern.shape[1]))
-    by_head = split_heads(z, len(heads))
-    real = real_queries(batch, pattern).bool()[:, None]
-    padded = pattern.masked_fill(~real[..., None], 0)  # whose rows are in no mean
-    found = torch.full((len(pattern), len(heads), len(ideals)), torch.nan, dtype=torch.float64)
-    for column, ideal in enumerate(ideals):
-        if ideal == "ablated":
-            change = means.output_mean(by_head, heads, real[:, 0]) - by_head
-        else:
-            made = make_ideal(ideal, pattern, visible, means, heads, padded)
-            change = (made - pattern).masked_fill(~real[..., None], 0)
-        squares = []
-        for of_pattern, of_z in by_draw:
-            gradient = of_z if ideal == "ablated" else of_pattern
+class _LayerEstimate:
+    """Products of gradients and changes, of the heads of a layer.
+
+    Args:
+        pattern: float [batch, head, query, key], of the plain pass.
+        visible: the keys that each query sees.
+        means: of the layer.
+        batch: the sequences.
+        is_one_row: whether the output has one row, which all queries enter.
+    """
+
+    def __init__(
+        self, pattern: Tensor, visible: Tensor, means: LayerMeans, batch: Batch, is_one_row: bool
+    ) -> None:
+        self.pattern, self.visible, self.means = pattern, visible, means
+        self.is_one_row = is_one_row
+        self.heads = list(range(pattern.shape[1]))
+        self.real = real_queries(batch, pattern).bool()[:, None]
+        # the rows of padding are in no mean
+        self.own = pattern.masked_fill(~self.real[..., None], 0)
+
+    def change(self, ideal: str) -> Float[Tensor, "batch head query key"]:
+        """Subtract the pattern from an ideal one."""
+        made = make_ideal(ideal, self.pattern, self.visible, self.means, self.heads, self.own)
+        return (made - self.pattern).masked_fill(~self.real[..., None], 0)
+
+    def ablate(self, z: Tensor) -> Float[Tensor, "batch head query d_head"]:
+        """Subtract the output z from its mean."""
+        by_head = split_heads(z, len(self.heads))
+        change = self.means.output_mean(by_head, self.heads, self.real[:, 0]) - by_head
+        return change.transpose(1, 2).masked_fill(~self.real[..., None], 0)
+
+    def heads_first(self, z: Tensor | None) -> Float[Tensor, "batch head query d_head"] | None:
+        """Put heads before queries, as patterns have them."""
+        return None if z is None else split_heads(z, len(self.heads)).transpose(1, 2)
+
+    def products(
+        self, change: Float[Tensor, "batch head query feature"], by_draw: Sequence[Tensor | None]
+    ) -> Float[Tensor, "draw batch head query"]:
+        """Multiply with the gradient of each direction, query by query; NaN without a gradient.
+
+        One value for all queries where the output has one row.
+        """
+        n_draws, shape = len(by_draw), change.shape[:3]
+        found = change.new_full((n_draws, *shape), torch.nan, dtype=torch.float64)
+        for row, gradient in zip(found, by_draw, strict=True):
+            if gradient is not None:
+                row.copy_((gradient * change).double().sum(dim=-1))
+        return found.sum(dim=-1, keepdim=True) if self.is_one_row else found
+
+    def square(
+        self, change: Float[Tensor, "batch head query feature"], by_draw: Sequence[Tensor | None]
+    ) -> Float[Tensor, "batch head"]:
+        """Square the products, and add up queries and directions."""
+        return self.products(change, by_draw).square().sum(dim=(0, 3)).cpu()
+
+    def slope(
+        self, change: Float[Tensor, "batch head query key"], by_draw: Sequence[Tensor | None]
+    ) -> Float[Tensor, "two head query key"]:
+        """Differentiate half of the squares by the change; see :class:`BatchEstimate`."""
+        shape = change.shape[1:]
+        total = torch.zeros(2, *shape, dtype=torch.float64)
+        for draw, (products, gradient) in enumerate(
+            zip(self.products(change, by_draw), by_draw, strict=True)
+        ):
             if gradient is None:
-                break
-            if ideal == "ablated":
-                product = split_heads(gradient, len(heads)).double() * change
-                by_query = product.sum(dim=-1).transpose(1, 2).masked_fill(~real, 0)
-            else:
-                by_query = (gradient * change).double().sum(dim=-1)
-            squares.append(
-                by_query.sum(dim=-1).square() if is_one_row else by_query.square().sum(dim=-1)
-            )
-        if squares:
-            found[:, :, column] = torch.stack(squares).mean(dim=0).cpu()
-    return found
+                return total.fill_(torch.nan)
+            signs = 1 - 2 * ((torch.arange(len(change), device=change.device) + draw) % 2)
+            weights = torch.stack([products, products * signs[:, None, None]]).to(gradient)
+            weights = weights.expand(2, *change.shape[:3])
+            total += torch.einsum("sbhq,bhqk->shqk", weights, gradient).cpu()
+        return total

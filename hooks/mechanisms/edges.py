@@ -42,6 +42,7 @@ EDGE_METHODS: tuple[EdgeMethod, ...] = get_args(EdgeMethod)
 CHANCE: EdgeMethod = "chance"
 _OF_PARTS = ("product x norm", "contributions", "weight x norm")
 _DRAWS = 8  # directions in which the divergence is differentiated
+_TEMPERATURE = 1.5  # flattens it: F of a sure distribution hardly sees what overturns the choice
 
 Scores: TypeAlias = list[Float[Tensor, "batch head query key"]]  # one tensor a layer
 Open: TypeAlias = list[Bool[Tensor, "batch query key"]]
@@ -225,7 +226,7 @@ class EdgeScores:
             rows = judge.rows(output, batch)
             seeds = [derive_seed("edges", self.seed, i) for i in self.plain.indices.tolist()]
             squares = [torch.zeros_like(move) for move in moves]
-            for towards in directions(rows.detach(), judge, batch, _DRAWS, seeds):
+            for towards in directions(rows.detach(), judge, batch, _DRAWS, seeds, _TEMPERATURE):
                 found = gradients(rows, leaves, towards)
                 for square, gradient, move in zip(squares, found, moves, strict=True):
                     square += _size(gradient, move).square()

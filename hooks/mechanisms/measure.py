@@ -23,12 +23,12 @@ from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, metric_of
-from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
+from infoflow_lens.hooks.interventions.estimate import estimate_batch
+from infoflow_lens.hooks.interventions.ideals import AllHeads, Head, LayerMeans
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
 from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
 from infoflow_lens.hooks.mechanisms.driver import Reading, check_kept, check_resumed, identify
-from infoflow_lens.hooks.mechanisms.estimate import estimated
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
@@ -98,7 +98,7 @@ def measure_mechanisms(
     """The mechanism that each head needs: its pattern replaced by an ideal one.
 
     First the damage of all heads and ideals is estimated, to second order, from a few backward
-    passes (:func:`~infoflow_lens.hooks.mechanisms.estimate.estimated`). The estimate alone only
+    passes (:mod:`~infoflow_lens.hooks.interventions.estimate`). The estimate alone only
     excludes ideals, those whose damage it puts far above the threshold. By each of the others the
     head's pattern is replaced, on as many sequences as it takes to decide whether it is enough: all
     that are enough are listed, and each rests on a replacement. docs/measures.md has the rule.
@@ -269,33 +269,27 @@ class _Run:
         n_heads = max(map(len, self.means.patterns))
         most = sequences_at_once(self.model, self.batches.longest or 1, n_heads)
         size = min(self.batch_size, most)
+        layers = [
+            LayerMeans.select(self.means, i, self.leaves_out)
+            for i in range(len(self.means.patterns))
+        ]
+        ideals = [name_ideal(ideal, self.k) for ideal in IDEALS]
         for batch in self.batches.batches(size, skip=at.n_estimated):
             seeds = [
                 derive_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
             ]
-            found = estimated(
-                self.model,
-                batch,
-                self.metric,
-                self.means.patterns,
-                self.k,
-                draws,
-                seeds,
-                self.n_mean,
+            found = estimate_batch(
+                self.model, batch, self.metric, layers, ideals, draws, seeds, with_slopes=True
             )
-            at.estimates = at.estimates + found.lost.mean(dim=1).sum(dim=0)
+            lost = torch.cat([part.sum(dim=0).flatten() for part in found.lost])
+            at.estimates = at.estimates + lost
             signs = torch.tensor([1, 1 - 2 * (at.n_estimated % 2)]).view(2, 1, 1, 1)
-            pairs = zip(at.slopes, found.slopes, strict=True)
-            at.slopes = [a + b.to(a) * signs for a, b in pairs]
+            for slope, part in zip(at.slopes, found.slopes, strict=True):
+                slope[..., : part.shape[2], : part.shape[3]] += part.to(slope) * signs
             at.n_estimated, at.seen = at.n_estimated + len(batch), self.metric.state()
             self._report(f"estimated {at.n_estimated} of {self.n} sequences")
         self.of_calibration = self._calibration_errors()
         self.per_row = self.metric.per_row()
-
-    @property
-    def n_mean(self) -> Float[Tensor, " query"] | None:
-        """Over how many sequences mean patterns are, where one is left out of them."""
-        return self.means.n if self.leaves_out else None
 
     def _calibration_errors(self) -> Float[Tensor, " head"]:
         """One standard error of estimates, as the calibration might have been another one.

@@ -8,17 +8,17 @@ import torch
 
 from infoflow_lens import run_probes
 from infoflow_lens.hooks import AttendedProbe
-from infoflow_lens.hooks.interventions import gradients
 from infoflow_lens.hooks.interventions.damage import Damage
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern
+from infoflow_lens.hooks.interventions.estimate import estimate_batch
+from infoflow_lens.hooks.interventions.ideals import LayerMeans
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, name_ideal
 from infoflow_lens.hooks.mechanisms import IDEALS, measure_mechanisms
-from infoflow_lens.hooks.mechanisms.estimate import estimated
 from infoflow_lens.hooks.model.inputs import Batch
 from tests.conftest import make_token_model, some_of
 
 
-def first_order_change(model, inputs, layer, head, ideal, mean):
-    """The derivative of the output by a step from a head's own pattern towards an ideal one."""
+def first_order_change(model, inputs, layer, head, ideal, mean, query=slice(None)):
+    """The derivative of the output by a step of some queries' patterns towards an ideal one."""
     outputs = []
     for step in (-1e-5, 1e-5):
 
@@ -30,7 +30,9 @@ def first_order_change(model, inputs, layer, head, ideal, mean):
             else:
                 allowed[:, -1] = False  # CLS is no key
             made = ideal_pattern(own, allowed.expand_as(own), ideal, mean[head])
-            return pattern.index_copy(1, torch.tensor([head]), (own + step * (made - own))[:, None])
+            moved = pattern.clone()
+            moved[:, head, query] += step * (made - own)[:, query]
+            return moved
 
         with torch.no_grad():
             outputs.append(
@@ -39,6 +41,15 @@ def first_order_change(model, inputs, layer, head, ideal, mean):
                 )
             )
     return (outputs[1] - outputs[0]) / 2e-5
+
+
+def estimated(model, inputs, damage, means, draws, **more):
+    """The estimate of all of IDEALS, by means over n sequences."""
+    n_pos = means[0].shape[-1]
+    layers = [LayerMeans(mean, torch.empty(n_pos, 0), torch.ones(n_pos), False) for mean in means]
+    ideals = [name_ideal(ideal, 4) for ideal in IDEALS]
+    seeds = range(len(inputs))
+    return estimate_batch(model, Batch(inputs), damage, layers, ideals, draws, seeds, **more)
 
 
 CASES = [
@@ -53,26 +64,28 @@ CASES = [
     ("metric", "read"),
     some_of(list(product(["kl", "nmse"], [None, (-1, 2)])), ("kl", None), ("nmse", (-1, 2))),
 )
-def test_the_mean_over_directions_is_the_second_order_damage(
-    token_model, token_inputs, metric, read, monkeypatch
+def test_the_mean_over_directions_is_the_second_order_damage_of_the_queries(
+    token_model, token_inputs, metric, read
 ):
-    monkeypatch.setattr(gradients, "_TEMPERATURE", 1.0)
+    """Query by query, and then summed."""
     model = token_model.to(torch.float64, print_details=False)
     _, cache = model.run_with_cache(token_inputs)
     means = [cache["pattern", layer].mean(dim=0) for layer in range(2)]
-    found = estimated(
-        model, Batch(token_inputs), Damage(metric, read), means, 4, 800, range(19)
-    ).lost.mean(dim=1)
+    found = estimated(model, token_inputs, Damage(metric, read), means, 800)
+    p = model(token_inputs).softmax(-1).detach()
+    places = slice(None) if read is None else list(read)
     for layer, head, ideal in CASES:
-        change = first_order_change(model, token_inputs, layer, head, ideal, means[layer])
-        p = model(token_inputs).softmax(-1).detach()
-        places = slice(None) if read is None else list(read)
-        if metric == "kl":
-            of_row = ((p * change**2).sum(-1) - (p * change).sum(-1) ** 2) / 2
-        else:
-            of_row = change.square().sum(-1)
-        measured = found[:, (layer * 4 + head) * 5 + IDEALS.index(ideal)]
-        expected = of_row[:, places].sum(dim=1)
+        expected = torch.zeros(19, dtype=torch.float64)
+        for query in range(9):
+            change = first_order_change(
+                model, token_inputs, layer, head, ideal, means[layer], query
+            )
+            if metric == "kl":
+                of_row = ((p * change**2).sum(-1) - (p * change).sum(-1) ** 2) / 2
+            else:
+                of_row = change.square().sum(-1)
+            expected += of_row[:, places].sum(dim=1)
+        measured = found.lost[layer][:, head, IDEALS.index(ideal)]
         assert float(measured.sum() / expected.sum()) == pytest.approx(1, abs=0.08)
         torch.testing.assert_close(measured, expected, rtol=0.35, atol=1e-12)
 
@@ -83,12 +96,35 @@ def test_of_a_number_one_direction_is_enough(model, inputs):
     x = inputs.double()
     _, cache = model.run_with_cache(x)
     means = [cache["pattern", layer].mean(dim=0) for layer in range(2)]
-    found = estimated(model, Batch(x), Damage("nmse", None), means, 4, 1, range(23)).lost[:, 0]
+    found = estimated(model, x, Damage("nmse", None), means, 1).lost
     assert model(x).shape == (23, 1)
     for layer, head, ideal in ((0, 1, "own_position"), (1, 4, "global"), (1, 0, "max_position")):
         change = first_order_change(model, x, layer, head, ideal, means[layer])
-        place = ((2 * layer) + head) * 5 + IDEALS.index(ideal)
-        torch.testing.assert_close(found[:, place], change[:, 0] ** 2, rtol=1e-5, atol=1e-12)
+        measured = found[layer][:, head, IDEALS.index(ideal)]
+        torch.testing.assert_close(measured, change[:, 0] ** 2, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_one_row", [False, True])
+def test_slopes_are_the_derivative_of_the_estimate_by_the_mean_pattern(
+    token_model, token_inputs, is_one_row
+):
+    """By steps of the mean, with the same directions; where sequences see all of it."""
+    model, x = token_model.to(torch.float64, print_details=False), token_inputs[:5]
+    _, cache = model.run_with_cache(x)
+    means = [cache["pattern", layer].mean(dim=0) for layer in range(2)]
+
+    def estimate(means):
+        damage = Damage("kl", (-1,) if is_one_row else None)
+        return estimated(model, x, damage, means, 3, with_slopes=True)
+
+    slope = estimate(means).slopes[0][0]
+    place = IDEALS.index("specific_position")
+    step = 1e-4 * torch.rand(means[0].shape, generator=torch.Generator().manual_seed(0)).double()
+    step = step.tril() - step.tril().mean(dim=-1, keepdim=True).expand(step.shape).tril()
+    step[:, :, 0] -= step.sum(dim=-1)  # rows keep their sums, so nothing is rescaled
+    moved = [estimate([means[0] + sign * step, means[1]]).lost[0][..., place] for sign in (-1, 1)]
+    found = (moved[1] - moved[0]).sum(dim=0) / 2
+    torch.testing.assert_close(found, (slope * step).sum(dim=(1, 2)), rtol=1e-4, atol=1e-15)
 
 
 def test_batches_and_padding_change_nothing():
