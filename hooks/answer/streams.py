@@ -22,7 +22,7 @@ from infoflow_lens.hooks.model.call import (
     NamedHook,
     call,
     catching,
-    own_call,
+    mark_own_call,
 )
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
@@ -191,7 +191,7 @@ class Streams:
         edits.append((points["z"], pin))
         args, kwargs = self._at(layer, states, places)
         model: Any = self.model
-        with own_call(), catching(model, (), edits), model.watching():
+        with mark_own_call(), catching(model, (), edits), model.watching():
             out = self.blocks[layer](*args, **kwargs)
         while not isinstance(out, Tensor):
             out = out[0]

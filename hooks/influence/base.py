@@ -15,7 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
-from infoflow_lens.hooks.model.inputs import check_may_be_padded
+from infoflow_lens.hooks.model.inputs import check_accepts_padding
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -186,7 +186,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """The influence of every source of a pass."""
         model = seen.model
-        check_may_be_padded(model, seen.lengths)
+        check_accepts_padding(model, seen.lengths)
         layers = self._reached(model)
         start = seen.activation(start_point(model, self.source_layer))
         expected = [seen.state(layer, self.state) for layer in layers]

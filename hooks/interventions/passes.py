@@ -23,7 +23,7 @@ from infoflow_lens.hooks.model.call import (
 from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
-    found_once,
+    cache_by_mode,
     is_bridge,
     layer_count,
     pattern_hook,
@@ -130,7 +130,7 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     return frozenset(found)
 
 
-@found_once
+@cache_by_mode
 def layer_with_later_keys(model: nn.Module) -> int | None:
     """The first layer whose queries attend to keys behind them, as in encoders; None in no layer.
 

@@ -33,7 +33,7 @@ from infoflow_lens.hooks.model.call import (
     restore_module_tensors,
     without_user_hooks,
 )
-from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, read_inputs
 from infoflow_lens.hooks.model.points import check_finite, hook_name, pattern_hook
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -306,7 +306,7 @@ class Intervention(Probe[InterventionResult]):
                 edited patterns do not reach the output, and a metric that does not fit.
         """
         model = seen.model
-        check_may_be_padded(model, seen.lengths)
+        check_accepts_padding(model, seen.lengths)
         source = _Source.find(seen)
         if self._starts is None:
             check_edits_reach(model, source.batch.take(slice(0, 1)))

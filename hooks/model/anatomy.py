@@ -56,7 +56,7 @@ class Anatomy:
     _state: tuple[Any, ...] = field(default=(), repr=False)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model is what it was: modules, their functions, precision and sizes."""
+        """Say whether the model is what it was: modules, their functions, precision and sizes."""
         state = _state_of(model)
         return len(state) == len(self._state) and all(
             one is other or (not isinstance(one, nn.Module) and one == other)
@@ -167,7 +167,7 @@ def _read(
     for call, block in zip(calls, blocks):
         within = call.parent.path if call.parent else ""
         inside = re.match(r"(.*?)\.\d+\.", call.path + ".")
-        if not call.is_listed and inside:
+        if not call.is_list_item and inside:
             within = inside[1].rpartition(".")[0]
         stacks.setdefault(within, []).append(block)
     stacks = {path: some for path, some in stacks.items() if any(b.attentions for b in some)}
@@ -220,15 +220,15 @@ def _block_calls(log: PassLog, attentions: list[AttentionCall]) -> list[ModuleCa
     for attention in attentions:
         around = log.calls_around(attention)
         streams = [call for call in around if call.stream() is not None]
-        listed = [call for call in streams if call.is_listed]
+        listed = [call for call in streams if call.is_list_item]
         alone = [call for call in reversed(streams) if len(call.attentions) == 1]
         sums = {c: _count_sums(log, c, attention) for c in (*listed, *alone, *streams)}
         # with a sum behind that of attention, as a list of sublayers within a block is no block
         whole = [c for c in listed if sums[c] > 1] or [c for c in sums if sums[c]]
-        call = (whole or [c for c in around if c.is_listed] or around)[0]
+        call = (whole or [c for c in around if c.is_list_item] or around)[0]
         if call not in found:
             found.append(call)
-    lists = {_list_of(call) for call in found if call.is_listed}
+    lists = {_list_of(call) for call in found if call.is_list_item}
     others = [
         call
         for call in log.module_calls()

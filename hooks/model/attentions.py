@@ -53,7 +53,7 @@ def _count_products(operations: list[Operation], q: Tensor) -> int:
 
 
 def _contains(out: Tensor, q: Tensor) -> bool:
-    """Whether q's numbers at the last position, where a rotation shows, stand in a tensor."""
+    """Say whether q's numbers at the last position, where a rotation shows, stand in a tensor."""
     return bool(torch.isin(q[0, :, -1], out).all())
 
 

@@ -18,7 +18,7 @@ from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.model.inputs import Batch, example_input
 from infoflow_lens.hooks.model.points import (
     TOKENS,
-    found_once,
+    cache_by_mode,
     hook_points,
     layer_of,
     reads_vectors,
@@ -109,8 +109,8 @@ def call(
         ends = not has_user_hooks(model) if may_end is None else may_end
     edits = list(edit.items() if isinstance(edit, Mapping) else edit)
     layer = 0 if start is None else _layer_to_start(model, start[0], [*want, *dict(edits)])
-    with own_call(), catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught:
-        caught.output = _called(model, batch, start, output, layer)
+    with mark_own_call(), catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught:
+        caught.output = _call_model(model, batch, start, output, layer)
     return caught
 
 
@@ -119,7 +119,7 @@ def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:
     return call(model, batch, output=True).output
 
 
-def _called(
+def _call_model(
     model: nn.Module,
     batch: Batch | Tensor,
     start: tuple[str, Tensor] | None,
@@ -163,7 +163,7 @@ def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
     return layer
 
 
-@found_once
+@cache_by_mode
 def block_starts(model: nn.Module) -> BlockStarts:
     """Find how the blocks of an opened model give their states, by one short pass."""
     starts = BlockStarts.find(model)
@@ -172,13 +172,13 @@ def block_starts(model: nn.Module) -> BlockStarts:
     if starts.blocks:
         some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
         device = next(model.parameters()).device
-        with own_call(), starts.watching(), without_user_hooks(model):
+        with mark_own_call(), starts.watching(), without_user_hooks(model):
             Batch(some).run(model, device)
     return starts
 
 
 def can_start(model: nn.Module) -> bool:
-    """Whether a pass of the model can start at a layer, from its residual stream alone.
+    """Say whether a pass of the model can start at a layer, from its residual stream alone.
 
     Bridges cannot, and shortformer adds positions aside of the residual stream in every layer. Of
     opened models :func:`block_starts` says so.
@@ -187,15 +187,15 @@ def can_start(model: nn.Module) -> bool:
     return starts_at_layers(model) and kind != "shortformer"
 
 
-@found_once
+@cache_by_mode
 def gives_logits(model: nn.Module) -> bool:
-    """Whether outputs are logits, of tokens or classes; sentence encoders give states."""
+    """Say whether outputs are logits, of tokens or classes; sentence encoders give states."""
     if reads_vectors(model):
         return False
     cfg = getattr(model, "cfg", None)
     width, n_vocab = getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None)
     some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
-    with own_call(), eval_mode(model), without_user_hooks(model):
+    with mark_own_call(), eval_mode(model), without_user_hooks(model):
         output = output_of(model, some.to(next(model.parameters()).device))
     return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
 
@@ -255,7 +255,7 @@ def catching(
 
 
 def has_user_hooks(model: nn.Module) -> bool:
-    """Whether hooks stand on the model that no library below, nor this package, put there."""
+    """Say whether hooks stand on the model that no library below, nor this package, put there."""
     return any(True for _ in user_hooks(model))
 
 
@@ -285,12 +285,12 @@ def _is_ours(hook_fn: Any) -> bool:
 
 # Calls of our own
 
-_in_own_call: ContextVar[bool] = ContextVar("in_own_call", default=False)
+_in_own_call: ContextVar[bool] = ContextVar("is_own_call", default=False)
 
 
 @contextmanager
-def own_call() -> Iterator[None]:
-    """Calls of models in this block are a probe's own: attached probes do not look at them."""
+def mark_own_call() -> Iterator[None]:
+    """Mark calls of models in this block as a probe's own: attached probes do not look at them."""
     token = _in_own_call.set(True)
     try:
         yield
@@ -298,8 +298,8 @@ def own_call() -> Iterator[None]:
         _in_own_call.reset(token)
 
 
-def in_own_call() -> bool:
-    """Whether a call of the model is a probe's own."""
+def is_own_call() -> bool:
+    """Say whether a call of the model is a probe's own."""
     return _in_own_call.get()
 
 

@@ -106,7 +106,7 @@ class ModelCapabilities:
     normalization: Mapping[str, Any]
 
     def problems(self) -> tuple[str, ...]:
-        """What cannot be measured on this model, why, and what to do."""
+        """The things that cannot be measured on this model, why, and what to do."""
         by_text: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for text in _problems_of(layer):
@@ -131,7 +131,7 @@ class ModelCapabilities:
         return {**asdict(self), "problems": list(self.problems())}
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer."""
+        """Return a table with one row for each layer."""
         import pandas as pd
 
         columns = {
@@ -246,7 +246,7 @@ def _kind_of_model(model: nn.Module) -> str:
 
 
 def _leaves_out_blocks(model: nn.Module) -> bool:
-    """Whether a pass of an opened model can leave out all blocks but the last."""
+    """Say whether a pass of an opened model can leave out all blocks but the last."""
     if not hasattr(model, "anatomy"):
         return False
     starts = block_starts(model)
@@ -263,14 +263,14 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
         )
     layers = []
     for layer, carries in enumerate(hook_semantics(model).scores):
-        found = _of_layer(plain, layer)
+        found = _select_layer(plain, layer)
         anatomy: Any = getattr(model, "anatomy", None)
         if anatomy is not None:
             block = anatomy.blocks[layer]
-            reached, parallel = _by_anatomy(block, found)
+            reached, parallel = _find_reach_by_anatomy(block, found)
             kv_heads = next((attention.n_kv_heads for attention in block.attentions), None)
         else:
-            reached, parallel = _by_edits(model, inputs, layer, plain)
+            reached, parallel = _find_reach_by_edits(model, inputs, layer, plain)
             kv_heads = _key_value_heads(found)
         pattern, scores = found.get(_PATTERN), found.get(_SCORES)
         attends = kind = "unknown"
@@ -295,8 +295,10 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
     return tuple(layers)
 
 
-def _by_anatomy(block: Block, found: Mapping[str, Tensor]) -> tuple[list[str], bool | None]:
-    """Edits that reach the output of an opened model, and whether the MLP stands beside attention.
+def _find_reach_by_anatomy(
+    block: Block, found: Mapping[str, Tensor]
+) -> tuple[list[str], bool | None]:
+    """Find edits that reach the output of an opened model, and whether its MLP is parallel.
 
     What is edited there is what the model goes on with.
     """
@@ -306,18 +308,18 @@ def _by_anatomy(block: Block, found: Mapping[str, Tensor]) -> tuple[list[str], b
     return reached, None if added is None or not added.any() else block.is_parallel
 
 
-def _by_edits(
+def _find_reach_by_edits(
     model: nn.Module, inputs: Tensor, layer: int, plain: Caught
 ) -> tuple[list[str], bool | None]:
     """Find the same of another model, by an edit of each activation."""
-    found = _of_layer(plain, layer)
+    found = _select_layer(plain, layer)
     edited = {
         point: _pass(model, inputs, [layer], _CONSEQUENCES, edit=point)
         for point in _EDITED
         if point in found
     }
     reached = [p for p, other in edited.items() if not _same(other.output, plain.output)]
-    behind = {point: _of_layer(other, layer) for point, other in edited.items()}
+    behind = {point: _select_layer(other, layer) for point, other in edited.items()}
     if "hook_resid_mid" in reached and not _stays(found, behind["hook_resid_mid"]):
         reached.remove("hook_resid_mid")
     return reached, _parallel(found, behind)
@@ -350,8 +352,8 @@ def _pass(
         return call(model, inputs, [n for n in names if n in known], edit=edits, output=True)
 
 
-def _of_layer(made: Caught, layer: int) -> dict[str, Tensor]:
-    """What fired in a layer, by hook point."""
+def _select_layer(made: Caught, layer: int) -> dict[str, Tensor]:
+    """Select the activations of a layer, by hook point."""
     block = f"blocks.{layer}."
     found = made.activations.items()
     return {name.removeprefix(block): value for name, value in found if name.startswith(block)}
@@ -362,7 +364,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
-    """From the keys [batch, pos, head, d_head]; from flat ones by what the heads give for each."""
+    """Count the heads of keys [batch, pos, head, d_head]; of flat keys, by the width of z."""
     keys, z, pattern = (found.get(point) for point in ("attn.hook_k", "attn.hook_z", _PATTERN))
     if keys is None or keys.ndim == 4:
         return None if keys is None else keys.shape[2]
@@ -375,7 +377,7 @@ def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
 def _parallel(
     found: Mapping[str, Tensor], behind: Mapping[str, Mapping[str, Tensor]]
 ) -> bool | None:
-    """Whether the MLP reads the residual stream, but not what attention adds to it."""
+    """Say whether the MLP reads the residual stream, but not what attention adds to it."""
     answer = "hook_mlp_out"
     moved = [
         not _same(behind[point][answer], found[answer])
@@ -386,7 +388,7 @@ def _parallel(
 
 
 def _stays(found: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> bool:
-    """Whether an edit of hook_resid_mid stays in the residual stream, besides changing the MLP.
+    """Say whether an edit of hook_resid_mid stays in the residual stream, besides changing the MLP.
 
     Bridges call by that name what their MLP reads: an edit moves the MLP's answer alone.
     """

@@ -78,7 +78,7 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
 
 
 def _embeds(call: ModuleCall, ids: Tensor) -> bool:
-    """Whether a call is the innermost that reads the ids, known by value, and gives vectors."""
+    """Say whether a call is the innermost that reads the ids, known by value, and gives vectors."""
     if call.children or not call.inputs or not call.outputs:
         return False
     reads, gives = call.inputs[0], call.outputs[0]
@@ -91,7 +91,7 @@ def _embeds(call: ModuleCall, ids: Tensor) -> bool:
 
 
 def _is_of_positions(added: Tensor, stream: Tensor) -> bool:
-    """Whether a summand is the same in all sequences, and differs between positions."""
+    """Say whether a summand is the same in all sequences, and differs between positions."""
     try:
         vectors = added.expand(stream.shape)
     except RuntimeError:

@@ -29,7 +29,7 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
     takes_model,
 )
-from infoflow_lens.hooks.model.texts import tokenized, tokenized_chats, tokenized_pairs
+from infoflow_lens.hooks.model.texts import tokenize, tokenize_chats, tokenize_pairs
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
@@ -93,7 +93,7 @@ class Batch:
         return model(self.tokens.to(device), **more)
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
-        """Which positions are real tokens."""
+        """The mask of real tokens, False on padding."""
         if self.lengths is None:
             return torch.ones(self.tokens.shape[:2], dtype=torch.bool)
         return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
@@ -207,7 +207,7 @@ class Batches:
             return
         # positions that begin anew mean several documents only where no mask is given
         packed = "position_ids" in self.columns and MASKS[0] not in self.columns
-        padded = may_be_padded(self._model) and not packed
+        padded = accepts_padding(self._model) and not packed
         together: list[Tensor] = []
         for index, row in enumerate(rows, skip):
             fits = not together or padded or len(row) == len(together[0])
@@ -225,17 +225,16 @@ class Batches:
     def _together(self, rows: Tensor | Sequence[Tensor], start: int) -> Batch:
         """Put sequences from `start` on together, padded on the right where lengths differ."""
         columns = {
-            name: _padded(column[start : start + len(rows)])
-            for name, column in self.columns.items()
+            name: _pad(column[start : start + len(rows)]) for name, column in self.columns.items()
         }
         if isinstance(rows, Tensor):
             return Batch(rows, None, columns)
         lengths = torch.tensor([len(row) for row in rows])
         same = bool((lengths == lengths[0]).all())
-        return Batch(_padded(rows), None if same else lengths, columns)
+        return Batch(_pad(rows), None if same else lengths, columns)
 
 
-def _padded(rows: Tensor | Sequence[Tensor]) -> Tensor:
+def _pad(rows: Tensor | Sequence[Tensor]) -> Tensor:
     return rows if isinstance(rows, Tensor) else pad_sequence(list(rows), batch_first=True)
 
 
@@ -283,7 +282,7 @@ class _LoadedBatches(Batches):
             read = self._reader.read(loaded, first=seen, loader=self._loader)
             if read is None:
                 raise InfoFlowError(
-                    f"{self._reader.name} gave {_described(loaded)}: expected batches, each a "
+                    f"{self._reader.name} gave {_describe_type(loaded)}: expected batches, each a "
                     "tensor [batch, pos], a list of sequences or of texts, or a mapping with a "
                     "column of these; collate rows into batches"
                 )
@@ -302,13 +301,13 @@ Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[A
 
 
 def mask_argument(model: nn.Module) -> str:
-    """What the model's forward calls the attention mask."""
+    """Find the name of the attention mask among the arguments of the model's forward."""
     parameters = inspect.signature(type(model).forward).parameters
     return next((name for name in MASKS if name in parameters), MASKS[0])
 
 
-def may_be_padded(model: nn.Module) -> bool:
-    """Whether sequences of different lengths may share a batch.
+def accepts_padding(model: nn.Module) -> bool:
+    """Say whether sequences of different lengths may share a batch.
 
     A bidirectional HookedTransformer ignores the mask, vector tokens take none, and rotary
     embeddings that depend on the length (longrope, dynamic NTK) take the longest of a batch. Opened
@@ -322,13 +321,13 @@ def may_be_padded(model: nn.Module) -> bool:
     return not (starts_at_layers(model) and direction == "bidirectional")
 
 
-def check_may_be_padded(model: nn.Module, lengths: Int[Tensor, " batch"] | None) -> None:
+def check_accepts_padding(model: nn.Module, lengths: Int[Tensor, " batch"] | None) -> None:
     """Refuse sequences of different lengths in one batch of a model that would read their padding.
 
     Raises:
         InfoFlowError: with the remedy.
     """
-    if lengths is not None and not may_be_padded(model):
+    if lengths is not None and not accepts_padding(model):
         raise InfoFlowError(
             f"{type(getattr(model, 'original_model', model)).__name__} shows something else where "
             "a sequence is padded, also with an attention_mask: expected sequences without "
@@ -337,7 +336,7 @@ def check_may_be_padded(model: nn.Module, lengths: Int[Tensor, " batch"] | None)
 
 
 def depends_on_length(model: nn.Module) -> bool:
-    """Whether what the model gives for a position depends on the length of its batch.
+    """Say whether what the model gives for a position depends on the length of its batch.
 
     These are the kinds of rotary embedding for which transformers writes the frequencies anew in
     every pass. It is looked for once in a model, as every pass asks.
@@ -354,7 +353,7 @@ _depends_on_length: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
-    """Whether the model would take leading tokens that equal its pad token for padding.
+    """Say whether the model would take leading tokens that equal its pad token for padding.
 
     Args:
         model: the model.
@@ -364,7 +363,7 @@ def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
     side = padding_side if padding_side in ("left", "right") else None
     return (
         starts_at_layers(model)
-        and may_be_padded(model)
+        and accepts_padding(model)
         and tokenizer is not None
         and (side or getattr(tokenizer, "padding_side", "right")) == "left"
     )
@@ -399,7 +398,7 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
 
 
 def local_window(model: nn.Module) -> int:
-    """How many positions the local layers see, as the config says; 0 where it names no window."""
+    """Count the positions that local layers see, by the config; 0 where it names no window."""
     cfg: Any = getattr(model, "cfg", None)
     if getattr(cfg, "use_local_attn", False):
         return int(getattr(cfg, "window_size", None) or 0)
@@ -453,8 +452,8 @@ def read_inputs(
         return Batches(model, read.rows, name, read.columns)
     if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
         raise InfoFlowError(
-            f"{name} is {_described(inputs)}: expected a tensor, strings, a list of token ids, a "
-            "datasets.Dataset or a DataLoader"
+            f"{name} is {_describe_type(inputs)}: expected a tensor, strings, a list of token ids, "
+            "a datasets.Dataset or a DataLoader"
         )
     if attention_mask is not None:
         raise InfoFlowError(
@@ -502,12 +501,12 @@ class _Reader:
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
         elif _holds_pairs(given):
-            more = dict(tokenized_pairs(self.model, given, self.name))
+            more = dict(tokenize_pairs(self.model, given, self.name))
             given = more.pop("input_ids")
         elif _is_chat(given):
-            given, is_single = tokenized_chats(self.model, [given], self.name)[0], True
+            given, is_single = tokenize_chats(self.model, [given], self.name)[0], True
         elif _is_list(given) and all(map(_is_chat, given)):
-            given = tokenized_chats(self.model, given, self.name)
+            given = tokenize_chats(self.model, given, self.name)
         else:
             given = _first_of(given, loader)
         if is_single:
@@ -575,7 +574,7 @@ class _Reader:
                 f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token "
                 "ids"
             )
-        more = [name for name in names if name == MASKS[0] or name in passed_on(self.model)]
+        more = [name for name in names if name == MASKS[0] or name in find_pass_columns(self.model)]
         if is_dataset:
             plain = table.with_format(None)
             table = {name: list(plain[name]) for name in {column, *more}}
@@ -599,7 +598,7 @@ class _Reader:
         """Read the real tokens of sequences, and what belongs to each, cut; vectors are not cut."""
         kind = "texts" if isinstance(given[0], str) else "vector tokens"
         if kind == "texts":
-            rows = tokenized(self.model, given, self.name, self.max_length, first)
+            rows = tokenize(self.model, given, self.name, self.max_length, first)
         else:
             rows = [_tensor(row, f"{self.name}[{i}]", "token ids") for i, row in enumerate(given)]
             single = next((i for i, row in enumerate(rows) if not row.ndim), None)
@@ -613,9 +612,11 @@ class _Reader:
                 f"{self.name} holds {kind} with an attention_mask: expected none, as {kind} "
                 "have no padding; give token ids with their mask, or the inputs alone"
             )
-        columns = {name: self._beside(rows, values, name, first) for name, values in more.items()}
+        columns = {
+            name: self._read_column(rows, values, name, first) for name, values in more.items()
+        }
         if mask is not None:
-            masks = self._beside(rows, mask, MASKS[0], first)
+            masks = self._read_column(rows, mask, MASKS[0], first)
             label = f"the {MASKS[0]} of {self.name}"
             real = [check_mask(one[None], f"{label}[{i}]")[0] for i, one in enumerate(masks, first)]
             rows = [row[here] for row, here in zip(rows, real)]
@@ -631,7 +632,7 @@ class _Reader:
                 )
         return cut, kept
 
-    def _beside(self, rows: list[Tensor], values: Any, name: str, first: int) -> list[Tensor]:
+    def _read_column(self, rows: list[Tensor], values: Any, name: str, first: int) -> list[Tensor]:
         """Read what a mask or another column has for each id.
 
         Raises:
@@ -643,7 +644,7 @@ class _Reader:
             found = [_tensor(row, f"{label}[{i}]", expected) for i, row in enumerate(values, first)]
         except TypeError:
             raise InfoFlowError(
-                f"{label} is {_described(values)}: expected rows of "
+                f"{label} is {_describe_type(values)}: expected rows of "
                 f"{'0 and 1' if name == MASKS[0] else 'numbers, one for each id'}"
             ) from None
         if [tuple(one.shape) for one in found] != [tuple(row.shape) for row in rows]:
@@ -667,7 +668,7 @@ def forward_names(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def passed_on(model: nn.Module) -> frozenset[str]:
+def find_pass_columns(model: nn.Module) -> frozenset[str]:
     """Find the columns that change a pass of the model, beside its inputs and their mask."""
     if reads_vectors(model):
         return frozenset()
@@ -682,7 +683,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _is_default(model: nn.Module, name: str, column: list[Tensor]) -> bool:
-    """Whether a column holds what the model takes where there is none."""
+    """Say whether a column holds what the model takes where there is none."""
     if name == "position_ids" and name not in forward_names(model):
         return all(row.equal(torch.arange(len(row))) for row in column)
     if name != "token_type_ids":
@@ -696,13 +697,13 @@ def _is_dataset(given: Any) -> bool:
 
 
 def _holds_batches(rows: list[Any]) -> bool:
-    """Whether each row of a table is a batch of sequences of ids, as ``.batch(n)`` makes them."""
+    """Say whether each row of a table is a batch of sequences of ids, as of ``.batch(n)``."""
     first = rows[0][0] if rows and isinstance(rows[0], list) and rows[0] else None
     return isinstance(first, list)
 
 
 def _holds_pairs(given: Any) -> bool:
-    """Whether these are pairs of texts, each a tuple."""
+    """Say whether these are pairs of texts, each a tuple."""
     return _is_list(given) and all(
         isinstance(one, tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)
         for one in given
@@ -710,7 +711,7 @@ def _holds_pairs(given: Any) -> bool:
 
 
 def _is_chat(given: Any) -> bool:
-    """Whether these are messages, each with a role."""
+    """Say whether these are messages, each with a role."""
     return _is_list(given) and all(isinstance(one, dict) and "role" in one for one in given)
 
 
@@ -719,7 +720,7 @@ def _is_list(given: Any) -> bool:
 
 
 def _is_row(given: Any) -> bool:
-    """Whether this is one text or one sequence of ids."""
+    """Say whether this is one text or one sequence of ids."""
     if isinstance(given, (list, tuple)):
         return len(given) > 0 and isinstance(given[0], int)
     return isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1)
@@ -733,7 +734,7 @@ def _is_list_of_sequences(given: Any) -> bool:
 
 
 def _is_transposed(given: Any, loader: Any) -> bool:
-    """Whether these are a tensor [batch] for each position, as torch collates rows of lists."""
+    """Say whether these are a tensor [batch] for each position, as torch collates rows of lists."""
     by_default = getattr(loader, "collate_fn", None) is default_collate
     return (
         by_default
@@ -769,7 +770,7 @@ def _first_of(given: Any, loader: Any) -> Any:
 
 
 def _may_be_mask(other: Any, ids: Tensor) -> bool:
-    """Whether a tensor beside token ids reads as their mask, with some padding."""
+    """Say whether a tensor beside token ids reads as their mask, with some padding."""
     if not isinstance(other, Tensor) or other.shape != ids.shape or ids.is_floating_point():
         return False
     try:
@@ -831,7 +832,7 @@ def _tensor(values: Any, name: str, expected: str) -> Tensor:
     return found.long() if is_integer else found
 
 
-def _described(given: Any) -> str:
+def _describe_type(given: Any) -> str:
     of = type(given[0]).__name__ if isinstance(given, (list, tuple)) and given else ""
     return type(given).__name__ + (f" of {of}" if of else "")
 
@@ -869,11 +870,11 @@ def call_columns(
     """Find what a call of the model has for each token beside its id, by name."""
     if tokens is None:
         return {}
-    named, size = _named(model, args, kwargs), tokens.shape[:2]
+    named, size = _bind_arguments(model, args, kwargs), tokens.shape[:2]
     found = {
         name: values.expand(size)
         for name, values in named.items()
-        if name in passed_on(model) and isinstance(values, Tensor) and values.ndim == 2
+        if name in find_pass_columns(model) and isinstance(values, Tensor) and values.ndim == 2
         if values.shape in (size, (1, size[1]))
     }
     if "position_ids" in found and isinstance(named.get(MASKS[0]), Tensor):
@@ -890,13 +891,13 @@ def call_inputs(
         InfoFlowError: for leading padding that the model masks without being told, and for cached
             keys that it leaves out.
     """
-    kwargs = _named(model, args, kwargs)
+    kwargs = _bind_arguments(model, args, kwargs)
     names = ("input", "input_ids", "inputs_embeds")
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
     mask = next((kwargs[name] for name in MASKS if kwargs.get(name) is not None), None)
     if is_bridge(model):
-        _check_no_cached_keys(kwargs, given, mask)
+        _refuse_key_cache(kwargs, given, mask)
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor):
@@ -921,7 +922,7 @@ def call_inputs(
     return given, None
 
 
-def _check_no_cached_keys(kwargs: Mapping[str, Any], given: Any, mask: Any) -> None:
+def _refuse_key_cache(kwargs: Mapping[str, Any], given: Any, mask: Any) -> None:
     """Refuse cached keys for a bridge: it takes TransformerLens's cache, and leaves it out.
 
     Those of a HookedTransformer, and what a bridge makes of its own model's, show in the pattern.
@@ -941,8 +942,10 @@ def _check_no_cached_keys(kwargs: Mapping[str, Any], given: Any, mask: Any) -> N
         )
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name."""
+def _bind_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all arguments of a call by name."""
     try:
         bound = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs)
     except (TypeError, ValueError):  # the model itself will refuse the call

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap, compiled_code_as_python
+from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap, suspend_compiler
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -25,12 +25,12 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def is_among(tensor: Tensor, others: list[Tensor]) -> bool:
-    """Whether a tensor is one of these objects."""
+    """Say whether a tensor is one of these objects."""
     return any(other is tensor for other in others)
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors begin at the same place, also where they are written in place."""
+    """Say whether two tensors begin at the same place, also where they are written in place."""
     try:
         return one.data_ptr() == other.data_ptr()
     except RuntimeError:  # within a transform of torch.func, where tensors have no place
@@ -82,8 +82,8 @@ class ModuleCall:
     children: list["ModuleCall"] = field(default_factory=list)
 
     @property
-    def is_listed(self) -> bool:
-        """Whether the module is an element of a list."""
+    def is_list_item(self) -> bool:
+        """Say whether the module is an element of a list."""
         return self.path.rpartition(".")[2].isdigit()
 
     def enclosing(self) -> Iterator["ModuleCall"]:
@@ -162,7 +162,7 @@ class PassLog(Tap):
                     module.register_forward_pre_hook(self._opener(path), with_kwargs=True)
                 )
                 handles.append(module.register_forward_hook(self._close))
-            with compiled_code_as_python(), self:
+            with suspend_compiler(), self:
                 yield
         finally:
             for handle in handles:

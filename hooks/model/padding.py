@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.model.anatomy import Anatomy
-from infoflow_lens.hooks.model.call import own_call
+from infoflow_lens.hooks.model.call import mark_own_call
 from infoflow_lens.hooks.model.log import first_tensor
 from infoflow_lens.hooks.model.sites import SiteRun
 
@@ -40,7 +40,7 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
     parameters = inspect.signature(model.forward).parameters.values()
     has_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in parameters)
     masked = {"attention_mask": mask} if has_mask else {}
-    with own_call(), SeededRandom(0), eval_mode(model):
+    with mark_own_call(), SeededRandom(0), eval_mode(model):
         alone = _last_state(model, anatomy, {"input_ids": ids[1:, :n]})
         padded = _last_state(model, anatomy, {"input_ids": ids * mask, **masked})
     if alone.ndim < 3 or alone.shape[1] != n or padded.shape[1] != ids.shape[1]:

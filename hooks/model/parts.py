@@ -220,7 +220,7 @@ def run_forward(module: nn.Module, x: Float[Tensor, "n d_in"]) -> Float[Tensor, 
 
 
 def is_linear(module: nn.Module, like: Tensor) -> bool:
-    """Whether a module with weights is, up to a constant, a linear map of each position."""
+    """Say whether a module with weights is, up to a constant, a linear map of each position."""
     if next(module.parameters(), None) is None:  # nothing to read: dropout, identity
         return False
     generator = torch.Generator().manual_seed(0)
@@ -241,7 +241,7 @@ def is_linear(module: nn.Module, like: Tensor) -> bool:
 
 
 def is_norm(module: nn.Module, like: Float[Tensor, "... d_model"]) -> bool:
-    """Whether what a module gives does not change when what it reads grows eightfold."""
+    """Say whether what a module gives does not change when what it reads grows eightfold."""
     unit = like / like.abs().max()
     try:  # powers of two, by which nothing is rounded
         small, large = (module.forward(unit * size) for size in (32, 256))
@@ -254,5 +254,5 @@ def is_norm(module: nn.Module, like: Float[Tensor, "... d_model"]) -> bool:
 
 
 def is_plain_norm(module: nn.Module, like: Float[Tensor, "... d_model"]) -> bool:
-    """Whether a module is a norm that :class:`Norm` can read."""
+    """Say whether a module is a norm that :class:`Norm` can read."""
     return is_norm(module, like) and _numbers_of(module, like.flatten(0, -2)[0]) is not None

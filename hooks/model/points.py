@@ -36,13 +36,13 @@ def takes_model(function: FunctionT) -> FunctionT:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["model"] = opened(bound.arguments["model"])
+        bound.arguments["model"] = ensure_hook_points(bound.arguments["model"])
         return function(*bound.args, **bound.kwargs)
 
     return cast(FunctionT, call)
 
 
-def opened(model: Any) -> Any:
+def ensure_hook_points(model: Any) -> Any:
     """Return a model with hook points: what was given, or holds one, or is opened; else the thing.
 
     Raises:
@@ -58,7 +58,7 @@ def opened(model: Any) -> Any:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a model runs code that torch.compile made, into which no hook sees."""
+    """Say whether a model runs code that torch.compile made, into which no hook sees."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
@@ -137,8 +137,8 @@ def hook_points(model: nn.Module) -> Mapping[str, Any]:
     return _known[model][1]
 
 
-def found_once(find: Callable[[nn.Module], FoundT]) -> Callable[[nn.Module], FoundT]:
-    """A function that runs a model to find something out, called once for each mode of the model.
+def cache_by_mode(find: Callable[[nn.Module], FoundT]) -> Callable[[nn.Module], FoundT]:
+    """Cache a function that runs a model to find something out, for each mode of the model.
 
     Users may switch the mode: masks, for example, are the lowest numbers of a precision, so they
     are others in another one.
@@ -179,7 +179,7 @@ def scores_hook(model: nn.Module, layer: int) -> str:
 
 
 def attention_kind(model: nn.Module) -> str:
-    """How scores become a pattern: "softmax", unless the model's pattern hook says otherwise."""
+    """Name the map from scores to a pattern: "softmax", unless the pattern's hook has another."""
     point = hook_points(model).get("blocks.0.attn.hook_pattern")
     return str(getattr(point, "kind", "softmax"))
 
@@ -190,17 +190,17 @@ def pattern_hook(model: nn.Module, layer: int) -> str:
 
 
 def reads_vectors(model: nn.Module) -> bool:
-    """Whether the model reads real vectors, which ``hook_tokens`` shows, instead of token ids."""
+    """Say whether the model reads real vectors, shown by ``hook_tokens``, instead of token ids."""
     return bool(getattr(model, "reads_vectors", False))
 
 
 def is_bridge(model: nn.Module) -> bool:
-    """Whether the model is a TransformerBridge, around a model of another library."""
+    """Say whether the model is a TransformerBridge, around a model of another library."""
     return hasattr(model, "boot_transformers")  # of the model: it may be wrapped
 
 
 def starts_at_layers(model: nn.Module) -> bool:
-    """Whether a forward pass of the model can start at a layer, from its residual stream.
+    """Say whether a forward pass of the model can start at a layer, from its residual stream.
 
     Bridges of TransformerLens 3 take the argument, and raise; those of 4 run the lower layers all
     the same, and give other logits for some architectures.
@@ -212,12 +212,12 @@ def starts_at_layers(model: nn.Module) -> bool:
 
 
 def position_count(model: nn.Module, n_tokens: int) -> int:
-    """How many positions a sequence of `n_tokens` has: models over vector tokens add CLS."""
+    """Count the positions of a sequence of `n_tokens`: models over vector tokens add CLS."""
     return n_tokens + reads_vectors(model)
 
 
 def key_count(model: nn.Module, n_tokens: int) -> int:
-    """How many keys a query of a sequence of `n_tokens` has at most; CLS may be none (eq 1)."""
+    """Count the keys a query of a sequence of `n_tokens` has at most; CLS may be none (eq 1)."""
     attention = getattr(model.blocks[0], "attn", None)  # type: ignore[index]
     return position_count(model, n_tokens) - (not getattr(attention, "last_is_key", True))
 

@@ -83,7 +83,7 @@ class Layout:
     out_back: Move = _keep
 
     @classmethod
-    def of_scores(cls, equation: str | None) -> "Layout | None":
+    def parse_scores(cls, equation: str | None) -> "Layout | None":
         """Find the layout of queries and keys; None for an einsum that is a projection."""
         if equation is None:
             return cls(right=_turn, right_back=_turn)
@@ -97,7 +97,7 @@ class Layout:
         return cls(*_mover(q, heads + out[-2] + inner), *_mover(k, heads + out[-1] + inner))
 
     @classmethod
-    def of_values(cls, equation: str | None, swapped: bool) -> "Layout":
+    def parse_values(cls, equation: str | None, swapped: bool) -> "Layout":
         """Find the layout of values and z; `swapped` where the pattern stands on the right."""
         if equation is None or "." in equation:
             return cls()

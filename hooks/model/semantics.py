@@ -20,7 +20,7 @@ from infoflow_lens.hooks.model.call import (
 )
 from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
-    found_once,
+    cache_by_mode,
     hook_name,
     hook_points,
     is_bridge,
@@ -76,13 +76,13 @@ class _Known:
 
 
 def hook_semantics(model: nn.Module) -> HookSemantics:
-    """What the hook points of `model` carry.
+    """Find what the hook points of `model` carry.
 
     TransformerLens's own attention shows its scores. A bridge shows what the module that it wraps
     gives, so it is run once on a few tokens. The values of other passes never decide.
     """
     if is_bridge(model):
-        return _found(model).semantics
+        return _observe(model).semantics
     points = hook_points(model)
     scores, pattern = (
         [f"blocks.{layer}.attn.{name}" in points for layer in range(layer_count(model))]
@@ -93,7 +93,7 @@ def hook_semantics(model: nn.Module) -> HookSemantics:
 
 
 def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
-    """Which keys the queries of a bridge may see, in sequences of at most `n_pos` positions.
+    """Find the keys that queries of a bridge may see, in sequences of at most `n_pos` positions.
 
     The model is run on random sequences with queries of 0, where they can be edited, so that all
     open keys have weight. A key is closed where its weight is 0 in every head and its score, where
@@ -105,7 +105,7 @@ def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
     """
     if not is_bridge(model):
         return None
-    known = _found(model)
+    known = _observe(model)
     length = n_pos
     if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
         n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
@@ -116,13 +116,13 @@ def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
     return known.visible[length]
 
 
-@found_once
-def _found(model: nn.Module) -> _Known:
+@cache_by_mode
+def _observe(model: nn.Module) -> _Known:
     return _Known(_semantics(model))
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _suspend_user_hooks(model: nn.Module) -> Iterator[None]:
     with eval_mode(model), without_user_hooks(model):
         yield
 
@@ -136,9 +136,9 @@ def _semantics(model: nn.Module) -> HookSemantics:
     parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
     wanted = [name for pair in attention for name in pair if name in points] + parts
     tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
-    with _untouched(model):
+    with _suspend_user_hooks(model):
         caught = call(model, tokens, wanted, output=True).activations
-    scores = tuple(_carried(caught.get(one), caught.get(other)) for one, other in attention)
+    scores = tuple(_classify_scores(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)
     adds = None
     if f"blocks.0.{_SUMMED[1]}" in parts and all(name in caught for name in parts):
@@ -148,7 +148,7 @@ def _semantics(model: nn.Module) -> HookSemantics:
     return HookSemantics(scores, pattern, adds)
 
 
-def _carried(scores: Tensor | None, pattern: Tensor | None) -> Carried:
+def _classify_scores(scores: Tensor | None, pattern: Tensor | None) -> Carried:
     if scores is None:
         return "missing"
     if pattern is None or scores.shape != pattern.shape:
@@ -191,7 +191,7 @@ def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibil
     points = hook_points(model)
     queries = [f"blocks.{layer}.attn.hook_q" for layer in range(len(semantics.scores))]
     equal = [(name, without_preference) for name in queries if name in points]
-    with _untouched(model), ignore_edit_warnings():
+    with _suspend_user_hooks(model), ignore_edit_warnings():
         call(model, tokens, edit=[*equal, *((name, look(name)) for name in names)])
     keys: list[Bool[Tensor, "query key"]] = []
     bars: list[float] = []
@@ -217,7 +217,7 @@ def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibil
 def visible_keys(
     model: nn.Module, layer: int, scores: Float[Tensor, "batch head query key"]
 ) -> Bool[Tensor, "batch head query key"]:
-    """Which keys the queries of unpadded sequences may see, where these scores are of a layer."""
+    """Find the keys that queries of unpadded sequences may see, given the scores of a layer."""
     known = visibility(model, scores.shape[-1])
     if known is None:
         return scores > -torch.inf
@@ -225,10 +225,10 @@ def visible_keys(
     return known.keys[layer][:n_pos, :n_pos].to(scores.device).expand_as(scores)
 
 
-def attended(
+def find_attended_keys(
     model: nn.Module, layer: int, shown: Float[Tensor, "batch head query key"], by_weight: bool
 ) -> Bool[Tensor, "batch query key"]:
-    """Which keys some head of a pass attends to.
+    """Find the keys that some head of a pass attends to.
 
     Args:
         model: the model.

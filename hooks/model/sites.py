@@ -33,7 +33,7 @@ from infoflow_lens.hooks.model.tap import (
     AttentionCall,
     Site,
     Tap,
-    compiled_code_as_python,
+    suspend_compiler,
 )
 
 Fire: TypeAlias = Callable[[str, Tensor], Tensor]
@@ -153,7 +153,7 @@ class SiteRun(Tap):
             if end.unembed and {LOGITS_IN, LOGITS} & self._names:
                 stand(end.unembed.path, before, self._enter_unembed)
                 stand(end.unembed.path, behind, self._leave_unembed)
-            with compiled_code_as_python(), self:
+            with suspend_compiler(), self:
                 yield
 
     def _paths(self, kind: str) -> set[str]:
@@ -168,10 +168,10 @@ class SiteRun(Tap):
     def _guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Let a hook of torch see this thread alone."""
 
-        def guarded(*args: Any) -> Any:
+        def call_hook(*args: Any) -> Any:
             return hook(*args) if threading.get_ident() == self._thread else None
 
-        return guarded
+        return call_hook
 
     def _fire(self, name: str, tensor: Tensor) -> Tensor:
         before, self._is_aside = self._is_aside, True  # what hooks compute is no part of the model
@@ -348,7 +348,7 @@ class SiteRun(Tap):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _adds_to_state(self, args: tuple[Any, ...]) -> bool:
-        """Whether the next sum of interest has come."""
+        """Say whether the next sum of interest has come."""
         place = {0: self._block.attn_out, 2: self._block.mlp_out}.get(self._stage)
         if place is None or place.kind != "sum" or (self._stage == 0 and not self.n_attentions):
             return False
@@ -395,7 +395,7 @@ class SiteRun(Tap):
     # Attention
 
     def _looks_at(self, n: int, *sites: Site) -> bool:
-        """Whether some site of an attention of the block, or one of these, is asked for."""
+        """Say whether some site of an attention of the block, or one of these, is asked for."""
         names = _point_names(self._block.attentions[n])
         wanted = [names[site] for site in sites if site in names] if sites else names.values()
         looks = self._by_block[self._index]

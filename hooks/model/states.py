@@ -18,7 +18,7 @@ UNCHANGED = MOVES | SAME | {"__get__"}  # what these give has the same numbers
 
 
 def has_shape(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a stream of a shape, batch and positions perhaps in one axis."""
+    """Say whether a tensor is a stream of a shape, batch and positions perhaps in one axis."""
     return tensor.shape == shape or (
         tensor.ndim == 2 and tuple(tensor.shape) == (shape[0] * shape[1], shape[2])
     )
@@ -213,7 +213,7 @@ class StateFinder:
         self._lack("neurons", why="no single matrix makes what the MLP adds")
 
     def _is_output(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or a norm of it, is what leaves the block."""
+        """Say whether a tensor, or a norm of it, is what leaves the block."""
         if tensor is self._leaves:
             return True
         made = (i for i, op in enumerate(self._operations) if is_among(tensor, op.outputs))

@@ -179,7 +179,7 @@ _watching = 0
 
 
 @contextmanager
-def compiled_code_as_python() -> Iterator[None]:
+def suspend_compiler() -> Iterator[None]:
     """Run functions that torch.compile made as what they were made of, while the block lasts.
 
     The tap cannot see into compiled code, and the compiler would compile the tap. The stance is
@@ -267,7 +267,7 @@ class Tap(TorchFunctionMode):
         if name in PRODUCTS:
             return self._product(func, name, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._fused(args, kwargs)
+            return self._run_fused_attention(args, kwargs)
         if func is _MULTIHEAD:
             with self:
                 return _multihead_in_sight(*args, **kwargs)
@@ -379,7 +379,7 @@ class Tap(TorchFunctionMode):
         call = self._origin(right if swapped else left)
         if isinstance(call, AttentionCall) and (operands.equation or not swapped):
             return self._values(func, operands, call, swapped)
-        layout = Layout.of_scores(operands.equation)
+        layout = Layout.parse_scores(operands.equation)
         if layout is None:
             return func(*args, **kwargs)
         q, k = layout.left(left), layout.right(right)
@@ -425,7 +425,7 @@ class Tap(TorchFunctionMode):
 
     def _values(self, func: Any, operands: Operands, call: AttentionCall, swapped: bool) -> Any:
         """Run the product of a pattern with values."""
-        layout = Layout.of_values(operands.equation, swapped)
+        layout = Layout.parse_values(operands.equation, swapped)
         pattern, values = reversed(operands.pair) if swapped else operands.pair
         v = layout.right(values)
         if v.shape[-2] not in (pattern.shape[-1], pattern.shape[-1] - call.sinks):
@@ -440,11 +440,13 @@ class Tap(TorchFunctionMode):
         edited = self._show(call, "z", z)
         return out if edited is z else layout.out_back(edited)
 
-    def _fused(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    def _run_fused_attention(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         """Run ``scaled_dot_product_attention``, in the open where somebody looks."""
         number = self.n_attentions
         self.n_attentions += 1
-        if not self._wants(number) and not _in_forward_mode(args[0] if args else kwargs["query"]):
+        if not self._wants(number) and not _has_forward_derivatives(
+            args[0] if args else kwargs["query"]
+        ):
             return F.scaled_dot_product_attention(*args, **kwargs)
         bound = _SDPA.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -509,7 +511,7 @@ def _repeat(tensor: Tensor, groups: int) -> Tensor:
     return tensor.repeat_interleave(groups, -3) if groups > 1 else tensor
 
 
-def _in_forward_mode(tensor: Tensor) -> bool:
-    """Whether derivatives go forward through a tensor, which fused attention does not have."""
+def _has_forward_derivatives(tensor: Tensor) -> bool:
+    """Say whether derivatives go forward through a tensor, which fused attention does not have."""
     is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return is_wrapped or forward_ad._current_level >= 0

@@ -19,10 +19,10 @@ _TOGETHER = 2**20  # characters that are tokenised together; each takes hundreds
 Part = TypeVar("Part")
 
 
-def tokenized(
+def tokenize(
     model: nn.Module, texts: Sequence[Any], name: str, max_length: int | None = None, first: int = 0
 ) -> list[Int[Tensor, " pos"]]:
-    """The ids of texts, each as the model itself tokenises it, with BOS where that is its default.
+    """Return the ids of texts, each as the model itself tokenises it, by default with its BOS.
 
     A text that begins with BOS, as chat templates write it, gets no second one.
 
@@ -53,7 +53,7 @@ def tokenized(
     kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
     length = max(_LONG_TEXT, 16 * kept)
     rows: list[Tensor] = []
-    for some in by_size(texts):
+    for some in group_by_size(texts):
         long = len(some) == 1 and len(some[0]) > length
         rows += [_beginning(model, some[0], length, kept)] if long else ids_of_texts(model, some)
     bos, token = (getattr(model.tokenizer, f"bos_token{end}", None) for end in ("_id", ""))
@@ -63,7 +63,7 @@ def tokenized(
     ]
 
 
-def tokenized_pairs(
+def tokenize_pairs(
     model: nn.Module, pairs: Sequence[tuple[str, str]], name: str
 ) -> dict[str, list[list[int]]]:
     """Return what the tokenizer makes of pairs of texts: ids, and what goes with them, by name.
@@ -84,7 +84,7 @@ def tokenized_pairs(
     return dict(made)
 
 
-def tokenized_chats(
+def tokenize_chats(
     model: nn.Module, chats: Sequence[Sequence[dict[str, Any]]], name: str
 ) -> list[list[int]]:
     """Return the ids of conversations, by the model's own template, up to where its answer begins.
@@ -121,7 +121,7 @@ def _no_tokenizer(name: str, index: int) -> InfoFlowError:
 
 
 def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:
-    """At least the first `kept` ids of a long text, of which some `length` characters are read."""
+    """Return at least the first `kept` ids of a long text, from some `length` characters."""
     while True:
         part = text[: max(text.rfind(" ", length // 2, length), 0) or length]
         part = text if length >= len(text) else part
@@ -133,10 +133,10 @@ def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:
         length *= 4
 
 
-def by_size(
+def group_by_size(
     texts: Iterable[Part], size: Callable[[Part], int] = len  # type: ignore[assignment]
 ) -> Iterator[list[Part]]:  # fmt: skip
-    """Texts in groups that are tokenised together; a long one is alone."""
+    """Yield groups of texts that are tokenised together; a long one is alone."""
     group: list[Part] = []
     total = 0
     for text in texts:
@@ -153,7 +153,7 @@ def by_size(
 def ids_of_texts(
     model: nn.Module, texts: Sequence[str], *, bare: bool = False
 ) -> list[Int[Tensor, " pos"]]:
-    """What ``model.to_tokens(text, truncate=False)`` gives of each text alone, in one call.
+    """Return what ``model.to_tokens(text, truncate=False)`` gives of each text alone, in one call.
 
     The tokenizer's own call on many texts uses all cores. What the model does beside it (BOS before
     the text, EOS off its end) is done here, and tried on a few words; where the model does anything

@@ -14,9 +14,9 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import one_thread
 from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import catching, in_own_call
+from infoflow_lens.hooks.model.call import catching, is_own_call
 from infoflow_lens.hooks.model.inputs import call_columns, call_inputs
-from infoflow_lens.hooks.model.points import layer_count, opened
+from infoflow_lens.hooks.model.points import ensure_hook_points, layer_count
 from infoflow_lens.hooks.passes.run import prepare
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Mode, Probe, Split
@@ -114,7 +114,7 @@ def attach(
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
     split = Split(eval_every, first=first_index, step=index_step)
-    named = opened(model)  # what hook points are on
+    named = ensure_hook_points(model)  # what hook points are on
     layer_count(named)
     weights = WeightState(named)
     session = Session(probes, split, prepare(named, probes, weights), weights)
@@ -177,7 +177,7 @@ class _MeasuredForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and give what it showed to the probes."""
         # a call inside a call is part of it, as where the user's forward calls the model again
-        if in_own_call() or self._running or not self.sessions:
+        if is_own_call() or self._running or not self.sessions:
             return self._forward(*args, **kwargs)
         if threading.get_ident() != self._thread:
             raise InfoFlowError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import WeightState, model_fingerprint
-from infoflow_lens.hooks.model.call import HookFunction, NamedHook, in_own_call
+from infoflow_lens.hooks.model.call import HookFunction, NamedHook, is_own_call
 from infoflow_lens.hooks.model.points import hook_points, token_hook
 from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
@@ -57,7 +57,7 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
 
     def listen(name: str) -> HookFunction:
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            if in_own_call() or probe.pending is not finish or probe.is_attached:
+            if is_own_call() or probe.pending is not finish or probe.is_attached:
                 return  # newer hooks of this probe, or attach(), measure the pass
             if isinstance(hook, nn.Module) and points[name]() is not hook:
                 raise InfoFlowError(

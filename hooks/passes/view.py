@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.inputs import Batch, check_may_be_padded, depends_on_length
+from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
     layer_count,
@@ -21,8 +21,8 @@ from infoflow_lens.hooks.model.points import (
     token_hook,
 )
 from infoflow_lens.hooks.model.semantics import (
-    attended,
     attention_hook,
+    find_attended_keys,
     hook_semantics,
     state_hooks,
     state_sum,
@@ -483,12 +483,14 @@ def _check_padding_is_right(
             "of one length together; run_probes takes care of that"
         )
     if not getattr(model, "takes_padding", True):
-        check_may_be_padded(model, mask.sum(dim=1))
+        check_accepts_padding(model, mask.sum(dim=1))
     for name, by_weight, seen in _attention_shown(model, activations):
         if seen.shape[-1] != mask.shape[1]:
             continue
         mask = mask.to(seen.device)
-        if (attended(model, layer_of(name) or 0, seen, by_weight) & _to_padding(mask)).any():
+        if (
+            find_attended_keys(model, layer_of(name) or 0, seen, by_weight) & _to_padding(mask)
+        ).any():
             raise InfoFlowError(
                 f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
                 "bidirectional HookedTransformer does): expected masked keys; run sequences of one "
@@ -526,7 +528,7 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
         layer, n_pos = layer_of(name) or 0, seen.shape[-1]
         if seen.shape[-2] != n_pos:
             continue
-        found = attended(model, layer, seen, by_weight)
+        found = find_attended_keys(model, layer, seen, by_weight)
         known = visibility(model, n_pos)
         may_see = None if known is None else known.keys[layer][:n_pos, :n_pos].to(found.device)
         if cut is None:  # one layer tells

@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import without_user_hooks
 from infoflow_lens.hooks.model.parts import Norm, NormNumbers
-from infoflow_lens.hooks.model.points import found_once, layer_count
+from infoflow_lens.hooks.model.points import cache_by_mode, layer_count
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
@@ -122,7 +122,7 @@ def gap_in(layer: int) -> str:
     )
 
 
-@found_once
+@cache_by_mode
 def find_additions(model: nn.Module) -> tuple[Addition, ...]:
     """Find, by running the model, how each layer adds what its heads bring.
 

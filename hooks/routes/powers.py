@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import without_user_hooks
 from infoflow_lens.hooks.model.parts import Norm, NormNumbers
-from infoflow_lens.hooks.model.points import found_once, layer_count
+from infoflow_lens.hooks.model.points import cache_by_mode, layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe, RoutesResult
 from infoflow_lens.hooks.routes.contributions import (
@@ -255,7 +255,7 @@ def peakedness(seen: Pass, layer: int) -> Float[Tensor, "2"]:
     return torch.stack([found.sum(), counted.sum().double()]).cpu()
 
 
-@found_once
+@cache_by_mode
 def find_readers(model: nn.Module) -> tuple[str | None, ...]:
     """Find the paths of the norms that read the sums of the layers, by running the model.
 

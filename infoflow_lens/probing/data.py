@@ -30,7 +30,13 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import Named, find_named
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
-from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Rows, passed_on, read_inputs
+from infoflow_lens.hooks.model.inputs import (
+    COLUMNS,
+    MASKS,
+    Rows,
+    find_pass_columns,
+    read_inputs,
+)
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
 from infoflow_lens.runs.finished import file_digests
@@ -268,7 +274,7 @@ def _parts(
     elif path.suffix in _TENSORS and path.is_file():
         yield from _of_tensor(path)
     else:
-        more = sorted(passed_on(model))
+        more = sorted(find_pass_columns(model))
         yield from _rows_of(path, scratch, (*_columns_read(column), *more))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.texts import by_size, ids_of_texts, tokenized
+from infoflow_lens.hooks.model.texts import group_by_size, ids_of_texts, tokenize
 
 _PIECE = 2**20  # characters that are tokenised at a time, about; each takes hundreds of bytes
 _AT_ONCE = 1000  # windows
@@ -152,7 +152,7 @@ def _prefix_and_stream(
         raise InfoFlowError("there are no texts: expected at least one")
     beginning = [first[:256]]
     (whole,), (bare,) = (
-        tokenized(model, beginning, "the texts"), ids_of_texts(model, beginning, bare=True)
+        tokenize(model, beginning, "the texts"), ids_of_texts(model, beginning, bare=True)
     )  # fmt: skip
     prefix = whole[: len(whole) - len(bare)]
     yield prefix
@@ -161,7 +161,7 @@ def _prefix_and_stream(
         for index, text in enumerate(chain([first], coming))
         for place, piece in enumerate(_pieces(text))
     )
-    for group in by_size(pieces, size=lambda pair: len(pair[0])):
+    for group in group_by_size(pieces, size=lambda pair: len(pair[0])):
         rows = ids_of_texts(model, [piece for piece, _ in group], bare=True)
         yield torch.cat(
             [torch.cat([prefix, row]) if begins else row for row, (_, begins) in zip(rows, group)]

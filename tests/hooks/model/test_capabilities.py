@@ -160,7 +160,7 @@ def test_of_opened_models_the_anatomy_says_what_edits_find(name, monkeypatch):
     with eval_mode(model):
         plain = run(model, ids, range(zoo.N_LAYERS), capabilities._POINTS)
         for number, layer in enumerate(found.layers):
-            reached, parallel = capabilities._by_edits(model, ids, number, plain)
+            reached, parallel = capabilities._find_reach_by_edits(model, ids, number, plain)
             assert (layer.edits_reach, layer.parallel) == (tuple(reached), parallel)
     assert found.problems() == ()
     assert tuple(layer.attends for layer in found.layers) == ATTENDS.get(name, (GLOBAL, GLOBAL))

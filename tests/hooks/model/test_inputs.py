@@ -18,7 +18,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import AttendedProbe
-from infoflow_lens.hooks.model.inputs import may_be_padded, read_inputs
+from infoflow_lens.hooks.model.inputs import accepts_padding, read_inputs
 from tests.conftest import make_model_without_masks, make_token_model
 from tests.hooks.test_invariants import assert_equal, hosted_over_ids
 from tests.reference import zoo
@@ -114,7 +114,7 @@ def test_where_nothing_may_be_padded_lengths_run_apart():
     (found,) = run_probes(model, sequences, [PositionsProbe()], progress=False)
     (alone,) = run_probes(model, sequences, [PositionsProbe()], batch_size=1, progress=False)
     assert_equal(found, alone, tolerance=1e-5)
-    if not may_be_padded(model):  # a native bridge reads the mask
+    if not accepts_padding(model):  # a native bridge reads the mask
         batches = read_inputs(model, sequences).batches(4)
         assert [tuple(batch.tokens.shape) for batch in batches] == [(1, n) for n in LENGTHS]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from infoflow_lens import InfoFlowError, JacobianInfluence, attach, open_model, run_probes
 from infoflow_lens.hooks import PatternsProbe
-from infoflow_lens.hooks.model.inputs import may_be_padded
+from infoflow_lens.hooks.model.inputs import accepts_padding
 from tests.conftest import some_of
 from tests.reference import families
 
@@ -41,7 +41,7 @@ def test_what_is_padded_there_is_another_state(model):
 
 def test_padded_calls_are_refused_and_sequences_run_by_their_length(model):
     named = open_model(model)
-    assert not may_be_padded(named)
+    assert not accepts_padding(named)
     ids, mask = padded()
     message = rf"{type(model).__name__} shows something else .*batch_size=1"
     with attach(named, PatternsProbe()), pytest.raises(InfoFlowError, match=message):
@@ -104,4 +104,4 @@ def test_a_model_that_takes_no_mask_and_sees_later_positions_is_run_by_length():
             return self.layers(self.embed(input_ids))
 
     torch.manual_seed(0)
-    assert not may_be_padded(open_model(Encoder().eval()))
+    assert not accepts_padding(open_model(Encoder().eval()))

@@ -5,7 +5,7 @@ from tokenizers.processors import TemplateProcessing
 
 from infoflow_lens import load_any
 from infoflow_lens.hooks.model.inputs import read_inputs
-from infoflow_lens.hooks.model.texts import by_size, ids_of_texts
+from infoflow_lens.hooks.model.texts import group_by_size, ids_of_texts
 from tests.reference import zoo
 
 TEXTS = ["w5 w6 w7", "w9", "w5 w6 w7 w8 w9", "w11 w12", "<bos> w5 <eos>", "w7 <eos> <eos>", "w8"]
@@ -76,7 +76,7 @@ def test_a_model_with_rules_of_its_own_is_asked_for_each_text(model, monkeypatch
 
 def test_groups_hold_all_texts_in_their_order_and_long_ones_alone():
     texts = ["a" * n for n in (5, 2**17, 7, 2**15, *[2**15] * 40, 2**20, 3, 4)]
-    groups = list(by_size(texts))
+    groups = list(group_by_size(texts))
     assert [text for group in groups for text in group] == texts
     for group in groups:
         assert len(group) == 1 or max(map(len, group)) <= 2**16
