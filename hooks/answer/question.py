@@ -5,7 +5,7 @@ other text (Wang et al. 2023, "path patching"; noising: the text that is asked a
 of it are spoiled).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import hash_values
+from infoflow_lens.hooks.answer.prefix import Prefix
 from infoflow_lens.hooks.mechanisms.driver import KeptNumbers
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
@@ -30,7 +31,7 @@ Change: TypeAlias = tuple[str, Any, Tensor]
 Advance: TypeAlias = Callable[..., None]
 Span: TypeAlias = tuple[int, int]  # from a position to one, which is no more in it
 
-_EACH = 2.0  # a batch costs as much as so many rows more
+_EACH = 30  # a batch costs as much as so many tokens more
 _SAME = 1e-5  # of the readout: as near as passes of other batches come
 
 
@@ -95,8 +96,10 @@ class Question:
             self.clean = self.other = self._run(text[None])
         self.end = int(getattr(readout, "position", -1)) % self.n_pos
         self._reads_one = False
+        self._prefix: Prefix | None = None
         self._check_starts()
         self._check_end()
+        self._prefix = self._find_prefix()
         self.changed: list[int] = []
         self._known_texts = {tuple(text.tolist()): 0.0}
         self.n_heads = [self._head_count(layer) for layer in range(self.n_layers)]
@@ -171,7 +174,8 @@ class Question:
     ) -> Float[Tensor, " row"]:
         """Read what each row of changes does to the readout: its value minus the clean one.
 
-        Blocks before the first change of a batch do not run, as they would give the same again.
+        Blocks and positions before the first change of a batch do not run, as they would give the
+        same again.
 
         Args:
             rows: changes of the clean text, for each row.
@@ -180,36 +184,51 @@ class Question:
         """
         found = torch.zeros(len(rows), dtype=torch.float64)
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
-        starts = [max(first_layer(point for point, *_ in row) or 0, 0) for row in rows]
-        if tokens is not None:
-            starts = [0] * len(rows)
+        starts = [
+            (
+                max(first_layer(point for point, *_ in row) or 0, 0) if tokens is None else 0,
+                self._first_position(texts[number], row),
+            )
+            for number, row in enumerate(rows)
+        ]
         order = sorted(range(len(rows)), key=lambda row: starts[row])
         for these in self._batches(order, starts):
-            some, start = [rows[row] for row in these], starts[these[0]]
+            some, start = [rows[row] for row in these], _earliest(starts[row] for row in these)
             asked = ["passes", texts[these], some]
-            run = partial(self._read, texts[these], some, start)
+            run = partial(self._read, texts[these], some, *start)
             found[these] = self.once(asked, run, len(some))
             if advance is not None:
                 advance(len(some))
         return found - self.clean.value
 
-    def _batches(self, order: list[int], starts: Sequence[int]) -> list[list[int]]:
+    def _first_position(self, text: Int[Tensor, " pos"], changes: Sequence[Change]) -> int:
+        """Find the first position at which a changed text is not the clean one, up to the end."""
+        if self._prefix is None:
+            return 0
+        differ = text != self.clean.tokens[0]
+        for point, place, value in changes:
+            clean = self.clean.shown[point][0]
+            changed = clean.clone()
+            changed[place] = value.to(clean.dtype)
+            differ = differ | (changed != clean).flatten(1).any(dim=1)
+        return min([*differ.nonzero().flatten().tolist(), self.end])
+
+    def _batches(self, order: list[int], starts: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Cut rows in the order of their starts into the batches that cost least.
 
-        All rows of a batch run from the first one's start on.
+        All rows of a batch run from the first layer and the first position of any on.
         """
         best: list[tuple[float, list[int]]] = [(0.0, [])]  # cost, and where batches end
         for stop in range(1, len(order) + 1):
-            best.append(
-                min(
-                    (
-                        cost + (self.n_layers - starts[order[first]]) * (stop - first + _EACH),
-                        [*ends, stop],
-                    )
-                    for first, (cost, ends) in enumerate(best)
-                    if stop - first <= self.batch_size
-                )
-            )
+            options = []
+            position = self.n_pos
+            for first in range(stop - 1, max(-1, stop - 1 - self.batch_size), -1):
+                layer, at = starts[order[first]]
+                position = min(position, at)
+                tokens = (stop - first) * (self.n_pos - position) + _EACH
+                cost, ends = best[first]
+                options.append((cost + (self.n_layers - layer) * tokens, [*ends, stop]))
+            best.append(min(options))
         ends = best[-1][1]
         return [order[first:stop] for first, stop in pairwise([0, *ends])]
 
@@ -236,20 +255,34 @@ class Question:
         return found[:-1]
 
     def _read(
-        self, tokens: Int[Tensor, "row pos"], rows: Sequence[Sequence[Change]], start: int
+        self,
+        tokens: Int[Tensor, "row pos"],
+        rows: Sequence[Sequence[Change]],
+        layer: int,
+        position: int,
     ) -> Float[Tensor, " row"]:
-        """Run changed texts from a layer on, and read them."""
-        edits = edits_of(rows)
+        """Run changed texts from a layer and a position on, and read them."""
+        before = {point: self.clean.shown[point][0][:position] for row in rows for point, *_ in row}
+        edits = edits_of(rows, before)
         last = self.state(self.n_layers)
-        with self.starting(start) as share:
+        batch = Batch(tokens)
+        if position:
+            assert self._prefix is not None  # else no position but the first is asked for
+            batch = self._prefix.continue_with(tokens[:, position:], position)
+        with self.starting(layer, position) as share:
             if self._reads_one:  # nothing behind the blocks runs for the other positions
-                states = call(self.model, Batch(tokens), [last], edit=edits).activations[last]
+                states = call(self.model, batch, [last], edit=edits).activations[last]
             else:
-                output = call(self.model, Batch(tokens), edit=edits, output=True).output
+                output = call(self.model, batch, edit=edits, output=True).output
         self.forwards += len(rows) * share
         if self._reads_one:
-            return self.read_states(states[:, self.end])
-        return self.readout.read(output).detach().double().cpu()
+            return self.read_states(states[:, self.end - position])
+        readout = self._read_at(self.end - position) if position else self.readout
+        return readout.read(output).detach().double().cpu()
+
+    def _read_at(self, position: int) -> Readout:
+        """Make the readout of another position."""
+        return replace(self.readout, position=position)  # type: ignore[type-var]
 
     @torch.no_grad()
     def read_states(self, states: Float[Tensor, "row d_model"]) -> Float[Tensor, " row"]:
@@ -257,7 +290,7 @@ class Question:
         point = self.state(self.n_layers)
         n, at, readout = self.n_pos, self.end, self.readout
         if self._reads_one:
-            n, at, readout = 1, 0, replace(self.readout, position=0)  # type: ignore[type-var]
+            n, at, readout = 1, 0, self._read_at(0)
         found = []
         for some in states.split(self.batch_size):
             edit = (point, _writer([(slice(None), (slice(None), at), some)]))
@@ -330,6 +363,30 @@ class Question:
 
     # Runs
 
+    def _find_prefix(self) -> Prefix | None:
+        """Find the keys and values of the text, where passes that begin behind some give the same.
+
+        They are those of a text with another last token, which a causal model does not see.
+        """
+        tokens = self.clean.tokens.clone()
+        others = tokens[tokens != tokens[0, -1]]
+        if not hasattr(self.readout, "position") or not len(others):
+            return None
+        tokens[0, -1] = others[-1]
+        prefix = self._prefix = Prefix.find(self.model, tokens)
+        self.forwards += 1
+        if prefix is None:
+            return None
+        try:
+            middle = self.end // 2
+            run = partial(self._read, self.clean.tokens, [()], 0, middle)
+            again = self.once(["prefix", self.clean.tokens, middle], run, 1)
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
+            return None  # no pass of the model begins behind others
+        last = self.clean.shown[self.state(self.n_layers)]
+        is_same = abs(float(again) - self.clean.value) <= self._nearness(last.dtype)
+        return prefix if is_same else None
+
     def _check_end(self) -> None:
         """Find whether the readout follows from the last state at one position alone."""
         if not hasattr(self.readout, "position") or not self._starts.can_start(self.n_layers):
@@ -354,20 +411,21 @@ class Question:
                 self._starts.blocks = []
 
     @contextmanager
-    def starting(self, layer: int) -> Iterator[float]:
+    def starting(self, layer: int, position: int = 0) -> Iterator[float]:
         """Run passes of this thread from a layer on: blocks before it give the clean states.
 
         Args:
             layer: the first block that runs; their number for none.
+            position: the first one that runs.
 
         Yields:
-            The share of the blocks that runs.
+            The share of the blocks and positions that runs.
         """
         if not self._starts.can_start(layer):
             layer = 0
-        states = [self.clean.shown[self.state(number + 1)] for number in range(layer)]
+        states = [self.clean.shown[self.state(n + 1)][:, position:] for n in range(layer)]
         with self._starts.starting(layer, states):
-            yield 1 - layer / self.n_layers
+            yield (1 - layer / self.n_layers) * (1 - position / self.n_pos)
 
     def _needed(self) -> list[str]:
         known = hook_points(self.model)
@@ -401,25 +459,46 @@ class Question:
         return 1 if pattern is None else pattern.shape[1]
 
 
-def edits_of(rows: Iterable[Sequence[Change]]) -> list[NamedHook]:
-    """Make the hooks that write the changes of each row."""
+def edits_of(
+    rows: Iterable[Sequence[Change]], before: Mapping[str, Tensor] | None = None
+) -> list[NamedHook]:
+    """Make the hooks that write the changes of each row.
+
+    Args:
+        rows: changes.
+        before: by hook point, what stands at the positions before those that run.
+    """
     by_point: dict[str, list[tuple[Any, Any, Tensor]]] = {}
     for row, changes in enumerate(rows):
         for point, place, value in changes:
             by_point.setdefault(point, []).append((row, place, value))
-    return [(point, _writer(these)) for point, these in by_point.items()]
+    return [
+        (point, _writer(these, None if before is None else before[point]))
+        for point, these in by_point.items()
+    ]
 
 
-def _writer(changes: Iterable[tuple[Any, Any, Tensor]]) -> HookFunction:
-    """Make a hook that writes values into rows."""
+def _writer(
+    changes: Iterable[tuple[Any, Any, Tensor]], before: Tensor | None = None
+) -> HookFunction:
+    """Make a hook that writes values into rows, which begin behind some positions."""
 
     def hook_fn(activation: Tensor, hook: Any) -> Tensor:
+        n = 0 if before is None else len(before)
+        if before is not None and n:
+            activation = torch.cat([before.expand(len(activation), *before.shape), activation], 1)
         activation = activation.clone()
         for row, place, value in changes:
             activation[row][place] = value.to(activation.dtype)
-        return activation
+        return activation[:, n:] if n else activation
 
     return hook_fn
+
+
+def _earliest(starts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Find the first layer and the first position of any row."""
+    layers, positions = zip(*starts, strict=True)
+    return min(layers), min(positions)
 
 
 def keep_shown(name: str, shown: dict[str, Tensor]) -> HookFunction:

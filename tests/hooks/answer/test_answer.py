@@ -147,6 +147,46 @@ def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
     assert not any("forward" in vars(m) for m in question.model.original_model.modules())
 
 
+@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES))
+def test_positions_before_a_change_do_not_run_and_nothing_else_changes(name):
+    """But for an encoder, whose states before a change are others."""
+    clean, other = two_texts(7, changed=(3,))
+    read = LogitDifference(ANSWER, AGAINST, 6 if name == "bert" else -1)
+    model = open_model(zoo.build(name))
+    question = Question(model, clean, other, read)
+    states = [[question.exchange(question.state(1), at)] for at in (3, 5)]
+    heads = [[question.exchange(question.z(0), question.of_head(0, head))] for head in range(4)]
+    seen = []
+    block = question.model.anatomy.blocks[1].module
+    handle = block.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((*args, *kwargs.values())[0].shape[1]),
+        with_kwargs=True,
+    )
+    found = question.measure(states + heads)
+    texts = question.measure([()] * 3, torch.stack([clean, other, other]))
+    handle.remove()
+    assert (max(seen) == 4) == (name != "bert")
+    question._prefix = None
+    expected = question.measure(states + heads)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert texts.tolist() == near([0, -question.gap, -question.gap])
+
+
+def test_positions_run_where_the_first_ones_depend_on_the_last():
+    """Attention is causal, but embeddings bring all tokens: keys that are kept would be wrong."""
+    plain = zoo.build("llama")
+    plain.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: out + 0.1 * out.mean(dim=1, keepdim=True)
+    )
+    clean, other = two_texts(7, changed=(5,))
+    question = Question(open_model(plain), clean, other, READOUT)
+    assert question._prefix is None
+    with torch.no_grad():
+        values = [difference(plain(ids[None]).logits[0]) for ids in (clean, other)]
+    found = float(question.measure([()], other[None])[0])
+    assert found == near(float(values[1] - values[0]))
+
+
 @needs_version_4
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_rankings_and_effects_are_those_of_transformerlens(name):
@@ -630,7 +670,8 @@ def test_an_answer_by_units_takes_fewer_passes_and_says_them():
     texts = two_texts(changed=(2, 3))
     spans = [(0, 1), (1, 4), (4, 6)]
     found, alone = (measured(texts=texts, spans=given) for given in (spans, None))
-    assert found.forwards < alone.forwards - 8  # three tokens less, of four draws each
+    # three tokens less, of four draws each, which run from their positions on: 4, 3 and 1 of six
+    assert found.forwards < alone.forwards - 4 * (4 + 3 + 1) / 6
     assert (found.has_units, alone.has_units) == (True, False)
     assert found.span_words[1] == " ".join(map(str, texts[0][1:4].tolist()))
     assert alone.span_words == alone.tokens
