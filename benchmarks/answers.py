@@ -86,7 +86,7 @@ def measure_all_heads(model: NamedModel, asked: Asked) -> torch.Tensor:
     question = Question(model, ids[0], ids[1], read, batch_size=18)
     n_heads = question.n_heads[0]
     rows = [
-        [question.exchange(question.z(layer), question.of_head(layer, head))]
+        [question.exchange(question.z(layer), question.find_head(layer, head))]
         for layer in range(question.n_layers)
         for head in range(n_heads)
     ]

@@ -1,6 +1,7 @@
 """A score for every source and state: the result, and what the probes that give one share."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -216,3 +217,17 @@ def spearman(
         place = above.sum(dim=2) * candidate  # twice the mean rank of equals, around 0
         ranks.append(place / place.norm(dim=1, keepdim=True).clamp(min=1))
     return (ranks[0] * ranks[1]).sum(dim=1)
+
+
+def describe_orders(orders: Mapping[str, float], chance: str, least: float = -math.inf) -> str:
+    """Say which of some orders came nearest to the measured one.
+
+    Args:
+        orders: the correlation of each with the measured one, by name.
+        chance: what chance gives, in words.
+        least: how large a correlation is to be, if any came near.
+    """
+    names = sorted(orders, key=lambda name: -orders[name])
+    said = ", ".join(f"{name} {orders[name]:.2f}" for name in names)
+    near = f"{names[0]} came nearest" if orders[names[0]] > least else "none came near"
+    return f"{near} to the measured one (Spearman: {said}; {chance})"

@@ -128,7 +128,7 @@ def measure_answer(
     config = {
         "probe": "ask", "readout": str(readout), "quick": quick, "exact": exact, "seed": seed,
         **({} if spans is None else {"spans": [*map(list, spans)]}),
-        **({"asked": _asked(readout)} if isinstance(readout, LogitDifference) else {}),
+        **({"asked": _list_arguments(readout)} if isinstance(readout, LogitDifference) else {}),
         "text": clean.tolist(), "instead": others.tolist(),
     }  # fmt: skip
     found = AnswerNumbers(
@@ -271,7 +271,7 @@ def _guess(question: Question, logits: Float[Tensor, "..."]) -> tuple[str, float
     return word, float(chance)
 
 
-def _asked(readout: LogitDifference) -> list[Any]:
+def _list_arguments(readout: LogitDifference) -> list[Any]:
     """List the arguments of a readout that is bound to a model."""
     sides = [
         side if side is None or isinstance(side, int) else list(side)

@@ -38,7 +38,7 @@ class Node(NamedTuple):
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is the embedding of a token."""
+        """Say whether it is the embedding of a token."""
         return self.head < 0
 
 
@@ -349,7 +349,7 @@ class _Job:
     states: dict[Stream, Tensor]
 
     @classmethod
-    def of(cls, streams: Streams, paths: Iterable[Path], swap: bool) -> "_Job":
+    def begin(cls, streams: Streams, paths: Iterable[Path], swap: bool) -> "_Job":
         """Begin with the embeddings among the writers."""
         frozen, live = (streams.clean, streams.other) if swap else (streams.other, streams.clean)
         readers = _readers_of(paths)
@@ -365,7 +365,7 @@ class _Job:
         }
         return cls(frozen, live, readers, until, states)
 
-    def of_layer(self, layer: int) -> dict[Node, dict[tuple[str, int], Stream]]:
+    def find_readers(self, layer: int) -> dict[Node, dict[tuple[str, int], Stream]]:
         """Find the readers of a layer that read a stream which has begun."""
         return {
             reader: read
@@ -392,18 +392,20 @@ def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list
     in_order = [(tuple(sorted(paths, key=_order)), swap) for paths, swap in jobs]
     each = [*dict.fromkeys(in_order)]  # once
     asked = ["shares", each]
-    found = streams.question.once(asked, lambda: _share(streams, each), len(each)).tolist()
+    found = streams.question.measure_once(asked, lambda: _share(streams, each), len(each)).tolist()
     by_job = dict(zip(each, found, strict=True))
     return [by_job[job] for job in in_order]
 
 
 def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Float[Tensor, " job"]:
-    running = [_Job.of(streams, paths, swap) for paths, swap in jobs]
+    running = [_Job.begin(streams, paths, swap) for paths, swap in jobs]
     for layer in range(streams.question.n_layers):
         read = [
             (job, stream)
             for job in running
-            for stream in dict.fromkeys(s for r in job.of_layer(layer).values() for s in r.values())
+            for stream in dict.fromkeys(
+                s for r in job.find_readers(layer).values() for s in r.values()
+            )
             if stream in job.states
         ]
         shown = _step(streams, layer, [(job, stream, None) for job, stream in read])
@@ -412,7 +414,7 @@ def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Flo
         for job in running:
             z_of: dict[Node, Tensor] = {}
             run = job.frozen[layer]
-            for reader, inputs in job.of_layer(layer).items():
+            for reader, inputs in job.find_readers(layer).items():
                 given: dict[str, Any] = {}
                 for (kind, position), stream in inputs.items():
                     if stream in job.states:
@@ -475,7 +477,7 @@ def cut_paths(
     follows the reader goes free.
     """
     measure = partial(_cut_paths, streams, paths, advance)
-    found = streams.question.once(["cuts", paths], measure, len(paths))
+    found = streams.question.measure_once(["cuts", paths], measure, len(paths))
     return dict(zip(paths, found.tolist(), strict=True))
 
 
@@ -504,7 +506,7 @@ def _cut_paths(
     for path, z in changes.items():
         assert path.reader is not None
         layer, head, position = path.reader
-        _, of_head = question.of_head(layer, head)
+        _, of_head = question.find_head(layer, head)
         rows.append([(question.z(layer), (position, of_head), z)])
     effect |= zip(changes, question.measure(rows, advance=advance).tolist(), strict=True)
     return torch.tensor([effect[path] for path in paths], dtype=torch.float64)
@@ -531,9 +533,9 @@ def cut_together(streams: Streams, paths: Sequence[Path]) -> float:
                 for side, vector in _input(kind, position, found, *place).items():
                     given[side] = vector if side == "q" else {**given.get(side, {}), **vector}
             z = streams.attend(base[layer], layer, reader.head, reader.position, **given)
-            _, of_head = question.of_head(layer, reader.head)
+            _, of_head = question.find_head(layer, reader.head)
             edits.append((question.z(layer), (reader.position, of_head), z))
-        base = streams.run_changed(edits)
+        base = streams.run_with_changes(edits)
     if not direct:
         return float(question.measure([edits])[0])
     (stream,) = direct.values()

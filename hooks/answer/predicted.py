@@ -14,7 +14,7 @@ from infoflow_lens.hooks.routes.powers import PowerRollout
 def predict_tokens(
     model: nn.Module, tokens: Int[Tensor, "batch pos"], position: int
 ) -> tuple[Float[Tensor, "order pos"], list[str]]:
-    """How strongly the last state of a position holds each token, by :data:`ORDERS`.
+    """Predict how strongly the last state of a position holds each token, by :data:`ORDERS`.
 
     NaN where it cannot be said: of tokens that the state does not see, and of models whose states
     cannot be decomposed.

@@ -90,7 +90,7 @@ class Question:
         self.forwards = 0.0
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
         self.n_layers = layer_count(model)
-        self._points = self._needed()
+        self._points = self._list_points()
         self._starts = BlockStarts.find(model)
         with self._starts.watching():
             self.clean = self.other = self._run(text[None])
@@ -150,10 +150,10 @@ class Question:
         return f"blocks.{layer}.hook_mlp_out"
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP that shows what it writes."""
+        """Say whether a layer has an MLP that shows what it writes."""
         return self.mlp(layer) in self.clean.shown
 
-    def of_head(self, layer: int, head: int) -> Any:
+    def find_head(self, layer: int, head: int) -> Any:
         """Find a head's place in the z of a sequence, at all positions."""
         z = self.clean.shown[self.z(layer)]
         if z.ndim == 4:
@@ -196,7 +196,7 @@ class Question:
             some, start = [rows[row] for row in these], _earliest(starts[row] for row in these)
             asked = ["passes", texts[these], some]
             run = partial(self._read, texts[these], some, *start)
-            found[these] = self.once(asked, run, len(some))
+            found[these] = self.measure_once(asked, run, len(some))
             if advance is not None:
                 advance(len(some))
         return found - self.clean.value
@@ -232,7 +232,7 @@ class Question:
         ends = best[-1][1]
         return [order[first:stop] for first, stop in pairwise([0, *ends])]
 
-    def once(
+    def measure_once(
         self, asked: Any, measure: Callable[[], Float[Tensor, " number"]], n: int
     ) -> Float[Tensor, " number"]:
         """Measure some numbers, unless a run that was stopped has measured them.
@@ -380,7 +380,7 @@ class Question:
         try:
             middle = self.end // 2
             run = partial(self._read, self.clean.tokens, [()], 0, middle)
-            again = self.once(["prefix", self.clean.tokens, middle], run, 1)
+            again = self.measure_once(["prefix", self.clean.tokens, middle], run, 1)
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
             return None  # no pass of the model begins behind others
         last = self.clean.shown[self.state(self.n_layers)]
@@ -397,7 +397,7 @@ class Question:
         self._reads_one = abs(apart) <= self._nearness(last.dtype)
 
     def _nearness(self, dtype: torch.dtype) -> float:
-        """How near a readout comes to itself in passes that run otherwise."""
+        """Bound how far a readout comes from itself in passes that run otherwise."""
         rounding = 8 * torch.finfo(dtype).eps
         return max(_SAME, rounding) * max(1.0, abs(self.clean.value))
 
@@ -427,7 +427,7 @@ class Question:
         with self._starts.starting(layer, states):
             yield (1 - layer / self.n_layers) * (1 - position / self.n_pos)
 
-    def _needed(self) -> list[str]:
+    def _list_points(self) -> list[str]:
         known = hook_points(self.model)
         needed = ["hook_embed", *(self.state(layer) for layer in range(self.n_layers + 1))]
         needed += [self.z(layer) for layer in range(self.n_layers)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.result import Result
-from infoflow_lens.hooks.scores import spearman
+from infoflow_lens.hooks.scores import describe_orders, spearman
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 # how tokens are ordered without replacing any; the last is no measure of the model
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
-KINDS = ("query", "key", "value", "answer")
 _WORDS = {
     "query": "tells {} where to look",
     "key": "is found by {}",
     "value": "is carried by {}",
+    "answer": "writes the answer",
 }
+KINDS = tuple(_WORDS)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,7 +114,7 @@ class AnswerNumbers(Result):
 
     @property
     def gap(self) -> float:
-        """How far the readouts of the two texts are apart."""
+        """Subtract the readout of the other text from that of the text."""
         return self.value - self.other_value
 
     @property
@@ -129,11 +130,11 @@ class AnswerNumbers(Result):
 
     @property
     def has_units(self) -> bool:
-        """Whether some tokens were replaced together."""
+        """Say whether some tokens were replaced together."""
         return len(self.spans) < len(self.tokens)
 
     def orders(self) -> dict[str, float]:
-        """How near each predicted order of tokens comes to the measured one: Spearman.
+        """Compare each predicted order of tokens with the measured one: Spearman.
 
         Candidates are the tokens that the position that is read sees, but its own; measured is how
         far the readout moves when the model's own guesses replace them. Empty where fewer than
@@ -160,14 +161,9 @@ class AnswerNumbers(Result):
         both[self.read_at] = False
         n = int(both.sum())
         band = min(1.0, 1.96 / (n - 1) ** 0.5)
-        names = sorted(found, key=lambda name: -found[name])
-        first, *rest = (f"{name} {found[name]:.2f}" for name in names)
-        others = f"; {', '.join(rest)}" if rest else ""
-        near = f"{names[0]} came nearest" if found[names[0]] > band else "none came near"
-        return (
-            f"Of the orders of {n} tokens predicted without replacing any, {near} to the measured "
-            f"one (Spearman: {first}{others}; 95 of 100 random orders lie within {band:.2f} of 0)."
-        )
+        chance = f"95 of 100 random orders lie within {band:.2f} of 0"
+        said = describe_orders(found, chance, least=band)
+        return f"Of the orders of {n} tokens predicted without replacing any, {said}."
 
     def to_frame(self, what: str = "paths") -> "pd.DataFrame":
         """A table of "tokens", "states", "heads", "paths" or "looks".
@@ -329,10 +325,10 @@ class AnswerNumbers(Result):
         if first[1] >= 0:
             source = f"{', '.join(_name(w) for w in writers)} at {source}"
         if first[3] < 0:
-            return f"{source} writes the answer"
+            return f"{source} {describe_kind(KINDS[first[6]])}"
         readers = sorted({tuple(p[3:6]) for p in places})
         names = ", ".join(_name(reader) for reader in readers)
-        return f"{source} {_WORDS[KINDS[first[6]]].format(names)} at {self._word(first[5])}"
+        return f"{source} {describe_kind(KINDS[first[6]], names)} at {self._word(first[5])}"
 
     def describe_opposition(self) -> str:
         """Name the heads and MLPs that were found to work against the answer, the largest first."""
@@ -346,7 +342,7 @@ class AnswerNumbers(Result):
         )
 
     def summary(self) -> str:
-        """What the model says, what decides, and how sure that is, in a few sentences."""
+        """Say in a few sentences what the model says, what decides, and how sure that is."""
         said = []
         if self.guess:
             said.append(
@@ -364,6 +360,11 @@ class AnswerNumbers(Result):
                 f"{max(self.random, default=0):.0%}); cut, they lose {self.lost:.0%}."
             )
         return " ".join(said)
+
+
+def describe_kind(kind: str, readers: str = "") -> str:
+    """Say what paths of one of :data:`KINDS` do, with the names of their readers or without."""
+    return " ".join(_WORDS[kind].format(readers).split())
 
 
 def _name(place: Any) -> str:

@@ -55,7 +55,7 @@ def measure_tokens(
     donors = torch.full((question.n_pos, 2 * N_DRAWS), -1)
     changes = torch.full((len(spans), 2 * N_DRAWS), torch.nan, dtype=torch.float64)
 
-    def put(numbers: list[int], first: int) -> None:
+    def draw_guesses(numbers: list[int], first: int) -> None:
         these = slice(first, first + N_DRAWS)
         rows = clean.repeat(len(numbers) * N_DRAWS, 1)
         for row, number in enumerate(numbers):
@@ -65,12 +65,12 @@ def measure_tokens(
                 rows[row * N_DRAWS : (row + 1) * N_DRAWS, position] = drawn.to(rows)
         changes[numbers, these] = question.measure_texts(rows, advance).view(-1, N_DRAWS)
 
-    put(list(range(len(spans))), 0)
+    draw_guesses(list(range(len(spans))), 0)
     mean, error = _mean_and_error(changes)
     largest = int(mean.abs().argmax())
     open_ = mean.abs() + error >= mean.abs()[largest] - error[largest]
     if int(open_.sum()) > 1:
-        put(open_.nonzero().flatten().tolist(), N_DRAWS)
+        draw_guesses(open_.nonzero().flatten().tolist(), N_DRAWS)
         mean, error = _mean_and_error(changes)
     return TokenEffects(mean, error, donors, changes)
 
@@ -103,7 +103,7 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether a model is known to see the tokens before a position alone."""
+    """Say whether a model is known to see the tokens before a position alone."""
     return getattr(model.cfg, "attention_dir", "causal") != "bidirectional"
 
 
@@ -202,7 +202,7 @@ def measure_units(
     for i in chosen:
         layer, head = units[i]
         point = question.mlp(layer) if head < 0 else question.z(layer)
-        place_of: Any = slice(None) if head < 0 else question.of_head(layer, head)
+        place_of: Any = slice(None) if head < 0 else question.find_head(layer, head)
         rows.append([question.exchange(point, place_of)])
     effect[chosen] = question.measure(rows, advance=advance)
     by_place = [sum(each) / len(POINTS) for each in zip(*places, strict=True)]

@@ -110,7 +110,7 @@ class Streams:
             )
         return names
 
-    def run_changed(self, changes: Sequence[Change]) -> list[LayerRun]:
+    def run_with_changes(self, changes: Sequence[Change]) -> list[LayerRun]:
         """Run the clean text whole, with changes."""
         return self._whole_run(self.question.clean.tokens, changes=changes)
 
@@ -131,7 +131,7 @@ class Streams:
                 )
                 at = caught.activations
                 self.rules = [
-                    ScoreRule.of(shown[p["q"]], at[p["k"]], at[p["scores"]]) for p in self._names
+                    ScoreRule.find(shown[p["q"]], at[p["k"]], at[p["scores"]]) for p in self._names
                 ]
         else:
             with torch.no_grad():
@@ -189,7 +189,7 @@ class Streams:
 
         edits: list[NamedHook] = [(points[what], look(what)) for what in ("q", "k", "v")]
         edits.append((points["z"], pin))
-        args, kwargs = self._at(layer, states, places)
+        args, kwargs = self._move_arguments(layer, states, places)
         model: Any = self.model
         with mark_own_call(), catching(model, (), edits), model.watching():
             out = self.blocks[layer](*args, **kwargs)
@@ -198,7 +198,7 @@ class Streams:
         self.question.forwards += len(states) / self.question.n_pos / self.question.n_layers
         return {**shown, "out": out.detach().reshape(states.shape)}
 
-    def _at(
+    def _move_arguments(
         self, layer: int, states: Tensor, places: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move what a block is called with to single positions, as sequences of one."""
@@ -254,7 +254,7 @@ class Streams:
                 far, reason = torch.inf, f" ({str(error).splitlines()[0][:120]})"
             else:
                 reason = ""
-            if far > _at_least(_NEAR, run.state):
+            if far > _find_tolerance(_NEAR, run.state):
                 raise InfoFlowError(
                     f"block {layer} of {type(self.model.original_model).__name__} gives something "
                     f"else at a single position than in the whole text{reason}: paths cannot be "
@@ -262,7 +262,7 @@ class Streams:
                 )
         point, others = question.state(question.n_layers), every[every != self.end]
         elsewhere = float(question.measure([[question.exchange(point, others)]])[0])
-        if not abs(elsewhere) <= _at_least(_NEAR, last) * max(1.0, abs(question.gap)):
+        if not abs(elsewhere) <= _find_tolerance(_NEAR, last) * max(1.0, abs(question.gap)):
             raise InfoFlowError(
                 f"{question.readout} reads other positions than {self.end}: expected a readout of "
                 "one position, to which paths lead"
@@ -284,7 +284,7 @@ class Streams:
             found.append(self.attend(run, layer, head, end, q=other.q[end, head], k=k, v=v))
         expected = other.z[end]
         far = float((torch.stack(found) - expected).abs().max() / expected.abs().max())
-        if not far <= _at_least(_NEAR, run.state):
+        if not far <= _find_tolerance(_NEAR, run.state):
             raise InfoFlowError(
                 f"the attention of block {layer} of {type(self.model.original_model).__name__} is "
                 "no softmax of products of queries and keys, scaled or capped, and of what "
@@ -333,7 +333,7 @@ class Streams:
         return (weights.to(values.dtype) @ values).detach()
 
 
-def _at_least(tolerance: float, tensor: Tensor) -> float:
+def _find_tolerance(tolerance: float, tensor: Tensor) -> float:
     """The tolerance, or what rounding in the precision of a tensor needs."""
     return max(tolerance, _ROUNDINGS * torch.finfo(tensor.dtype).eps)
 
@@ -351,7 +351,7 @@ class ScoreRule:
     cap: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, scores: Tensor) -> "ScoreRule":
+    def find(cls, q: Tensor, k: Tensor, scores: Tensor) -> "ScoreRule":
         """Read it off the derivatives of two scores of the last query.
 
         Their difference is taken, from which a subtracted largest score is gone. Where it is no
@@ -370,7 +370,7 @@ class ScoreRule:
         along = pair.sum(dim=-1)
         scale = (slope * along).sum(-1) / along.square().sum(-1).clamp(min=1e-30)
         rest = (slope - scale[:, None] * along).norm(dim=-1) / slope.norm(dim=-1).clamp(min=1e-30)
-        if float(rest.max()) < _at_least(_LINEAR, q) or first == last:
+        if float(rest.max()) < _find_tolerance(_LINEAR, q) or first == last:
             return cls(scale, torch.inf)
         of_last, of_first = torch.linalg.lstsq(pair, slope[..., None]).solution[..., 0].T
         two, one = two.detach().double().square(), one.detach().double().square()

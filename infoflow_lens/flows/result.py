@@ -28,7 +28,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.passes.ranking import at_places
 from infoflow_lens.hooks.routes.paths import within_one
-from infoflow_lens.hooks.scores import spearman
+from infoflow_lens.hooks.scores import describe_orders, spearman
 from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import (
     RULES,
@@ -207,12 +207,7 @@ class Flow:
         """Say which predicted order of tokens came nearest to the measured one, and chance."""
         if not self.orders:
             return ""
-        names = sorted(self.orders, key=lambda name: -self.orders[name])
-        said = ", ".join(f"{name} {self.orders[name]:.2f}" for name in names)
-        text = (
-            f"of the predicted orders of tokens {names[0]} came nearest (Spearman: {said}; 0 by "
-            "chance)"
-        )
+        text = f"of the predicted orders of tokens {describe_orders(self.orders, '0 by chance')}"
         if self.contributions is not None and not self.contributions.claim:
             text += ", and attention is nearly even, where contributions claim nothing"
         return text

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from markupsafe import Markup, escape
 
-from infoflow_lens.hooks.answer.result import AnswerNumbers
+from infoflow_lens.hooks.answer.result import KINDS, AnswerNumbers, describe_kind
 
 _LEFT, _TOP, _ROW, _NARROW, _LETTER = 74, 26, 24, 30, 7.2
 _FOOT = 64  # for the numbers beneath the words
@@ -15,7 +15,6 @@ _WIDEST = 6.0  # of a line
 _SCREEN, _THIN = 1230, 7  # the picture's width from which words that matter little are thin
 _LITTLE = 0.05  # share of the difference
 _DRAWN = 12  # lines, those with the largest effects
-_KINDS = ("tells where to look", "is found by", "is carried by", "writes the answer")
 
 
 def draw_strips(answer: AnswerNumbers) -> Markup:
@@ -38,7 +37,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     foot = _TOP + _ROW * len(layers)
 
     def height(layer: float) -> float:
-        """Where what enters a layer stands, between the rows that were measured."""
+        """Find where what enters a layer stands, between the rows that were measured."""
         for row, (above, below) in enumerate(pairwise(layers)):
             if layer <= below:
                 return _TOP + _ROW * (row + 0.5 + (layer - above) / max(1, below - above))
@@ -101,7 +100,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     kinds = sorted({answer.places[lines[number][1][0]].tolist()[6] for number in drawn})
     keys = "".join(
         f'<span class="item"><svg class="swatch" width="14" height="4"><g class="s{kind}">'
-        f'<circle cx="7" cy="2" r="7"/></g></svg>{_KINDS[kind]}</span>'
+        f'<circle cx="7" cy="2" r="7"/></g></svg>{describe_kind(KINDS[kind])}</span>'
         for kind in kinds
     )
     keys = f'<p class="keys">{keys}</p>' if keys else ""

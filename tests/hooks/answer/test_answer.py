@@ -130,7 +130,7 @@ def test_guesses_are_the_models_own_without_what_stands_there(question):
 
 
 def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
-    rows = [[question.exchange(question.z(1), question.of_head(1, head))] for head in range(4)]
+    rows = [[question.exchange(question.z(1), question.find_head(1, head))] for head in range(4)]
     calls = []
     handles = [
         block.self_attn.register_forward_hook(lambda *given, layer=layer: calls.append(layer))
@@ -155,7 +155,7 @@ def test_positions_before_a_change_do_not_run_and_nothing_else_changes(name):
     model = open_model(zoo.build(name))
     question = Question(model, clean, other, read)
     states = [[question.exchange(question.state(1), at)] for at in (3, 5)]
-    heads = [[question.exchange(question.z(0), question.of_head(0, head))] for head in range(4)]
+    heads = [[question.exchange(question.z(0), question.find_head(0, head))] for head in range(4)]
     seen = []
     block = question.model.anatomy.blocks[1].module
     handle = block.register_forward_pre_hook(
@@ -596,7 +596,7 @@ def test_one_block_in_several_layers_has_paths():
     paths = all_paths(streams)
     found = share(streams, [(paths, False), (paths, True)])
     assert found == pytest.approx([1, 1], abs=1e-3)
-    row = [[question.exchange(question.z(2), question.of_head(2, 1))]]
+    row = [[question.exchange(question.z(2), question.find_head(2, 1))]]
     at_last = question.measure(row)
     question._blocks = []
     torch.testing.assert_close(at_last, question.measure(row), atol=1e-5, rtol=1e-4)
