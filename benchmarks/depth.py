@@ -192,8 +192,8 @@ class Opened(NamedTuple):
     is_causal: bool
 
 
-def opened(name: str, trained: bool = True) -> Opened:
-    """Open a model, with its texts as ids; untrained, with weights as its makers start them."""
+def opened(name: str, trained: bool = True, asked: Sequence[Asked] | None = None) -> Opened:
+    """Open a model, with texts as ids, its own by default; untrained, as its makers start it."""
     special: frozenset[int]
     if name == "stdlib-2l":
         model: Any = load_any(name).model
@@ -206,8 +206,8 @@ def opened(name: str, trained: bool = True) -> Opened:
         model = open_model(plain, tokenizer)
     special = frozenset(tokenizer.all_special_ids)
     rows = []
-    for asked in texts(name):
-        text = " ".join(asked.text) if name == "antiberty" else asked.text
+    for one in texts(name) if asked is None else asked:
+        text = " ".join(one.text) if name == "antiberty" else one.text
         ids = tokenizer(text, add_special_tokens=name != "stdlib-2l")["input_ids"]
         first = [1] if name == "smollm2" else []  # its beginning of a text
         rows.append(torch.tensor([first + list(ids)]))

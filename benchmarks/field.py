@@ -1,0 +1,306 @@
+"""Judge attributions of the field beside contributions to a power, on five trained models.
+
+Run: nice python -m benchmarks.field [--models smollm2 ...] [--texts N]
+
+Needs `make models`. It adds to build/field.csv, a row for each text, layer, measure and method,
+goes on where it was stopped, and packs all rows into `field.csv.gz`. What was predicted stands in
+docs/results/real_models/field.md, written before the run; `tables` makes the page's tables.
+"""
+
+import argparse
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from benchmarks import depth, field_texts
+from infoflow_lens import JacobianInfluence, baselines, run_probes
+from infoflow_lens.hooks import ResampleInfluence
+from infoflow_lens.hooks.influence.rerun import Rerun
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.studies import attributions
+
+ROWS = depth.FOLDER / "field.csv.gz"
+COLUMNS = ("model", "kind", "text", "layer", "measure", "method", "value")
+FREE = ("attention norms", "GlobEnc", "ALTI", "DecompX", "attention rollout")
+ANSWERS = ("answer, replaced", "answer, gradient", "answer, signed")
+_STEPS, _CEILING = 12, 4  # points of the integral; every fourth text has other donors, too
+
+
+def texts(model: str) -> list[depth.Asked]:
+    """The texts of a model; of SmolLM2 the four kinds in turn."""
+
+    def lines(text: str) -> list[str]:
+        return [line.replace("\\n", "\n") for line in text.strip().split("\n")]
+
+    if model == "smollm2":
+        kinds = {
+            "prose": field_texts.PROSE, "code": field_texts.CODE,
+            "question": field_texts.QUESTIONS, "repeat": field_texts.REPEATS,
+        }  # fmt: skip
+        rows = zip(*(lines(text) for text in kinds.values()), strict=True)
+        return [depth.Asked(k, one) for row in rows for k, one in zip(kinds, row, strict=True)]
+    if model == "antiberty":
+        pieces = [
+            chain[start : start + 28]
+            for start in range(0, 112, 28)
+            for chain in lines(field_texts.CHAINS)
+        ]
+        return [depth.Asked("antibody", piece) for piece in pieces]
+    kind, text = {
+        "minilm": ("sentence", field_texts.SENTENCES),
+        "rxnmapper": ("reaction", field_texts.REACTIONS),
+        "stdlib-2l": ("code", field_texts.STDLIB),
+    }[model]
+    return [depth.Asked(kind, line) for line in lines(text)]
+
+
+class Answer(NamedTuple):
+    """How the logit of the likeliest next token follows from the last state."""
+
+    norm: attributions.Norm
+    weight: Float[Tensor, " d"]
+
+    def of(self, state: Float[Tensor, "*row d"]) -> Float[Tensor, "*row"]:
+        """The logit."""
+        return self.norm.module(state) @ self.weight
+
+
+def find_answer(plain: Any, state: Float[Tensor, " d"]) -> Answer:
+    """The likeliest next token behind a last state."""
+    inner = getattr(plain, "transformer", None) or plain.model
+    norm = getattr(inner, "ln_f", None) or inner.norm
+    token = int(plain.lm_head(norm(state)).argmax())
+    return Answer(attributions.Norm(norm), plain.lm_head.weight[token].detach())
+
+
+class Text(NamedTuple):
+    """A text in its model: what enters, patterns, states, and what could enter in its place."""
+
+    rerun: Rerun
+    start: Float[Tensor, "pos d"]
+    patterns: list[Float[Tensor, "head query key"]]
+    states: list[Float[Tensor, "pos d"]]
+    donated: Float[Tensor, "donor pos d"]
+    reference: Float[Tensor, "pos d"]
+
+    def run(self, rows: Float[Tensor, "row pos d"]) -> tuple[Tensor, ...]:
+        """The states of the layers that are judged, for other inputs."""
+        return self.rerun(rows, torch.zeros(len(rows), dtype=torch.long))
+
+
+def pass_through(given: depth.Opened, ids: Tensor, donors: Tensor, held: Tensor) -> Text:
+    """One pass of a text, with its donors and the reference: the last donor's, but where held."""
+    model, n = given.model, layer_count(given.model)
+    blocks = [f"blocks.{layer}" for layer in range(n)]
+    entrance = "blocks.0.hook_resid_pre"
+    names = [f"{block}.{point}" for point in ("attn.hook_pattern", "hook_resid_pre")
+             for block in blocks]  # fmt: skip
+    seen = call(model, ids, names).activations
+    patterns, states = ([seen[name][0] for name in names[k : k + n]] for k in (0, n))
+    others = call(model, Batch(donors), [entrance]).activations[entrance]
+    start = states[0]
+    reference = torch.where(held[:, None], start, others[-1])
+    rerun = Rerun(model, None, depth.layers_of(model), "resid_post", Batch(ids))
+    return Text(rerun, start, patterns, states, others[: depth._DONORS], reference)
+
+
+def attribute(
+    given: depth.Opened, text: Text, places: tuple[int, ...], integrate: bool
+) -> tuple[dict[str, Tensor], attributions.Edges]:
+    """Scores [layer, place, pos] of the field's methods, and control numbers [layer, place, 1]."""
+    layers = list(depth.layers_of(given.model))
+    blocks = attributions.blocks_of(given.model.original_model)
+    clean = text.run(text.start[None])
+    towards = None
+    if given.is_causal:
+        answer = find_answer(given.model.original_model, clean[-1][0, -1])
+        scale = answer.norm.scale(clean[-1][0, -1:])[0]
+        towards = answer.norm.linear(torch.eye(len(answer.weight))) @ answer.weight / scale
+    edges = attributions.edges_of(blocks, text.patterns, text.states, towards)
+    at = list(places)
+    found = {
+        "attention norms": edges.norms[layers][:, at],
+        "GlobEnc": attributions.roll_out(edges.globenc)[layers][:, at],
+        "ALTI": attributions.roll_out(edges.alti)[layers][:, at],
+    }
+    every = enumerate(attributions.decompose(blocks, text.patterns, text.start))
+    parts = [vectors for layer, vectors in every if layer in layers]
+    found["DecompX"] = torch.stack([one[:, at].norm(dim=-1).T for one in parts])
+    sums = [(one.sum(0) - state[0])[at] for one, state in zip(parts, clean, strict=True)]
+    gaps = [
+        gap.norm(dim=-1) / state[0, at].norm(dim=-1) for gap, state in zip(sums, clean, strict=True)
+    ]
+    found["control: DecompX"] = torch.stack(gaps)[..., None]
+    if not integrate:
+        return found, edges
+    begin = text.run(text.reference[None])
+    ways = [(c - b)[0, at] for c, b in zip(clean, begin, strict=True)]
+    ways = [way / way.norm(dim=-1, keepdim=True) for way in ways]
+
+    def along(rows: Tensor) -> Tensor:
+        states = text.run(rows)
+        return torch.cat([(s[:, at] * w).sum(-1) for s, w in zip(states, ways, strict=True)], dim=1)
+
+    done = attributions.integrate_gradients(along, text.start, text.reference, _STEPS)
+    shape = (len(layers), len(at), -1)
+    found["integrated gradients"] = done.parts.abs().reshape(shape)
+    found["control: integrated gradients"] = done.error.reshape(shape)
+    return found, edges
+
+
+def judge_answer(
+    given: depth.Opened,
+    text: Text,
+    edges: attributions.Edges,
+    scores: dict[str, Tensor],
+    keep: Tensor,
+) -> Iterator[tuple[str, str, float]]:
+    """Spearman of measure and method for the logit of the likeliest next token."""
+    clean = text.run(text.start[None])[-1][0, -1]
+    answer = find_answer(given.model.original_model, clean)
+    n, n_donors = len(text.start), len(text.donated)
+    rows = text.start.repeat(n * n_donors, 1, 1)
+    at = torch.arange(n).repeat_interleave(n_donors)
+    rows[torch.arange(len(rows)), at] = text.donated[torch.arange(n_donors).repeat(n), at]
+    with torch.no_grad():
+        last = torch.cat([text.run(part)[-1][:, -1] for part in rows.split(32)])
+    falls = (answer.of(clean) - answer.of(last)).detach().view(n, n_donors)
+
+    def logit(rows: Tensor) -> Tensor:
+        return answer.of(text.run(rows)[-1][:, -1:])
+
+    start = text.start[None].clone().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(logit(start).sum(), start)
+    done = attributions.integrate_gradients(logit, text.start, text.reference, _STEPS)
+    blocks = attributions.blocks_of(given.model.original_model)
+    *_, vectors = attributions.decompose(blocks, text.patterns, text.start)
+    parts = answer.norm.decompose(vectors[:, -1:])[:, 0] @ answer.weight
+    signed = {
+        "ALTI-Logit": attributions.alti_logit(edges),
+        "DecompX": parts,
+        "gradient x input": (slope[0] * text.start).sum(-1),
+        "integrated gradients": done.parts[0],
+    }
+    truths = {
+        "answer, replaced": falls.abs().median(dim=1).values,
+        "answer, gradient": slope[0].norm(dim=-1),
+        "answer, signed": falls.median(dim=1).values,
+    }
+    unsigned = {name: values[-1, 0] for name, values in scores.items() if "control" not in name}
+    unsigned |= {name: values.abs() for name, values in signed.items()}
+    unsigned["gradient"] = truths["answer, gradient"]
+    for truth, measured in truths.items():
+        for method, values in (signed if truth.endswith("signed") else unsigned).items():
+            yield truth, method, depth.spearman(values[keep].detach(), measured[keep])
+    yield "answer, replaced", "control: integrated gradients", float(done.error[0])
+
+
+def judge(
+    given: depth.Opened, ids: Tensor, donors: Tensor, ceiling: bool, integrate: bool
+) -> Iterator[tuple[int, str, str, float]]:
+    """Layer, measure, method and Spearman, in the mean over positions."""
+    model, places = given.model, depth.places_of(ids, given.is_causal)
+    layers, n = depth.layers_of(model), ids.shape[1]
+    at = torch.arange(n)
+    is_special = torch.tensor([int(token) in given.special for token in ids[0]])
+    asked: dict[str, Any] = {"state": "resid_post", "positions": places, "layers": layers}
+    ours = baselines(model, "resid_post", positions=places)
+    names = ["attention weight", "attention rollout", "contribution rollout", "gradient x input"]
+    names += list(depth.QUESTION.values())
+    probes: dict[str, Any] = {
+        "replacement": ResampleInfluence(donors[: depth._DONORS], **asked),
+        "Jacobian": JacobianInfluence(**asked, estimate=depth._DIRECTIONS),
+    } | {name: ours[name] for name in names}
+    if ceiling:
+        more = donors[depth._DONORS : -1]
+        probes["other donors"] = ResampleInfluence(more, **asked)
+    results = run_probes(model, ids, list(probes.values()), progress=False)
+    scores = {
+        name: found.values[list(layers) if len(found.layers) > len(layers) else slice(None), 0]
+        for name, found in zip(probes, results, strict=True)
+    }
+    text = pass_through(given, ids, donors, is_special | (at == 0))
+    field, edges = attribute(given, text, places, integrate)
+    scores |= field
+    for truth in depth.TRUTHS:
+        for method, values in scores.items():
+            if method == truth or (method == "other donors" and truth == "Jacobian"):
+                continue
+            if method.startswith("control"):
+                if truth == "replacement":
+                    for row, layer in enumerate(layers):
+                        yield layer + 1, "control", method, float(values[row].max())
+                continue
+            for row, layer in enumerate(layers):
+                found = []
+                for column, place in enumerate(places):
+                    keep = (at != place) & (at != 0) & ~is_special
+                    keep &= (at <= place) if given.is_causal else True
+                    pair = values[row, column, keep], scores[truth][row, column, keep]
+                    found.append(depth.spearman(*pair))
+                yield layer + 1, truth, method, float(np.mean(found))
+    if given.is_causal and integrate:
+        keep = (at != n - 1) & (at != 0) & ~is_special
+        for truth, method, value in judge_answer(given, text, edges, scores, keep):
+            yield layers[-1] + 1, truth, method, value
+
+
+def measured(path: Path) -> set[tuple[str, int]]:
+    """The texts whose rows are there."""
+    if not path.exists():
+        return set()
+    with path.open(newline="") as file:
+        return {(row["model"], int(row["text"])) for row in csv.DictReader(file)}
+
+
+def measure(name: str, limit: int, path: Path) -> None:
+    """Add the rows of a model's texts, one text after the other."""
+    asked, done = texts(name), measured(path)
+    given = depth.opened(name, asked=asked)
+    given.model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.cat([ids[0] for ids in given.ids])
+    pool = pool[[int(token) not in given.special for token in pool]]
+    for number, (one, ids) in enumerate(zip(asked, given.ids, strict=True)):
+        donors = pool[
+            torch.randint(len(pool), (2 * depth._DONORS + 1, ids.shape[1]), generator=generator)
+        ]
+        if number >= limit or (name, number) in done:
+            continue
+        # of SmolLM2, which takes longest, one round of four kinds in two
+        integrate = name != "smollm2" or number // 4 % 2 == 0
+        rows = list(judge(given, ids, donors, number % _CEILING == 0, integrate))
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            if is_new:
+                table.writerow(COLUMNS)
+            for layer, truth, method, value in rows:
+                table.writerow((name, one.kind, number, layer, truth, method, f"{value:.4g}"))
+        print(name, number, ids.shape[1], flush=True)
+
+
+def main() -> None:
+    """Measure models, and go on where rows are missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(depth.MODELS))
+    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--rows", type=Path, default=Path("build/field.csv"))
+    asked = parser.parse_args()
+    for name in asked.models:
+        measure(name, asked.texts, asked.rows)
+    with asked.rows.open(newline="") as file:
+        depth.write(ROWS, list(csv.DictReader(file)))
+
+
+if __name__ == "__main__":
+    main()
