@@ -319,8 +319,9 @@ def by_text(rows: Any, model: str, truth: str, **where: Any) -> Any:
 
 
 def interval(values: Any) -> tuple[float, float, float]:
-    """The mean over texts, and where 95% of the means of draws of texts lie."""
+    """The mean over the texts that have one, and where 95% of the means of draws of them lie."""
     values = np.asarray(values)
+    values = values[~np.isnan(values)]
     draws = np.random.default_rng(0).integers(len(values), size=(_DRAWS, len(values)))
     low, high = np.quantile(values[draws].mean(axis=1), (0.025, 0.975))
     return float(values.mean()), float(low), float(high)
@@ -344,16 +345,18 @@ def markdown(head: Sequence[Any], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main_table(rows: Any, truth: str) -> str:
+def main_table(
+    rows: Any, truth: str, derived: Sequence[str] = DERIVED, free: Sequence[str] = FREE
+) -> str:
     """Every method in every trained model, and whether the setting is ahead of it or behind."""
     mine = QUESTION[truth]
-    methods = [mine, *(q for q in QUESTION.values() if q != mine), *DERIVED, *FREE]
+    methods = [mine, *(q for q in QUESTION.values() if q != mine), *derived, *free]
     lines = []
     for method in methods:
         if method == truth:
             continue
         name = f"**{method}**" if method == mine else method
-        cells = [f"{name} (derivatives)" if method in DERIVED else name]
+        cells = [f"{name} (derivatives)" if method in derived else name]
         for model in MODELS:
             found = by_text(rows, model, truth)
             said = "" if method == mine else beside(found, method, truth)

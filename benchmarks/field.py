@@ -29,8 +29,15 @@ from infoflow_lens.studies import attributions
 
 ROWS = depth.FOLDER / "field.csv.gz"
 COLUMNS = ("model", "kind", "text", "layer", "measure", "method", "value")
-FREE = ("attention norms", "GlobEnc", "ALTI", "DecompX", "attention rollout")
+FIELD = ("attention norms", "GlobEnc", "ALTI", "DecompX")
+DERIVED = ("integrated gradients", *depth.DERIVED)
+BESIDE = ("attention weight", "attention rollout", "contribution rollout")
 ANSWERS = ("answer, replaced", "answer, gradient", "answer, signed")
+# means of the first run, in the order of the models
+_BEFORE = {
+    "replacement": (0.66, 0.81, 0.67, 0.67, 0.82),
+    "Jacobian": (0.73, 0.92, 0.66, 0.93, 0.92),
+}
 _STEPS, _CEILING = 12, 4  # points of the integral; every fourth text has other donors, too
 
 
@@ -252,6 +259,119 @@ def judge(
         keep = (at != n - 1) & (at != 0) & ~is_special
         for truth, method, value in judge_answer(given, text, edges, scores, keep):
             yield layers[-1] + 1, truth, method, value
+
+
+# What the page says, from the rows
+
+
+def verdicts(rows: Any) -> str:
+    """Each prediction of the statement, what came, and whether it was seen."""
+    found: list[tuple[str, str, bool]] = []
+    for truth, method in depth.QUESTION.items():
+        name, texts_of = method.split(", ")[1], {}
+        for model in depth.MODELS:
+            texts_of[model] = depth.by_text(rows, model, truth)
+        said = {
+            (model, other): depth.beside(texts_of[model], other, truth)
+            for model in depth.MODELS
+            for other in FIELD
+        }
+        behind = [f"{other} in {model}" for (model, other), s in said.items() if s == "behind"]
+        what = f"1, {name}: behind none of the four in any model"
+        found.append((what, ", ".join(behind) or "behind none", not behind))
+        ahead = {o: sum(said[model, o] == "ahead" for model in depth.MODELS) for o in FIELD}
+        came = ", ".join(f"of {other} in {count}" for other, count in ahead.items())
+        what = f"2, {name}: ahead of each in at least three models"
+        found.append((what, came, min(ahead.values()) >= 3))
+        means = [texts_of[model][method].mean() for model in depth.MODELS]
+        far = [abs(one - other) for one, other in zip(means, _BEFORE[truth], strict=True)]
+        at = int(np.argmax(far))
+        what = f"3, {name}: within .10 of the first run"
+        came = f"furthest {depth.MODELS[at]}: {means[at]:.2f} for {_BEFORE[truth][at]:.2f}"
+        found.append((what, came, max(far) <= 0.1))
+    ours = depth.by_text(rows, "smollm2", "replacement")["GlobEnc"]
+    what = "4: GlobEnc below 0 on replaced tokens in SmolLM2"
+    found.append((what, depth.shown(ours), depth.interval(ours)[2] < 0))
+    better, behind = [], []
+    for model in depth.MODELS:
+        here = depth.by_text(rows, model, "replacement")
+        lead = here["integrated gradients"] - here["gradient x input"]
+        better += [model] if depth.interval(lead)[1] > 0 else []
+        if depth.beside(here, "integrated gradients", "replacement") == "behind":
+            behind.append(model)
+    what = (
+        "5: integrated gradients ahead of gradient x input in three models, of ours in at most two"
+    )
+    came = f"in {len(better)}; {', '.join(behind) or 'none'}"
+    found.append((what, came, len(better) >= 3 and len(behind) <= 2))
+    answer = depth.by_text(rows, "smollm2", "answer, replaced")
+    lead = answer[depth.QUESTION["replacement"]] - answer["ALTI-Logit"]
+    what = "6: answers of SmolLM2, replaced tokens: ahead of ALTI-Logit"
+    found.append((what, f"by {depth.shown(lead)}", depth.interval(lead)[1] > 0))
+    signed = depth.by_text(rows, "smollm2", "answer, signed")
+    lead = signed["integrated gradients"] - signed["ALTI-Logit"]
+    theirs = signed["ALTI-Logit"].mean()
+    what = "7: signed, integrated gradients ahead of ALTI-Logit, which is below .3"
+    came = f"by {depth.shown(lead)}; {theirs:.2f}"
+    found.append((what, came, depth.interval(lead)[1] > 0 and theirs < 0.3))
+    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
+    return depth.markdown(["predicted", "what came", "seen"], lines)
+
+
+def answer_table(rows: Any) -> str:
+    """Every method on the logit of the likeliest next token."""
+    columns = [(m, truth) for m in ("smollm2", "stdlib-2l") for truth in ANSWERS]
+    found = {column: depth.by_text(rows, *column) for column in columns}
+    methods = dict.fromkeys(
+        [*depth.QUESTION.values(), "ALTI-Logit", "integrated gradients", "gradient x input",
+         "gradient", *FIELD, "attention rollout"]
+    )  # fmt: skip
+    lines = [
+        [method]
+        + [
+            depth.shown(found[c][method]) if method in found[c] and c[1].split()[-1] != method
+            else ""
+            for c in columns
+        ]
+        for method in methods
+    ]  # fmt: skip
+    return depth.markdown(["answer", *(f"{m}, {t.split()[1]}" for m, t in columns)], lines)
+
+
+def control_table(rows: Any) -> str:
+    """How far sums miss, and the texts of each model."""
+    lines = []
+    for model in depth.MODELS:
+        mine = rows[rows["model"] == model]
+        cells = [model, str(mine["text"].nunique())]
+        for method in ("DecompX", "integrated gradients"):
+            gaps = mine[mine["method"] == f"control: {method}"]
+            cells.append(str(gaps["text"].nunique()))
+            gaps = gaps[gaps["measure"] == "control"]["spearman"]
+            cells.append(f"{gaps.median():.1g}, {gaps.max():.1g}")
+        lines.append([*cells[:2], cells[3], *cells[4:]])
+    head = ["model", "texts", "DecompX misses its sum by (median, most)"]
+    return depth.markdown([*head, "texts of integrated gradients", "miss by"], lines)
+
+
+def read() -> Any:
+    """The rows, with the column of values named as in the first run."""
+    import pandas as pd
+
+    return pd.read_csv(ROWS).rename(columns={"value": "spearman"})
+
+
+def tables() -> list[str]:
+    """All tables of the page."""
+    rows = read()
+    free = (*FIELD, *BESIDE)
+    return [
+        verdicts(rows),
+        depth.main_table(rows, "replacement", DERIVED, (*free, "other donors")),
+        depth.main_table(rows, "Jacobian", DERIVED, free),
+        answer_table(rows),
+        control_table(rows),
+    ]
 
 
 def measured(path: Path) -> set[tuple[str, int]]:

@@ -124,11 +124,11 @@ class Norm:
 
 
 def _numbers_of(module: nn.Module, like: Float[Tensor, " d_model"]) -> NormNumbers | None:
-    """Read a norm by what it makes of a few vectors; None if it is none."""
+    """Read a norm, in float32 or more, by what it makes of a few vectors; None if it is none."""
     place = torch.arange(len(like), dtype=torch.float64, device=like.device)
     probe = (1 + place / len(like)) * (-1) ** place * 1e2  # its eps is nothing beside that
     probe = (probe - probe.mean()).to(like.dtype)
-    x = probe.roll(1) * probe.abs()
+    x = probe.roll(1) * (probe.abs() / 1e2)  # squares stay within float16
     with part_in_eval_mode(module):
         rows = torch.stack([probe, -probe, probe + 50, x])
         rows_out = run_forward(module, rows)

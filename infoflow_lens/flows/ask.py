@@ -20,7 +20,7 @@ from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checke
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.answer.steps import is_causal
 from infoflow_lens.hooks.model.inputs import read_inputs
-from infoflow_lens.hooks.model.texts import tokenized
+from infoflow_lens.hooks.model.texts import tokenize
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
@@ -245,7 +245,7 @@ def _ids(model: NamedModel, text: Any, name: str) -> Tensor:
 def _whole(model: NamedModel, text: Any, name: str) -> Any:
     """Read a text of any length, of which the model may read the beginning alone."""
     if isinstance(text, str):
-        return tokenized(model, [text], name, max_length=2**30)[0]
+        return tokenize(model, [text], name, max_length=2**30)[0]
     is_row = text is None or (isinstance(text, Tensor) and text.ndim == 1)
     return text if is_row else _ids(model, text, name)
 
