@@ -196,7 +196,7 @@ class _LayerEstimate:
 
     def products(
         self, change: Float[Tensor, "batch head query feature"], by_draw: Sequence[Tensor | None]
-    ) -> Float[Tensor, "draw batch head query"]:
+    ) -> Float[Tensor, "draw batch head row"]:
         """Multiply with the gradient of each direction, query by query; NaN without a gradient.
 
         One value for all queries where the output has one row.

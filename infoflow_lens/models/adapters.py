@@ -95,7 +95,8 @@ def add_adapter(model: Any, folder: Path, device: str) -> Any:
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
         )
-        wrapped = peft.PeftModel(model, peft.PeftConfig.from_pretrained(str(folder)))
+        config = peft.PeftConfig.from_pretrained(str(folder), trust_remote_code=False)
+        wrapped = peft.PeftModel(model, config)
     found = wrapped.load_adapter(str(folder), "default", torch_device=device)
     missing = sorted(found.missing_keys)
     if wrong := missing or sorted(found.unexpected_keys):

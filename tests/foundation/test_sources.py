@@ -58,6 +58,7 @@ EVALUATES = {
         "infoflow_lens/models/named_cache.py": "its cache",
     },
     "transformers": {
+        "hooks/answer/prefix.py": "a cache of keys and values",
         "studies/language_model/snapshots.py": "without remote code",
         "studies/language_model/graded_sets.py": "a model that is made here",
         "studies/language_model/measures.py": "a type",
@@ -167,6 +168,7 @@ UNSAFE = {
         "infoflow_lens/models/pretrained.py": "False",
         "infoflow_lens/models/configs.py": "False",
         "infoflow_lens/models/loading.py": "False",
+        "infoflow_lens/models/adapters.py": "False",
     },
 }
 # What moves a random state that others share.
