@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 Head = tuple[int, int]
 WORTHIEST = 14  # heads whose label rests on passes of their own, and that are tried anew together
+_ABLATED = HEAD_IDEALS.index("ablated")
 _SURE_TO = 50  # idle heads are found to within one in so many
 OWN, SEVERAL = "each head by its label", "each head by its label, several keys where it says so"
 _EVERYWHERE: tuple[HeadIdeal, ...] = (
@@ -259,23 +260,39 @@ def label_heads(
             in which edited patterns do not reach the output.
     """
     layer_count(model)
-    work = _Labelling(model, metric, read, seed, batch_size, {"column": column})
-    some, judged = work.read(inputs, judge, max_length)
+    asked: dict[str, Any] = {"metric": metric, "read": read}
+
+    def texts_of(given: Inputs) -> Batches:
+        return read_inputs(model, given, column=column, max_length=max_length)
+
+    some, judged = _split(texts_of(inputs), None if judge is None else texts_of(judge))
     with eval_mode(model), progress_bar("labels", _N_STEPS, progress) as step:
-        means, leaves_out = work.means(some, judged, calibration, max_length)
+        if isinstance(calibration, MeanPatterns):
+            means = calibration
+        else:
+            parts = [some, judged] if calibration is None else [texts_of(calibration)]
+            probe = MeanPatternsProbe()
+            for part in parts:
+                run_probes(model, part, [probe], batch_size=batch_size, progress=False)
+            means = probe.result()
         check_means(means, max(some.longest or 0, judged.longest or 0), layer_count(model))
         step(1, "mean patterns")
+        leaves_out = calibration is None
         damage = metric_of(model, metric, read, min(some.shortest, judged.shortest))
         estimates = estimate_ideals(
             model, some, damage, means, HEAD_IDEALS,
             leaves_out=leaves_out, draws=draws, seed=seed, batch_size=batch_size,
         )  # fmt: skip
         step(1, "estimated")
-        texts = work.begin(some)
-        found = work.label(texts, estimates, means, leaves_out, worthiest, step)
-        n_repaired = work.repair(texts, found, means, leaves_out, worthiest)
+        asked |= {"means": means, "leaves_out": leaves_out}
+        found = _Labelling(model, asked, batch_size, worthiest, estimates)
+        step(1, "labelled")
+        plain = found.begin(some)
+        found.measure_worthiest(plain)
+        n_repaired = found.repair(plain)
         step(1, "repaired")
-        joint, idle = work.replace_all(work.begin(judged), found, means, leaves_out)
+        plain = found.begin(judged)
+        joint, idle = found.replace_all(plain, seed), found.find_idle(plain)
         step(1, "replaced all heads")
     heads = list(found.labels)
     each = list(found.labels.values())
@@ -289,9 +306,7 @@ def label_heads(
         "n_sequences": some.n_sequences, "n_judged": judged.n_sequences, "leaves_out": leaves_out,
     }  # fmt: skip
 
-    def numbers(name: str) -> Tensor:
-        return torch.tensor([getattr(label, name) for label in each], dtype=torch.float64)
-
+    columns = ("fixed", "largest", "fixed_error", "largest_error", "gap_error")
     return HeadLabels(
         metric=damage.name,
         n_sequences=int(some.n_sequences or 0),
@@ -301,12 +316,7 @@ def label_heads(
         names=tuple(label.name for label in each),
         replacements=tuple(found.replacements[head] for head in heads),
         ideals=PATTERN_IDEALS,
-        shares=torch.stack([found.shares[head] for head in heads]),
-        fixed=numbers("fixed"),
-        largest=numbers("largest"),
-        fixed_error=numbers("fixed_error"),
-        largest_error=numbers("largest_error"),
-        gap_error=numbers("gap_error"),
+        shares=torch.stack([compute_shares(*found.tables[head]) for head in heads]),
         worth=torch.tensor([found.worth[head] for head in heads], dtype=torch.float64),
         measured=torch.tensor([head in found.measured for head in heads]),
         does_either=torch.tensor([label.does_either for label in each]),
@@ -317,101 +327,93 @@ def label_heads(
         damage_error=joint.errors(),
         rise=joint.risen(),
         n_repaired=n_repaired,
-        forwards=estimates.forwards + work.forwards,
-        record=RunRecord.from_model(model, settings, seed, fingerprint_of_model=work.fingerprint),
+        forwards=estimates.forwards + found.forwards,
+        record=RunRecord.from_model(model, settings, seed, fingerprint_of_model=found.fingerprint),
         notes=notes,
+        **{
+            name: torch.tensor([getattr(label, name) for label in each], dtype=torch.float64)
+            for name in columns
+        },
     )
 
 
 _N_STEPS = 5
 
 
-@dataclass
-class _Found:
-    """What labelling has found of the heads.
+def _split(every: Batches, judged: Batches | None) -> tuple[Batches, Batches]:
+    """Choose the texts that are labelled on, and those that are judged on.
+
+    Raises:
+        InfoFlowError: for fewer than two of either.
+    """
+    some = every
+    if judged is None:
+        n = int(every.n_sequences or 0)
+        some, judged = every.take(list(range(0, n, 2))), every.take(list(range(1, n, 2)))
+    for name, part in (("labels", some), ("the judgement", judged)):
+        if (part.n_sequences or 0) < 2:
+            raise InfoFlowError(
+                f"there are {part.n_sequences} texts for {name}: expected at least 2, so that "
+                "there is an error over texts; without judge= half of the inputs are for it"
+            )
+    return some, judged
+
+
+class _Labelling:
+    """The steps of :func:`label_heads`, from estimates on.
+
+    Args:
+        model: whose heads.
+        asked: what every intervention is asked, with the means.
+        batch_size: sequences in a pass.
+        worthiest: how many heads are measured, and repaired.
+        estimates: of all heads and ideals.
 
     Attributes:
-        labels: by head, in order.
-        shares: of the ideals, by head.
+        tables: by head, in their order, what each text loses by the ideals, and without the head.
+        labels: by head.
         worth: what a row of the output loses without it.
         measured: the heads of which worth and the label's own ideal were measured.
         replacements: what takes the place of each head.
+        forwards: the work so far, in passes over all texts.
     """
 
-    labels: dict[Head, HeadLabel]
-    shares: dict[Head, Tensor]
-    worth: dict[Head, float]
-    measured: set[Head]
-    replacements: dict[Head, HeadIdeal]
+    def __init__(
+        self,
+        model: nn.Module,
+        asked: Mapping[str, Any],
+        batch_size: int,
+        worthiest: int,
+        estimates: Estimates,
+    ) -> None:
+        self.model, self.asked, self.batch_size = model, asked, batch_size
+        self.worthiest, self.forwards = worthiest, 0.0
+        self.fingerprint = model_fingerprint(model)
+        self._has_sink = any(bool((sink > SINK).any()) for sink in asked["means"].sink)
+        self._rows = float(estimates.n_rows.sum()) * estimates.per_row
+        self.tables: dict[Head, tuple[Tensor, Tensor]] = {}
+        self.labels: dict[Head, HeadLabel] = {}
+        self.worth: dict[Head, float] = {}
+        for layer, part in enumerate(estimates.lost):
+            for index, of_head in enumerate(part.nan_to_num().unbind(dim=1)):
+                self.tables[layer, index] = of_head[:, :_ABLATED], of_head[:, _ABLATED]
+                self._label((layer, index))
+        self.measured = set(self.worth_order[::-1][:worthiest])
+        self.replacements = {head: label.replacement for head, label in self.labels.items()}
+
+    def _label(self, head: Head) -> None:
+        lost, worth = self.tables[head]
+        self.labels[head] = label_head(lost, worth, PATTERN_IDEALS, self._has_sink)
+        self.worth[head] = float(worth.sum()) / self._rows
 
     @property
     def worth_order(self) -> list[Head]:
         """Order the heads, of least worth first."""
         return sorted(self.worth, key=lambda head: self.worth[head])
 
-
-class _Labelling:
-    """The steps of :func:`label_heads`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        metric: Metric | None,
-        read: Read | None,
-        seed: int,
-        batch_size: int,
-        reading: Mapping[str, Any],
-    ) -> None:
-        self.model, self.seed, self.reading = model, seed, reading
-        self.asked: dict[str, Any] = {"metric": metric, "read": read}
-        self.batch_size = batch_size
-        self.forwards = 0.0
-        self.fingerprint = model_fingerprint(model)
-
-    def read(
-        self, inputs: Inputs, judge: Inputs | None, max_length: int | None
-    ) -> tuple[Batches, Batches]:
-        """Read the texts that are labelled on, and those that are judged on.
-
-        Raises:
-            InfoFlowError: for fewer than two of either.
-        """
-        every = read_inputs(self.model, inputs, max_length=max_length, **self.reading)
-        if judge is None:
-            n = int(every.n_sequences or 0)
-            some, judged = every.take(list(range(0, n, 2))), every.take(list(range(1, n, 2)))
-        else:
-            some = every
-            judged = read_inputs(self.model, judge, max_length=max_length, **self.reading)
-        for name, part in (("labels", some), ("the judgement", judged)):
-            if (part.n_sequences or 0) < 2:
-                raise InfoFlowError(
-                    f"there are {part.n_sequences} texts for {name}: expected at least 2, so that "
-                    "there is an error over texts; without judge= half of the inputs are for it"
-                )
-        return some, judged
-
-    def means(
-        self,
-        some: Batches,
-        judged: Batches,
-        calibration: Inputs | MeanPatterns | None,
-        max_length: int | None,
-    ) -> tuple[MeanPatterns, bool]:
-        """Find the means, and whether the texts are among them, so that each is left out."""
-        if isinstance(calibration, MeanPatterns):
-            return calibration, False
-        given: list[Any] = [some, judged]
-        if calibration is not None:
-            given = [read_inputs(self.model, calibration, max_length=max_length, **self.reading)]
-        probe = MeanPatternsProbe()
-        for part in given:
-            run_probes(self.model, part, [probe], batch_size=self.batch_size, progress=False)
-        return probe.result(), calibration is None
-
     def begin(self, batches: Batches) -> list[PlainRun]:
         """Make the plain passes of some texts, once for all that is measured on them."""
-        probe, runs, done = HeadIdeals(ideals=("own",), **self.asked), [], 0
+        probe, runs, done = HeadIdeals(**self.asked), [], 0
         for batch in batches.batches(self.batch_size):
             runs.append(probe.begin_batch(self.model, batch, done))
             done += len(batch)
@@ -427,107 +429,66 @@ class _Labelling:
         self.forwards += result.forwards
         return result
 
-    def label(
-        self,
-        some: Sequence[PlainRun],
-        estimates: Estimates,
-        means: MeanPatterns,
-        leaves_out: bool,
-        worthiest: int,
-        step: Advance,
-    ) -> _Found:
-        """Label by the estimates; then measure the worthiest heads, and label these again."""
-        ablated = HEAD_IDEALS.index("ablated")
-        has_sink = any(bool((sink > SINK).any()) for sink in means.sink)
-        lost: dict[Head, Tensor] = {}
-        for layer, part in enumerate(estimates.lost):
-            lost |= {(layer, index): part[:, index].nan_to_num() for index in range(part.shape[1])}
-        rows = float(estimates.n_rows.sum()) * estimates.per_row
+    def replace(
+        self, texts: Sequence[PlainRun], assignments: Mapping[str, Mapping[Head, str]]
+    ) -> InterventionResult:
+        """Replace many heads at once, in several ways."""
+        return self.measure(texts, AllHeads(assignments=assignments, **self.asked))
 
-        def label_one(of: Tensor) -> HeadLabel:
-            return label_head(of[:, :ablated], of[:, ablated], PATTERN_IDEALS, has_sink)
-
-        labels = {head: label_one(of) for head, of in lost.items()}
-        worth = {head: float(of[:, ablated].sum()) / rows for head, of in lost.items()}
-        step(1, "labelled")
-        top = sorted(worth, key=lambda head: -worth[head])[:worthiest]
-        for ideal in dict.fromkeys(labels[head].replacement for head in top):
-            heads = tuple(head for head in top if labels[head].replacement == ideal)
-            probe = HeadIdeals(
-                means, ("ablated", ideal), heads, leaves_out=leaves_out, **self.asked
+    def measure_worthiest(self, texts: Sequence[PlainRun]) -> None:
+        """Measure the heads of most worth, each by its own ideal, and label them again."""
+        top = [head for head in self.worth_order[::-1] if head in self.measured]
+        for ideal in dict.fromkeys(self.labels[head].replacement for head in top):
+            heads = tuple(head for head in top if self.labels[head].replacement == ideal)
+            result = self.measure(
+                texts, HeadIdeals(ideals=("ablated", ideal), heads=heads, **self.asked)
             )
-            result = self.measure(some, probe)
+            values = dict(zip(result.edits, result.lost.clamp(min=0).T, strict=True))
             for head in heads:
-                for name in ("ablated", ideal):
-                    values = result.lost[:, result.edits.index(f"{head[0]}.{head[1]} {name}")]
-                    lost[head][:, HEAD_IDEALS.index(name)] = values.clamp(min=0)
+                name, (lost, worth) = f"{head[0]}.{head[1]}", self.tables[head]
+                worth.copy_(values[f"{name} ablated"])
+                lost[:, PATTERN_IDEALS.index(ideal)] = values[f"{name} {ideal}"]
         for head in top:
-            labels[head] = label_one(lost[head])
-            worth[head] = float(lost[head][:, ablated].sum()) / rows
-        shares = {
-            head: compute_shares(of[:, :ablated], of[:, ablated]) for head, of in lost.items()
-        }
-        chosen = {head: label.replacement for head, label in labels.items()}
-        return _Found(labels, shares, worth, set(top), chosen)
+            self._label(head)
+            self.replacements[head] = self.labels[head].replacement
 
-    def repair(
-        self,
-        some: Sequence[PlainRun],
-        found: _Found,
-        means: MeanPatterns,
-        leaves_out: bool,
-        worthiest: int,
-    ) -> int:
+    def repair(self, texts: Sequence[PlainRun]) -> int:
         """Try the other family for the worthiest heads while all are replaced; keep what helps."""
 
         def joint(assignment: Mapping[Head, HeadIdeal]) -> float:
-            probe = AllHeads(means, {"all": assignment}, leaves_out=leaves_out, **self.asked)
-            return float(self.measure(some, probe).damage()[0])
+            return float(self.replace(texts, {"all": assignment}).damage()[0])
 
-        reached, n_changed = joint(found.replacements), 0
-        for head in found.worth_order[::-1][:worthiest]:
-            trial = {**found.replacements, head: found.labels[head].other}
+        reached, n_changed = joint(self.replacements), 0
+        for head in self.worth_order[::-1][: self.worthiest]:
+            trial = {**self.replacements, head: self.labels[head].other}
             damage = joint(trial)
             if damage < reached:
-                found.replacements, reached = trial, damage
+                self.replacements, reached = trial, damage
                 n_changed += 1
         return n_changed
 
-    def replace_all(
-        self, judged: Sequence[PlainRun], found: _Found, means: MeanPatterns, leaves_out: bool
-    ) -> tuple[InterventionResult, set[Head]]:
-        """Replace all heads at once in several ways, and find which are idle together."""
-        heads = list(found.labels)
+    def replace_all(self, texts: Sequence[PlainRun], seed: int) -> InterventionResult:
+        """Replace all heads at once by their labels, by one ideal for all, and at random."""
+        heads = list(self.labels)
         several = {
-            head: label.several if label.label == "several" else found.replacements[head]
-            for head, label in found.labels.items()
+            head: label.several if label.label == "several" else self.replacements[head]
+            for head, label in self.labels.items()
         }
-        assignments: dict[str, Mapping[Head, HeadIdeal]] = {
-            OWN: found.replacements,
-            SEVERAL: several,
-        }
-        generator = torch.Generator().manual_seed(derive_seed("dealt", self.seed))
+        generator = torch.Generator().manual_seed(derive_seed("dealt", seed))
         order = torch.randperm(len(heads), generator=generator).tolist()
-        dealt = {head: found.replacements[heads[i]] for head, i in zip(heads, order, strict=True)}
+        dealt = {head: self.replacements[heads[i]] for head, i in zip(heads, order, strict=True)}
+        assignments = {OWN: self.replacements, SEVERAL: several}
         assignments["labels dealt to heads at random"] = dealt
         assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
-        settings = {"leaves_out": leaves_out, **self.asked}
-        joint = self.measure(judged, AllHeads(means, assignments, **settings))
-        return joint, self._idle(judged, found.worth_order, means, settings)
+        return self.replace(texts, assignments)
 
-    def _idle(
-        self,
-        judged: Sequence[PlainRun],
-        order: Sequence[Head],
-        means: MeanPatterns,
-        settings: Mapping[str, Any],
-    ) -> set[Head]:
+    def find_idle(self, texts: Sequence[PlainRun]) -> set[Head]:
         """Find the most heads that do not matter together, by halving."""
+        order = self.worth_order
         low, high = 0, len(order)
         while high - low > len(order) // _SURE_TO:
             middle = (low + high + 1) // 2
-            ablated: dict[Head, HeadIdeal] = dict.fromkeys(order[:middle], "ablated")
-            result = self.measure(judged, AllHeads(means, {"idle": ablated}, **settings))
+            result = self.replace(texts, {"idle": dict.fromkeys(order[:middle], "ablated")})
             rise, error = result.risen(), jackknife(result.rise, result.n_tokens[:, None])
             if rise.isnan().any():
                 return set()

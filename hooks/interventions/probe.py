@@ -1,11 +1,12 @@
 """What an intervention is: a probe that says edits, of which each is measured by what it does."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -540,119 +541,57 @@ class _Source:
         return output
 
 
-class _Judge(ABC):
+Losses: TypeAlias = Float[Tensor, "copy sequence"]
+
+
+@dataclass
+class _Judge:
     """What is lost of the outputs of a batch.
 
     Attributes:
         name: of the metric, or the readout in words.
-        scale: what the scale of a row is made of, summed over batches.
+        lost: what each sequence loses, of the outputs of copies of the batch.
         bare: float64 [sequence], of the plain pass: the readout, or the next-token loss; NaN
             without either.
         n_rows, n_tokens: int [sequence], rows of the output, and next tokens, that count.
+        rise: the rise of the next-token loss, in the same way; None where there is none.
+        scale: what the scale of a row is made of, summed over batches.
     """
 
-    def __init__(self, name: str, batch: Batch) -> None:
-        self.name, self.batch = name, batch
-        self.scale: dict[str, Any] = {}
-        self.bare = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-        self.n_rows = torch.ones(len(batch), dtype=torch.int64)
-        self.n_tokens = torch.zeros(len(batch), dtype=torch.int64)
+    name: str
+    lost: Callable[[Tensor], Losses]
+    bare: Float[Tensor, " sequence"]
+    n_rows: Int[Tensor, " sequence"]
+    n_tokens: Int[Tensor, " sequence"]
+    rise: Callable[[Tensor], Losses] | None = None
+    scale: dict[str, Any] = field(default_factory=dict)
 
-    def measure(
-        self, output: Tensor
-    ) -> tuple[Float[Tensor, "copy sequence"], Float[Tensor, "copy sequence"]]:
-        """Measure what each sequence loses in each copy, and by how much its next-token loss rises.
+    @classmethod
+    def of_values(
+        cls, name: str, read: Callable[[Tensor], Float[Tensor, " sequence"]], plain: Pass
+    ) -> "_Judge":
+        """Judge by the change of a number of each sequence."""
+        bare = read(plain.output)
 
-        The rise is NaN where there is no such loss.
-        """
+        def lost(output: Tensor) -> Losses:
+            return torch.stack([read(copy) for copy in output.split(len(bare))]) - bare
+
+        n_rows = torch.ones(len(bare), dtype=torch.int64)
+        return cls(name, lost, bare, n_rows, torch.zeros_like(n_rows))
+
+    @classmethod
+    def of_loss(cls, loss: NextTokenLoss, plain: Pass, batch: Batch) -> "_Judge":
+        """Judge by the rise of the next-token loss."""
+        found = cls.of_values(str(loss), lambda output: loss.lost(output, batch), plain)
+        n_tokens = loss.states(batch).sum(dim=1)
+        return replace(found, n_rows=n_tokens, n_tokens=n_tokens, rise=found.lost)
+
+    def measure(self, output: Tensor) -> tuple[Losses, Losses]:
+        """Measure what each sequence loses in each copy, and the rise; NaN where there is none."""
         lost = self.lost(output)
-        return lost, torch.full_like(lost, torch.nan)
-
-    @abstractmethod
-    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
-        """Measure what each sequence loses in each copy."""
-
-
-class _ReadoutJudge(_Judge):
-    """The change of a readout."""
-
-    def __init__(self, readout: Readout, plain: Pass, batch: Batch) -> None:
-        super().__init__(str(readout), batch)
-        self._readout = readout.bind(plain.model)
-        self.bare = self._read(plain.output)
-
-    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
-        """Subtract the value of the plain pass."""
-        copies = output.split(len(self.batch))
-        return torch.stack([self._read(copy) for copy in copies]) - self.bare
-
-    def _read(self, output: Tensor) -> Float[Tensor, " sequence"]:
-        """Read it off each sequence, without its padding."""
-        if self.batch.lengths is None or output.ndim < 3:
-            return self._readout.read(output).double().cpu()
-        rows = [row[None, :n] for row, n in zip(output, self.batch.lengths.tolist(), strict=True)]
-        return torch.cat([self._readout.read(row) for row in rows]).double().cpu()
-
-
-class _NextTokenJudge(_Judge):
-    """The rise of the next-token loss."""
-
-    def __init__(self, loss: NextTokenLoss, plain: Pass, batch: Batch) -> None:
-        super().__init__(str(loss), batch)
-        self._loss = loss
-        self.n_rows = self.n_tokens = loss.states(batch).sum(dim=1)
-        self.bare = loss.lost(plain.output, batch)
-
-    def measure(
-        self, output: Tensor
-    ) -> tuple[Float[Tensor, "copy sequence"], Float[Tensor, "copy sequence"]]:
-        """Measure the rise, which is what is lost."""
-        rise = self.lost(output)
-        return rise, rise
-
-    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
-        """Subtract the loss of the plain pass."""
-        copies = output.split(len(self.batch))
-        return torch.stack([self._loss.lost(copy, self.batch) for copy in copies]) - self.bare
-
-
-class _DamageJudge(_Judge):
-    """A metric of outputs, and the next-token loss beside it.
-
-    Raises:
-        InfoFlowError: for a metric, or positions, that the outputs do not have.
-    """
-
-    def __init__(self, asked: Intervention, plain: Pass, source: _Source) -> None:
-        batch, output = source.batch, plain.output
-        shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
-        self._damage = metric_of(plain.model, asked.metric, asked.read, shortest)
-        if self._damage.name == "loss" and not source.is_known:
-            raise InfoFlowError(
-                "metric 'loss' needs the tokens, which hooks alone do not see: expected run_probes "
-                "or attach"
-            )
-        super().__init__(self._damage.name, batch)
-        self._damage.see(output, batch)
-        self.n_rows = self._damage.counted(batch).sum(dim=1)
-        self.scale = self._damage.state()
-        self._reference = self._damage.reference(output, batch)
-        self._beside: _NextTokenJudge | None = None
-        if source.is_known and asked.read is None and _predicts(plain):
-            self._beside = _NextTokenJudge(NextTokenLoss(), plain, batch)
-            self.n_tokens, self.bare = self._beside.n_tokens, self._beside.bare
-
-    def measure(
-        self, output: Tensor
-    ) -> tuple[Float[Tensor, "copy sequence"], Float[Tensor, "copy sequence"]]:
-        """Measure the metric, and the rise of the loss beside it."""
-        if self._beside is None:
-            return super().measure(output)
-        return self.lost(output), self._beside.lost(output)
-
-    def lost(self, output: Tensor) -> Float[Tensor, "copy sequence"]:
-        """Compare with the rows of the plain pass."""
-        return self._damage.lost(self._reference, output, self.batch)
+        if self.rise == self.lost:
+            return lost, lost
+        return lost, self.rise(output) if self.rise else torch.full_like(lost, torch.nan)
 
 
 def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
@@ -661,17 +600,43 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
     Raises:
         InfoFlowError: for what the outputs do not have.
     """
-    if asked.readout is None:
-        return _DamageJudge(asked, plain, source)
-    if isinstance(asked.readout, Readout):
-        return _ReadoutJudge(asked.readout, plain, source.batch)
-    if not source.is_known:
+    batch, readout = source.batch, asked.readout
+    shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
+    needs_tokens = isinstance(readout, NextTokenLoss) or asked.metric == "loss"
+    if needs_tokens and not source.is_known:
         raise InfoFlowError(
             "the loss of the next token needs the tokens, which hooks alone do not see: expected "
             "run_probes or attach"
         )
-    asked.readout.check(plain.model, int(plain.lengths_of(source.batch.tokens.shape[1]).min()))
-    return _NextTokenJudge(asked.readout, plain, source.batch)
+    if isinstance(readout, NextTokenLoss):
+        readout.check(plain.model, shortest)
+        return _Judge.of_loss(readout, plain, batch)
+    if isinstance(readout, Readout):
+        read = partial(_read_each, readout.bind(plain.model), batch)
+        return _Judge.of_values(str(readout), read, plain)
+    damage = metric_of(plain.model, asked.metric, asked.read, shortest)
+    damage.see(plain.output, batch)
+    reference, n_rows = damage.reference(plain.output, batch), damage.counted(batch).sum(dim=1)
+    found = _Judge(
+        damage.name,
+        lambda output: damage.lost(reference, output, batch),
+        torch.full((len(batch),), torch.nan, dtype=torch.float64),
+        n_rows,
+        torch.zeros_like(n_rows),
+        scale=damage.state(),
+    )
+    if source.is_known and asked.read is None and _predicts(plain):
+        beside = _Judge.of_loss(NextTokenLoss(), plain, batch)
+        found.rise, found.bare, found.n_tokens = beside.lost, beside.bare, beside.n_tokens
+    return found
+
+
+def _read_each(readout: Readout, batch: Batch, output: Tensor) -> Float[Tensor, " sequence"]:
+    """Read a readout off each sequence, without its padding."""
+    if batch.lengths is None or output.ndim < 3:
+        return readout.read(output).double().cpu()
+    rows = [row[None, :n] for row, n in zip(output, batch.lengths.tolist(), strict=True)]
+    return torch.cat([readout.read(row) for row in rows]).double().cpu()
 
 
 def _predicts(plain: Pass) -> bool:
