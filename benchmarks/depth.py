@@ -365,14 +365,15 @@ def main_table(
     return markdown([truth, *MODELS], lines)
 
 
-def part_table(rows: Any, column: str) -> str:
-    """Both settings on their questions in SmolLM2, by layer or by kind of text."""
+def part_table(rows: Any, column: str, methods: Sequence[str] = ()) -> str:
+    """Both settings and other methods in SmolLM2, by layer or by kind of text."""
     ours = rows[rows["model"] == "smollm2"]
     parts = list(dict.fromkeys(ours[column]))
     lines = [
         [f"{method}: {truth}"]
         + [shown(by_text(rows, "smollm2", truth, **{column: part})[method]) for part in parts]
-        for truth, method in QUESTION.items()
+        for truth, mine in QUESTION.items()
+        for method in (mine, *methods)
     ]
     return markdown([f"SmolLM2, by {column}", *parts], lines)
 

@@ -1,6 +1,6 @@
 """Attributions of the field, from weights of a plain model of transformers, patterns, and states.
 
-They stand beside the library's own measures in `benchmarks.field`, and use nothing of these. A
+They stand beside the library's own measures in `benchmarks.field`, and compute without these. A
 layer makes y_i = x_i + sum_j T_ij + b of its input x, where T_ij is what query i takes from key j
 by all heads, and then its MLP. One text at a time; arrays are [layer, query, key or source].
 """
@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.points import layer_count
 
 Vectors = Float[Tensor, "source pos d"]
 
@@ -122,6 +124,22 @@ def blocks_of(plain: nn.Module) -> list[Block]:
             "ALBERT of transformers"
         )
     return found * (config.num_hidden_layers // len(found))  # ALBERT shares its layers
+
+
+class Reading(NamedTuple):
+    """What one pass of a text showed: patterns, and what enters each layer."""
+
+    patterns: list[Float[Tensor, "head query key"]]
+    states: list[Float[Tensor, "pos d"]]
+
+
+def read_text(opened: nn.Module, tokens: Int[Tensor, "1 pos"]) -> Reading:
+    """Read patterns and states of one text, off a model that `load_any` or `open_model` opened."""
+    layers = range(layer_count(opened))
+    patterns = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
+    states = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
+    seen = call(opened, tokens, [*patterns, *states]).activations
+    return Reading([seen[p][0] for p in patterns], [seen[s][0] for s in states])
 
 
 def share(parts: Vectors, bias: Tensor | None) -> Vectors:

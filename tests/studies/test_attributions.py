@@ -28,16 +28,11 @@ def built(name):
             if parameter.ndim == 1 and ("orm" in path or "ln_" in path):
                 parameter.add_(torch.linspace(-0.3, 0.4, len(parameter)))
     model, ids = getattr(model, name, model), zoo.tokens(1, 5)
-    opened, n = open_model(model), model.config.num_hidden_layers
-    states = [f"blocks.{layer}.hook_resid_pre" for layer in range(n)]
-    patterns = [f"blocks.{layer}.attn.hook_pattern" for layer in range(n)]
-    out = [f"blocks.{layer}.hook_resid_post" for layer in range(n)]
-    seen = call(opened, ids, [*states, *patterns, *out]).activations
-    return (
-        model,
-        ids,
-        *([seen[name][0].double() for name in names] for names in (patterns, states, out)),
-    )
+    opened = open_model(model)
+    patterns, states = attributions.read_text(opened, ids)
+    out = [f"blocks.{layer}.hook_resid_post" for layer in range(len(states))]
+    seen = call(opened, ids, out).activations
+    return model, ids, [one.double() for one in patterns], states, [seen[name][0] for name in out]
 
 
 @pytest.mark.parametrize("name", KINDS)
