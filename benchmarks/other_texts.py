@@ -1,34 +1,33 @@
-"""Choose the other text of a question by itself: four rules, six texts to choose, six to judge.
+"""Choose the other text of a question by itself: six texts to choose a rule, six to judge it.
 
 Run: python -m benchmarks.other_texts {choose,judge} [--write FILE]
 
-Without `instead`, `ask` takes of the guesses that it draws for the tokens the one that moves the
+Without `instead`, `ask` took of the guesses that it draws for the tokens the one that moves the
 readout most ("most"). That may be a broken sentence, such as "The- that the old sailor". All twelve
-texts were written before any of these rules was tried on any text.
+texts were written before any other rule was tried on any text.
 
-Rules. Of the guesses under which the readout falls: "says against", the most probable text of those
-under which the model prefers `against`, or, if there are none, of those that move the readout half
-as far as the one that moves it most; "half as far", the most probable of these in any case; "sum",
-the one with the largest sum of the fall and of the log-probability of the text. A text is as
-probable as the model finds its tokens from the guess on.
+Rules that take another of the same draws, by the probability of the text, were given up on the
+first six texts: there is no good sentence among the draws ("The and that the old sailor"). "like"
+(`choose_likely_text`) was made and its numbers chosen on these six, before it saw the others.
 
-Prediction. One of the three, chosen on the first six texts by how many circuits are whole, then by
-the log-probability that the texts lose, gives on the other six: texts that lose less of it than
-those of "most" in at least five, in the median by 3 nats less; whole circuits (kept and lost at
-least 70%) in as many texts as "most", or more.
+Prediction. On the six texts that judge, those of "like" lose less log-probability than those of
+"most" in at least five, in the median by 3 nats less; whole circuits (kept and lost at least 70%)
+in as many texts as "most", or more; the model prefers `against` in at least five.
 
-Refuted, and the default stays, if either fails. Circuits are those of quick answers, not pruned.
+Refuted, and the default stays, if one of these fails. A text is as probable as the model finds its
+tokens but for the first. Circuits are those of quick answers, not pruned.
 """
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infoflow_lens import ask, load_any
+from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.answer.steps import measure_tokens
 from infoflow_lens.hooks.readouts import LogitDifference
@@ -53,74 +52,47 @@ TEXTS = {
         ("The doctor told the patient to take the medicine twice a", " day", " week"),
     ),
 }
-RULES = ("most", "says against", "half as far", "sum")
-
-
-class Guess(NamedTuple):
-    """A text with one of the model's own guesses: the readout's change, and its log-probability."""
-
-    text: tuple[int, ...]
-    change: float
-    loss: float
-
-
-def find_guesses(question: Question) -> list[Guess]:
-    """Draw guesses as `ask` does; the log-probability is beside that of the text."""
-    tokens, clean = measure_tokens(question), question.clean.tokens[0]
-    found = []
-    before = log_probability(question, clean)
-    for position, changes in enumerate(tokens.changes.tolist()):
-        drawn = dict(zip(tokens.donors[position].tolist(), changes, strict=True))
-        for donor, change in drawn.items():
-            if donor >= 0:
-                text = clean.clone()
-                text[position] = donor
-                loss = log_probability(question, text) - before
-                found.append(Guess(tuple(text.tolist()), change, loss))
-    return found
 
 
 @torch.no_grad()
-def log_probability(question: Question, text: Tensor) -> float:
+def log_probability(model: NamedModel, text: Tensor) -> float:
     """Sum the log-probabilities of all tokens but the first."""
-    logits = question.model(text[None])[0].double().log_softmax(-1)  # type: ignore[operator]
+    logits = model(text[None])[0].double().log_softmax(-1)
     return float(logits[:-1].gather(1, text[1:, None]).sum())
 
 
-def choose(guesses: list[Guess], value: float, rule: str) -> Guess:
-    """Choose the other text by a rule."""
-    if rule == "most":
-        return max(guesses, key=lambda guess: abs(guess.change))
-    falls = [guess for guess in guesses if guess.change < 0]
-    if rule == "sum":
-        return max(falls, key=lambda guess: guess.loss - guess.change)
-    far = min(guess.change for guess in falls) / 2
-    fine = [guess for guess in falls if guess.change <= far]
-    if rule == "says against":
-        fine = [guess for guess in falls if value + guess.change < 0] or fine
-    return max(fine, key=lambda guess: guess.loss)
+def find_other_texts(question: Question) -> dict[str, Tensor]:
+    """Find the other text of each rule."""
+    tokens, clean = measure_tokens(question), question.clean.tokens[0]
+    like = choose_likely_text(question, tokens.mean)
+    assert like is not None  # SmolLM2 predicts the next token
+    largest = int(tokens.changes.abs().nan_to_num(-1).argmax())
+    most = clean.clone()
+    most[largest // tokens.changes.shape[1]] = tokens.donors.flatten()[largest]
+    return {"most": most, "like": like}
 
 
 def judge(model: NamedModel, text: str, answer: str, against: str) -> list[dict[str, Any]]:
     """Ask with the other text of each rule."""
     ids = model.tokenizer(text, return_tensors="pt")["input_ids"][0]
     question = Question(model, ids, None, LogitDifference(answer, against).bind(model))
-    guesses, rows, known = find_guesses(question), [], dict[tuple[int, ...], dict[str, Any]]()
-    for rule in RULES:
-        chosen = choose(guesses, question.clean.value, rule)
-        if chosen.text not in known:
-            other = torch.tensor(chosen.text)
-            found = ask(model, ids, answer, against, other, quick=True, progress=False)
-            known[chosen.text] = {
-                "other text": model.tokenizer.decode(chosen.text),
+    rows = []
+    for rule, other in find_other_texts(question).items():
+        found = ask(model, ids, answer, against, other, quick=True, progress=False)
+        loss = log_probability(model, other) - log_probability(model, ids)
+        rows.append(
+            {
+                "text": text,
+                "rule": rule,
+                "other text": model.tokenizer.decode(other),
                 "value": round(found.value, 2),
                 "other": round(found.other_value, 2),
-                "nats": round(chosen.loss, 1),
+                "nats": round(loss, 1),
                 "paths": len(found.places),
                 "kept": round(found.kept, 2),
                 "lost": round(found.lost, 2),
             }
-        rows.append({"text": text, "rule": rule, **known[chosen.text]})
+        )
     return rows
 
 
@@ -135,7 +107,7 @@ def main() -> None:
     rows = []
     for asked in TEXTS[settings.part]:
         rows += judge(model, *asked)
-        for row in rows[-len(RULES) :]:
+        for row in rows[-2:]:
             print(json.dumps(row), flush=True)
         if settings.write:
             settings.write.write_text(json.dumps(rows, indent=1))

@@ -24,7 +24,7 @@ from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points, layer_count
 from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
-from infoflow_lens.hooks.readouts import Readout
+from infoflow_lens.hooks.readouts import Readout, logits_of
 
 # a hook point, the place within a sequence, and what stands there instead
 Change: TypeAlias = tuple[str, Any, Tensor]
@@ -265,10 +265,7 @@ class Question:
         before = {point: self.clean.shown[point][0][:position] for row in rows for point, *_ in row}
         edits = edits_of(rows, before)
         last = self.state(self.n_layers)
-        batch = Batch(tokens)
-        if position:
-            assert self._prefix is not None  # else no position but the first is asked for
-            batch = self._prefix.continue_with(tokens[:, position:], position)
+        batch = self._continue(tokens, position)
         with self.starting(layer, position) as share:
             if self._reads_one:  # nothing behind the blocks runs for the other positions
                 states = call(self.model, batch, [last], edit=edits).activations[last]
@@ -279,6 +276,13 @@ class Question:
             return self.read_states(states[:, self.end - position])
         readout = self._read_at(self.end - position) if position else self.readout
         return readout.read(output).detach().double().cpu()
+
+    def _continue(self, tokens: Int[Tensor, "row pos"], position: int) -> Batch:
+        """Make the batch of what stands from a position on."""
+        if not position:
+            return Batch(tokens)
+        assert self._prefix is not None  # else no position but the first is asked for
+        return self._prefix.continue_with(tokens[:, position:], position)
 
     def _read_at(self, position: int) -> Readout:
         """Make the readout of another position."""
@@ -328,6 +332,45 @@ class Question:
         found = self.measure([()] * len(new), tokens, advance)
         self._known_texts |= zip(new, found.tolist(), strict=True)
         return torch.tensor([self._known_texts[text] for text in asked], dtype=torch.float64)
+
+    @torch.no_grad()
+    def score_texts(
+        self, texts: Int[Tensor, "row pos"]
+    ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
+        """Read what other texts change, and how much more probable the model finds their tokens.
+
+        Args:
+            texts: for a causal model that predicts the next token, read at the last position.
+
+        Returns:
+            The change of the readout, and of the sum of the log-probabilities of all tokens but the
+            first.
+        """
+        starts = [(0, self._first_position(text, ())) for text in texts]
+        found = torch.zeros(2, len(texts), dtype=torch.float64)
+        order = sorted(range(len(texts)), key=lambda row: starts[row])
+        for these in self._batches(order, starts):
+            _, first = _earliest(starts[row] for row in these)
+            run = partial(self._score, texts[these], first)
+            numbers = self.measure_once(["scores", texts[these], first], run, 2 * len(these))
+            found[:, these] = numbers.view(2, -1)
+        return found[0], found[1]
+
+    def _score(self, texts: Int[Tensor, "row pos"], first: int) -> Float[Tensor, " number"]:
+        """Run texts from a position on; changes of the readout, then of log-probabilities."""
+        output = call(self.model, self._continue(texts, first), output=True).output
+        self.forwards += len(texts) * (1 - first / self.n_pos)
+        value = self._read_at(self.end - first).read(output).detach().double().cpu()
+        before = self.clean.logits[None, :first].expand(len(texts), -1, -1)
+        rows = torch.cat([before, logits_of(output)], dim=1)[:, max(first - 1, 0) :]
+        gains = []
+        for logits, ids in (
+            (rows, texts),
+            (self.clean.logits[None, max(first - 1, 0) :], self.clean.tokens),
+        ):
+            of_next = logits[:, :-1].gather(2, ids[:, max(first, 1) :, None])[..., 0]
+            gains.append((of_next - logits[:, :-1].logsumexp(-1)).sum(1).double().cpu())
+        return torch.cat([value - self.clean.value, gains[0] - gains[1]])
 
     def single_tokens(self) -> list[Span]:
         """Make a span of each token."""

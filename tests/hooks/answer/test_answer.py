@@ -9,7 +9,9 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
+from infoflow_lens.hooks.answer import other_text
 from infoflow_lens.hooks.answer.measure import measure_answer
+from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import (
     Node,
     Path,
@@ -185,6 +187,53 @@ def test_positions_run_where_the_first_ones_depend_on_the_last():
         values = [difference(plain(ids[None]).logits[0]) for ids in (clean, other)]
     found = float(question.measure([()], other[None])[0])
     assert found == near(float(values[1] - values[0]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_texts_are_as_probable_as_the_plain_model_finds_them(name):
+    plain = zoo.build(name)
+    question = Question(open_model(plain), two_texts()[0], None, READOUT, batch_size=4)
+    texts = zoo.tokens(6, 6, seed=8)
+    texts[0] = question.clean.tokens[0]
+    texts[1:3, :4] = texts[0, :4]
+    texts[3, :5] = texts[0, :5]
+    change, gain = question.score_texts(texts)
+    with torch.no_grad():
+        logits = plain(texts).logits
+    values = torch.stack([difference(row) for row in logits])
+    assert change.tolist() == near((values - values[0]).tolist())
+    logs = logits.double().log_softmax(-1)[:, :-1].gather(2, texts[:, 1:, None]).sum(dim=(1, 2))
+    assert gain.tolist() == near((logs - logs[0]).tolist())
+
+
+def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run(monkeypatch):
+    """By brute force over all places and tokens, where as many are run as there are."""
+    monkeypatch.setattr(other_text, "_PLACES", 5)
+    monkeypatch.setattr(other_text, "_GUESSES", zoo.N_VOCAB - 1)
+    plain = zoo.build("llama")
+    clean = two_texts()[0]
+    question = Question(open_model(plain), clean, None, READOUT)
+    chosen = choose_likely_text(question, torch.zeros(6, dtype=torch.float64))
+    texts = clean.repeat(5 * zoo.N_VOCAB, 1)
+    for row in range(len(texts)):
+        texts[row, 1 + row // zoo.N_VOCAB] = row % zoo.N_VOCAB
+    texts = torch.cat([clean[None], texts[(texts != clean).any(dim=1)]])
+    with torch.no_grad():
+        logits = plain(texts).logits
+    value = torch.stack([difference(row) for row in logits])
+    logs = logits.double().log_softmax(-1)[:, :-1].gather(2, texts[:, 1:, None]).sum(dim=(1, 2))
+    table = plain.get_input_embeddings().weight.detach()
+    like = torch.cosine_similarity(table[texts], table[clean], dim=-1).sum(dim=1) - 5
+    score = logs + 10 * like - 3 * (value + 1).clamp(min=0)
+    score[0] = -torch.inf
+    assert chosen.equal(texts[score.argmax()])
+
+
+def test_a_likely_text_is_not_chosen_where_nothing_predicts_the_next_token():
+    clean = two_texts()[0]
+    for name, read in (("bert", LogitDifference(ANSWER, AGAINST, 2)), ("llama", LogProbability(9))):
+        question = Question(open_model(zoo.build(name)), clean, None, read)
+        assert choose_likely_text(question, torch.ones(6)) is None
 
 
 @needs_version_4

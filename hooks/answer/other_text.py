@@ -1,0 +1,70 @@
+"""The other text, where none is given: a word of the text is replaced by one that is like it."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.steps import guess_tokens, is_causal
+from infoflow_lens.hooks.readouts import LogitDifference
+
+_PLACES, _GUESSES = 4, 6  # places whose tokens move the readout most, and guesses at each
+_LIKENESS = 10.0  # nats that a token with the same embedding is worth, beside one at right angles
+_MARGIN, _SHORT = 1.0, 3.0  # `against` is to lead by so much; nats that each logit less costs
+
+
+def choose_likely_text(
+    question: Question, effect: Float[Tensor, " pos"]
+) -> Int[Tensor, " pos"] | None:
+    """Choose a text that reads like the one that is asked about, and of which `against` is said.
+
+    At the places that move the readout most the model's guesses are ordered by their probability
+    and by how near their embeddings come to that of the token in their place. The first ones are
+    run. The best is the most probable text with the nearest token under which the model prefers
+    `against`.
+
+    Args:
+        question: of which only the text is known.
+        effect: of each token, by which the places are chosen.
+
+    Returns:
+        Token ids, or None of models that predict no next token, or have no table of embeddings.
+    """
+    embeddings = _embeddings(question)
+    if embeddings is None:
+        return None
+    clean, guesses = question.clean.tokens[0], guess_tokens(question).log()
+    likeness = torch.cosine_similarity(embeddings[clean][:, None], embeddings[None], dim=-1)
+    worth = (guesses + _LIKENESS * likeness.cpu().float())[1:]  # the first token is not predicted
+    places = effect[1:].abs().nan_to_num(0).topk(min(_PLACES, len(worth))).indices
+    texts, like = [], []
+    for place in places.tolist():
+        for token in worth[place].topk(_GUESSES).indices.tolist():
+            text = clean.clone()
+            text[place + 1] = token
+            texts.append(text)
+            like.append(float(likeness[place + 1, token]))
+    if not texts:
+        return None
+    rows = torch.stack(texts)
+    change, gain = question.score_texts(rows)
+    short = (question.clean.value + change + _MARGIN).clamp(min=0)
+    score = gain + _LIKENESS * torch.tensor(like, dtype=torch.float64) - _SHORT * short
+    return rows[int(score.argmax())]
+
+
+def _embeddings(question: Question) -> Float[Tensor, "token d_model"] | None:
+    """Find the table of embeddings of a model that predicts the next token."""
+    original: Any = getattr(question.model, "original_model", question.model)
+    logits, n_pos = question.clean.logits, question.n_pos
+    if not (isinstance(question.readout, LogitDifference) and is_causal(question.model)):
+        return None
+    if logits.ndim != 2 or len(logits) != n_pos or question.end != n_pos - 1:
+        return None
+    try:
+        table = original.get_input_embeddings().weight.detach()
+    except (AttributeError, NotImplementedError):
+        return None
+    return table if table.shape[0] == logits.shape[1] else None
