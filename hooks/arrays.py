@@ -56,7 +56,7 @@ class LabelledArray:
         return self.values if isinstance(self.values, tuple) else (self.values,)
 
     def places(self, dim: str) -> Sequence[Any]:
-        """What stands at the places of an axis."""
+        """Return the names of the places of an axis, or their numbers."""
         return self.coords[dim] if dim in self.coords else range(self.size_of(dim))
 
     def size_of(self, dim: str) -> int:
@@ -97,15 +97,15 @@ class LabelledArray:
             found = replace(found, values=values, dims=left)
         return found
 
-    def of_layer(self, layer: int | None) -> tuple[Tensor, tuple[str, ...]]:
-        """The tensor of a layer, by its number, and its axes; the whole for None."""
+    def take_layer(self, layer: int | None) -> tuple[Tensor, tuple[str, ...]]:
+        """Return the tensor of a layer, by its number, and its axes; the whole for None."""
         if layer is None or "layer" not in self.dims:
             assert isinstance(self.values, Tensor)
             return self.values, self.dims
         return self.values[layer], self.dims[1:]
 
-    def filled(self) -> Tensor:
-        """One tensor, NaN where layers have fewer heads than others."""
+    def to_tensor(self) -> Tensor:
+        """Return one tensor, NaN where layers have fewer heads than others."""
         if isinstance(self.values, Tensor):
             return self.values
         shape = [max(sizes) for sizes in zip(*(part.shape for part in self.values), strict=True)]
@@ -115,7 +115,7 @@ class LabelledArray:
         return whole
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each number."""
+        """Return a table with one row for each number."""
         return frame_of([self])
 
     def plot(self, title: str = "") -> "Figure":
@@ -126,7 +126,7 @@ class LabelledArray:
         array = self
         while len(array.dims) > 3:
             array = array.select(**{array.dims[0]: array.places(array.dims[0])[0]})
-        values = array.filled().detach().float().cpu().numpy()
+        values = array.to_tensor().detach().float().cpu().numpy()
         if values.ndim < 3:
             return _panels([(title or self.name, values)], array.dims, array, "")
         facets = [(f"{array.dims[0]} {at}", part) for at, part in zip(
@@ -160,24 +160,24 @@ def _columns(
     columns: Sequence[LabelledArray], rows: LabelledArray | None, layer: int | None
 ) -> Iterator[tuple[str, Any]]:
     main = columns[0]
-    values, dims = main.of_layer(layer)
+    values, dims = main.take_layer(layer)
     kept = torch.ones_like(values, dtype=torch.bool)
     if rows is not None:
-        kept &= _aligned(rows, layer, dims)
+        kept &= _align(rows, layer, dims)
     index = torch.atleast_1d(kept).nonzero(as_tuple=True)  # a number of a layer has no axis
     if layer is not None:
         yield "layer", np.full(len(index[0]), main.places("layer")[layer])
     for axis, dim in zip(index, dims, strict=bool(dims)):
         yield dim, np.asarray(main.places(dim))[axis.cpu().numpy()]
     for column in columns:
-        found = _aligned(column, layer, dims).expand_as(values)
+        found = _align(column, layer, dims).expand_as(values)
         found = torch.atleast_1d(found)[index].detach().cpu()
         yield column.name, (found.float() if found.dtype == torch.bfloat16 else found).numpy()
 
 
-def _aligned(array: LabelledArray, layer: int | None, dims: Sequence[str]) -> Tensor:
-    """Values with an axis for each of `dims`, of size 1 where the array has none."""
-    values, own = array.of_layer(layer)
+def _align(array: LabelledArray, layer: int | None, dims: Sequence[str]) -> Tensor:
+    """Return values with an axis for each of `dims`, of size 1 where the array has none."""
+    values, own = array.take_layer(layer)
     for axis, dim in enumerate(dims):
         if dim not in own:
             values = values.unsqueeze(axis)

@@ -22,8 +22,8 @@ from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.result import LabelledResult, Result, labelled
-from infoflow_lens.hooks.states import State, copied, states_of
+from infoflow_lens.hooks.result import LabelledResult, Result, label_arrays
+from infoflow_lens.hooks.states import State, copy_nested, states_of
 
 if TYPE_CHECKING:
     from infoflow_lens.hooks.sharded import ShardedResult
@@ -63,17 +63,17 @@ class Split:
         check_fields(self)
 
     def indices(self, n_before: int, n: int) -> Int[Tensor, " n"]:
-        """Which sequences of all the next `n` are."""
+        """Return the numbers, among all sequences, of the next `n`."""
         return self.first + self.step * torch.arange(n_before, n_before + n)
 
     def held_out(self, indices: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
-        """Whether these sequences are held out."""
+        """Say whether these sequences are held out."""
         if self.mode == "by_index":
             return indices % self.every == self.every - 1
         return torch.full(indices.shape, self.mode == "evaluate")
 
     def n_held_out(self, n: int) -> int:
-        """How many of the first `n` sequences are held out."""
+        """Count those of the first `n` sequences that are held out."""
         if self.mode == "by_index" and self.step == 1:
             return (self.first + n) // self.every - self.first // self.every
         return int(self.held_out(self.indices(0, n)).sum())
@@ -186,17 +186,17 @@ class Probe(ABC, Generic[ResultT]):
 
     @abstractmethod
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """What one complete forward pass adds to each of the declared states, by name."""
+        """Return what one complete forward pass adds to each of the declared states, by name."""
 
     @abstractmethod
     def compute(self) -> Any:
-        """What follows from the states of at least one pass: a result, or arrays of one.
+        """Compute a result, or arrays of one, from the states of at least one pass.
 
         An array is a tensor, or a list of tensors, one for each layer; several are a dict.
         """
 
     def needs(self, model: nn.Module) -> Needs:
-        """What it reads of every pass; raises InfoFlowError where the model cannot give it."""
+        """Name what it reads of every pass; raises InfoFlowError where the model cannot give it."""
         reads = (self.reads,) if isinstance(self.reads, str) else tuple(self.reads)
         points = [name for name in reads if "hook_" in name]
         unknown = [name for name in reads if name not in (*_PARTS, *_STATES, *points)]
@@ -221,7 +221,7 @@ class Probe(ABC, Generic[ResultT]):
         Fields are left out that are declared by ``field(compare=False)``.
         """
         return {
-            item.name: described(getattr(self, item.name))
+            item.name: describe_setting(getattr(self, item.name))
             for item in fields(self)  # type: ignore[arg-type]
             if item.init and item.compare
         }
@@ -253,7 +253,7 @@ class Probe(ABC, Generic[ResultT]):
         Raises:
             InfoFlowError: if the model cannot give it, or the probe has measured another model.
         """
-        self._check_declared()
+        self._check_declarations()
         needs = self.needs(model)
         if not isinstance(needs, Needs):
             raise InfoFlowError(
@@ -289,15 +289,16 @@ class Probe(ABC, Generic[ResultT]):
         indices = split.indices(self.n_sequences, len(seen))
         # a user's inference mode would make tensors that cannot be added to later
         with torch.inference_mode(False), torch.no_grad():
-            part = self.update(seen.counted(indices, split.held_out(indices), split.turns(indices)))
+            part = self.update(
+                seen.renumber(indices, split.held_out(indices), split.turns(indices))
+            )
             self.add(part, len(seen))
 
     def add(self, part: Mapping[str, Any], n: int) -> None:
         """Add what `update` gave of `n` sequences."""
         self._check_part(part)
         self.kept = {
-            name: state.added(self.kept.get(name), part[name])
-            for name, state in self._states.items()
+            name: state.add(self.kept.get(name), part[name]) for name, state in self._states.items()
         }
         self.n_sequences += n
 
@@ -345,7 +346,7 @@ class Probe(ABC, Generic[ResultT]):
             self._same_model(other._record)
             self._record = other._record
         self.kept = {
-            name: state.merged(self.kept.get(name), other.kept.get(name))
+            name: state.merge(self.kept.get(name), other.kept.get(name))
             for name, state in self._states.items()
         }
         self.n_sequences += other.n_sequences
@@ -367,7 +368,7 @@ class Probe(ABC, Generic[ResultT]):
         if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
         try:
-            states = _gathered(self.state_dict())
+            states = _gather_states(self.state_dict())
         except RuntimeError as error:  # of the backend
             raise InfoFlowError(
                 f"another process of torch.distributed is gone or does not answer ({error}): "
@@ -396,7 +397,7 @@ class Probe(ABC, Generic[ResultT]):
             "missing": list(self._missing),
             "record": None if self._record is None else self._record.to_dict(),
             "is_reduced": self._is_reduced,
-            "measured": copied(self.kept),
+            "measured": copy_nested(self.kept),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -415,11 +416,11 @@ class Probe(ABC, Generic[ResultT]):
             record = None if state["record"] is None else RunRecord.from_dict(state["record"])
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
-            measured = copied(state["measured"])
+            measured = copy_nested(state["measured"])
             if (measured or counts[0]) and measured.keys() != self._states.keys():
                 raise ValueError(f"it holds {', '.join(measured) or 'nothing'}")
             kept = {
-                name: None if part is None else self._states[name].rebuilt(part)
+                name: None if part is None else self._states[name].rebuild(part)
                 for name, part in measured.items()
             }
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -432,7 +433,7 @@ class Probe(ABC, Generic[ResultT]):
         self._missing, self._is_reduced = seen
 
     def result(self) -> ResultT:
-        """What was measured so far; the probe may go on afterwards.
+        """Return what was measured so far; the probe may go on afterwards.
 
         Raises:
             NothingMeasuredError: if no forward pass was complete.
@@ -452,7 +453,7 @@ class Probe(ABC, Generic[ResultT]):
             )
         found = self.compute()
         if not isinstance(found, Result):
-            found = labelled(name, found, self.dims, self.run_record(), self.notes())
+            found = label_arrays(name, found, self.dims, self.run_record(), self.notes())
         return cast(ResultT, found)
 
     def check_model(self, fingerprint: str) -> None:
@@ -490,8 +491,8 @@ class Probe(ABC, Generic[ResultT]):
         """Without what binds the probe to a model: what plain hooks have collected, and a block."""
         return {**self.__dict__, "pending": None, "is_attached": False}
 
-    def filled(self, kind: type[ResultT], **more: Any) -> ResultT:
-        """A result whose fields are the states and settings of the same names.
+    def make_result(self, kind: type[ResultT], **more: Any) -> ResultT:
+        """Make a result whose fields are the states and settings of the same names.
 
         Args:
             kind: of result.
@@ -507,7 +508,7 @@ class Probe(ABC, Generic[ResultT]):
         return self._record
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
+        """Return what a reader of the result must know."""
         if not self._n_partial:
             return ()
         return (
@@ -515,7 +516,7 @@ class Probe(ABC, Generic[ResultT]):
             f"({', '.join(self._missing)} had not fired)",
         )
 
-    def _check_declared(self) -> None:
+    def _check_declarations(self) -> None:
         """Refuse, before any pass, what could not be measured.
 
         Raises:
@@ -568,25 +569,25 @@ _PARTS = ("scores", "pattern", "tokens")  # of a pass, in every layer
 _STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
-def described(value: Any) -> Any:
-    """A setting as JSON-compatible values: of tensors and results a digest, of functions the names,
-    of dataclasses their fields, and of what is the user's own a digest of what it does.
+def describe_setting(value: Any) -> Any:
+    """Return a setting as JSON-compatible values: of tensors and results a digest, of functions
+    the names, of dataclasses their fields, and of the user's own code a digest of what it does.
     """
     if isinstance(value, Tensor):
         return {"table": fingerprint({"table": value})}
     if isinstance(value, (tuple, list)):
-        return [described(part) for part in value]
+        return [describe_setting(part) for part in value]
     if isinstance(value, Mapping):
-        return {str(key): described(part) for key, part in value.items()}
+        return {str(key): describe_setting(part) for key, part in value.items()}
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
         by_name = {"function": f"{getattr(value, '__module__', '')}.{name}"}
         is_object = not hasattr(value, "__qualname__")  # it may hold tensors
         return by_name | ({"code": code_digest(value)} if is_object or is_own(value) else {})
     if isinstance(value, Result):
-        return {"result": type(value).__name__, "digest": fingerprint(value.stored()[1])}
+        return {"result": type(value).__name__, "digest": fingerprint(value.to_parts()[1])}
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {part.name: described(getattr(value, part.name)) for part in fields(value)}
+        parts = {part.name: describe_setting(getattr(value, part.name)) for part in fields(value)}
         return {"kind": type(value).__name__, **parts}
     value = plain(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -601,8 +602,8 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, State)
 
 
-def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of all processes, sent as tensors and JSON: nothing that is received is called."""
+def _gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Gather the states of all processes, sent as tensors and JSON: nothing received is called."""
     distributed = torch.distributed
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     sent = torch.frombuffer(bytearray(state_to_bytes(state)), dtype=torch.uint8).to(device)

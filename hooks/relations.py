@@ -27,11 +27,11 @@ Places: TypeAlias = Callable[[Ids], Bool[Tensor, " pos"]]
 def _shift(by: int) -> Callable[[Ids], Bool[Tensor, "query key"]]:
     """Relate a query to the key that stands so many places behind it."""
 
-    def related(ids: Ids) -> Bool[Tensor, "query key"]:
+    def relate(ids: Ids) -> Bool[Tensor, "query key"]:
         place = torch.arange(len(ids))
         return place[None, :] == place[:, None] + by
 
-    return related
+    return relate
 
 
 def _same_token(ids: Ids) -> Bool[Tensor, "query key"]:

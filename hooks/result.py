@@ -87,12 +87,12 @@ class Result(Displayed):
         return found
 
     def _coords(self) -> Mapping[str, Sequence[Any]]:
-        """What stands at the places of the axes, where it is not 0 and so on."""
+        """The names of places on the axes, where they are not 0, 1 and so on."""
         given = {dim: getattr(self, name, None) for dim, name in _COORDINATES.items()}
         return {dim: places for dim, places in given.items() if isinstance(places, tuple)}
 
     def array(self, name: str | None = None, **where: Any) -> LabelledArray:
-        """One of the arrays, with names on its axes, ``.to_frame()`` and ``.plot()``.
+        """Return one of the arrays, with names on its axes, ``.to_frame()`` and ``.plot()``.
 
         Args:
             name: default, the first.
@@ -132,10 +132,10 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if they cannot be written, or other files stand in their places.
         """
-        write_parts(path, SCHEMA, *self.stored(), overwrite=overwrite)
+        write_parts(path, SCHEMA, *self.to_parts(), overwrite=overwrite)
 
-    def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What is written of it: values for JSON, and tensors by name."""
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what is written of the result: values for JSON, and tensors by name."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
         for item in fields(self):
@@ -165,16 +165,16 @@ class Result(Displayed):
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
         with read_parts(path, SCHEMA, "result") as (plain, tensors):
-            result = cls.of_stored(plain, tensors)
+            result = cls.from_parts(plain, tensors)
             if result.small or result.makes_small_table:
                 result.to_frame()  # what is loaded can be shown, or is refused here
-        return result._located(path)
+        return result._locate(path)
 
     @classmethod
-    def of_stored(
+    def from_parts(
         cls: type[ResultT], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> ResultT:
-        """The result of which :meth:`stored` gave the parts.
+        """Build the result of which :meth:`to_parts` gave the parts.
 
         Raises:
             InfoFlowError: if it is of another kind.
@@ -277,8 +277,8 @@ class Result(Displayed):
         folder = pull(repo_id, [f"{name}.*", f"{name}/*"], revision=revision, token=token)
         return cls.load(folder / name)
 
-    def _located(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
-        """The result, knowing from where it was loaded, if it must."""
+    def _locate(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
+        """Return the result, knowing from where it was loaded, if it must."""
         return self
 
 
@@ -318,14 +318,14 @@ class LabelledResult(Result):
         }
 
 
-def labelled(
+def label_arrays(
     name: str,
     found: Any,
     dims: Sequence[str] | Mapping[str, Sequence[str]],
     record: RunRecord,
     notes: tuple[str, ...],
 ) -> LabelledResult:
-    """The result that a probe's `compute` means.
+    """Make the result that a probe's `compute` means.
 
     Args:
         name: of the probe, for errors.

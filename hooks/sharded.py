@@ -35,10 +35,10 @@ class ShardedResult(Result, Generic[PartT]):
     digests: tuple[str, ...] = field(repr=False)
 
     @classmethod
-    def of_shards(
+    def from_shards(
         cls, path: str | os.PathLike[str], told: Sequence[Mapping[str, Any]], record: RunRecord
     ) -> "ShardedResult[PartT]":
-        """The result whose parts :meth:`save_shard` has written.
+        """Build the result whose parts :meth:`save_shard` has written.
 
         Args:
             path: as there.
@@ -52,7 +52,7 @@ class ShardedResult(Result, Generic[PartT]):
             record=record,
             notes=common_notes(part["notes"] for part in told),
         )
-        return result._located(path)
+        return result._locate(path)
 
     @staticmethod
     def save_shard(path: str | os.PathLike[str], index: int, part: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ShardedResult(Result, Generic[PartT]):
             part: its result.
 
         Returns:
-            What :meth:`of_shards` must know of it, as plain values.
+            What :meth:`from_shards` must know of it, as plain values.
         """
         part.save(part_of(path, index))
         return {
@@ -93,8 +93,8 @@ class ShardedResult(Result, Generic[PartT]):
             yield part
 
     @abstractmethod
-    def _joined(self, parts: Sequence[PartT]) -> PartT:
-        """The result of the sequences of several parts."""
+    def _join(self, parts: Sequence[PartT]) -> PartT:
+        """Join the results of several parts."""
 
     def first(self, n: int) -> PartT:
         """The result of the first `n` sequences.
@@ -107,7 +107,7 @@ class ShardedResult(Result, Generic[PartT]):
             parts.append(part)
             if sum(one.n_sequences for one in parts) >= n:
                 break
-        whole: Any = self._joined(parts)
+        whole: Any = self._join(parts)
         found: PartT = whole.first(n)
         return found
 
@@ -132,7 +132,7 @@ class ShardedResult(Result, Generic[PartT]):
                 f"memory, and {format_bytes(free)} is free: expected it to fit; go through "
                 ".shards(), or take the .first(n) sequences"
             )
-        return self._joined(list(self.shards()))
+        return self._join(list(self.shards()))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``<path>.safetensors``, ``<path>.json`` and the parts in the folder `path`.
@@ -159,16 +159,16 @@ class ShardedResult(Result, Generic[PartT]):
             n = self.n_shards
             with writing_parts(paths, SCHEMA, n_parts=n, overwrite=overwrite) as writes:
                 parts = self.shards() if copies else ()
-                digests = [write(*part.stored()) for write, part in zip(writes, parts)]
+                digests = [write(*part.to_parts()) for write, part in zip(writes, parts)]
                 saved = replace(self, digests=tuple(digests)) if copies else self
-                writes[-1](*saved.stored())
+                writes[-1](*saved.to_parts())
         except BaseException:
             if is_new:
                 with suppress(OSError):  # the folder that was made for the parts
                     place.rmdir()
             raise
 
-    def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
+    def _locate(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
         if len(self.digests) != self.n_shards or self.n_sequences < self.n_shards:
             raise InfoFlowError(
                 f"{Path(path).name}.json tells of {len(self.digests)} of {self.n_shards} files: "

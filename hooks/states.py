@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.hooks.passes.view import padded_together
+from infoflow_lens.hooks.passes.view import pad_and_join
 
 Reduction = Callable[[Any, Any], Any]
 
@@ -49,38 +49,38 @@ class State:
             f"adds to it, as {{{self.name!r}: ...}}"
         )
 
-    def added(self, kept: Any, part: Any) -> Any:
-        """What is kept, with a part more.
+    def add(self, kept: Any, part: Any) -> Any:
+        """Add a part to what is kept.
 
         Args:
             kept: so far; None for nothing.
             part: what `update` has returned.
         """
-        return self.merged(kept, part)
+        return self.merge(kept, part)
 
-    def merged(self, mine: Any, others: Any) -> Any:
-        """What is kept of both; either may be None for nothing."""
+    def merge(self, mine: Any, others: Any) -> Any:
+        """Merge what is kept of two; either may be None for nothing."""
         raise NotImplementedError
 
     def value(self, kept: Any) -> Any:
-        """What is kept, as the probe reads it; None before the first pass."""
+        """Return what is kept as the probe reads it; None before the first pass."""
         return kept
 
     def bytes_of(self, kept: Any) -> int:
         """Bytes of what grows with the sequences."""
         return bytes_in(kept) if self.grows else 0
 
-    def rebuilt(self, plain: Any) -> Any:
-        """What :func:`plainly` made plain."""
+    def rebuild(self, plain: Any) -> Any:
+        """Rebuild what :func:`plainly` made plain."""
         return plain
 
 
 class _Summed(State):
-    def merged(self, mine: Any, others: Any) -> Any:
+    def merge(self, mine: Any, others: Any) -> Any:
         if others is None:
             return mine
         if mine is None:
-            return copied(others)
+            return copy_nested(others)
         return _sum(mine, others, self.name)
 
 
@@ -90,34 +90,34 @@ class _Concatenated(State):
     def __init__(self, axes: tuple[int, ...], fill: float | int) -> None:
         self._axes, self._fill = axes, fill
 
-    def added(self, kept: Any, part: Any) -> Any:
+    def add(self, kept: Any, part: Any) -> Any:
         return [*(kept or []), part]
 
-    def merged(self, mine: Any, others: Any) -> Any:
+    def merge(self, mine: Any, others: Any) -> Any:
         return [*(mine or []), *(others or [])] or None
 
     def value(self, kept: Any) -> Any:
-        return None if kept is None else self._joined(kept)
+        return None if kept is None else self._join(kept)
 
-    def _joined(self, parts: Sequence[Any]) -> Any:
+    def _join(self, parts: Sequence[Any]) -> Any:
         if isinstance(parts[0], Tensor):
             device = parts[0].device
-            return padded_together([part.to(device) for part in parts], self._axes, self._fill)
-        return tuple(self._joined(of_layer) for of_layer in zip(*parts, strict=True))
+            return pad_and_join([part.to(device) for part in parts], self._axes, self._fill)
+        return tuple(self._join(of_layer) for of_layer in zip(*parts, strict=True))
 
 
 class _Combined(State):
     def __init__(self, function: Reduction, of: type | None) -> None:
         self._function, self._of = function, of
 
-    def merged(self, mine: Any, others: Any) -> Any:
+    def merge(self, mine: Any, others: Any) -> Any:
         if others is None:
             return mine
         if mine is None:  # a copy, as the function may write to what is kept
-            return self.rebuilt(copied(others))
+            return self.rebuild(copy_nested(others))
         return self._function(mine, others)
 
-    def rebuilt(self, plain: Any) -> Any:
+    def rebuild(self, plain: Any) -> Any:
         return plain if self._of is None else _rebuilt(self._of, plain)
 
 
@@ -187,11 +187,11 @@ def _sum(mine: Any, others: Any, name: str) -> Any:
             f"{name} has {mine.ndim} axes in one pass and {others.ndim} in another: expected the "
             "same axes in every pass"
         )
-    return padded_sum(mine, others)
+    return add_with_padding(mine, others)
 
 
-def padded_sum(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two tensors, the smaller one filled up with zeros on every axis."""
+def add_with_padding(one: Tensor, other: Tensor) -> Tensor:
+    """Add two tensors, the smaller one filled up with zeros on every axis."""
     other = other.to(one.device)
     if one.shape == other.shape:
         return one + other
@@ -205,21 +205,21 @@ def padded_sum(one: Tensor, other: Tensor) -> Tensor:
 # Between objects and plain values, for files and other processes
 
 
-def copied(value: Any) -> Any:
-    """Nested tensors and plain values, copied; of dataclasses their fields, by name."""
+def copy_nested(value: Any) -> Any:
+    """Copy nested tensors and plain values; of dataclasses their fields, by name."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: copied(part) for key, part in value.items()}
+        return {key: copy_nested(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copied(part) for part in value]
+        return [copy_nested(part) for part in value]
     if is_dataclass(value):
-        return {item.name: copied(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: copy_nested(getattr(value, item.name)) for item in fields(value)}
     return value
 
 
 def _rebuilt(kind: type, plain: Any) -> Any:
-    """A dataclass of which :func:`copied` has given the fields; or lists of such."""
+    """A dataclass of which :func:`copy_nested` has given the fields; or lists of such."""
     if not isinstance(plain, Mapping):
         return [_rebuilt(kind, part) for part in plain]
     inner = getattr(kind, "made_of", {})

@@ -14,7 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
-from infoflow_lens.hooks.passes.ranking import at_places
+from infoflow_lens.hooks.passes.ranking import mark_places
 from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
@@ -549,7 +549,7 @@ class _States:
         )
         self.is_token = torch.nn.functional.pad(self._sources, (0, n_pos - n_source))
         n_tokens = self._sources.sum(dim=1).cpu()
-        left_out = at_places(without, n_tokens, n_source).to(self.scores.device)
+        left_out = mark_places(without, n_tokens, n_source).to(self.scores.device)
         self._sources = self._sources & ~left_out
         self.scores = self.scores.masked_fill(left_out[:, None], 0)
         self._predicted = predicted.members & ~left_out[:, None].to(predicted.members.device)

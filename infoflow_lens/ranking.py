@@ -25,7 +25,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds, Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
-from infoflow_lens.hooks.passes.view import at_places
+from infoflow_lens.hooks.passes.view import mark_places
 from infoflow_lens.hooks.scores import StateScores, spearman
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
@@ -339,7 +339,7 @@ def compare_rankings(
     for one in (*(predicted.members for predicted in chosen_sets.values()), *ranked.values()):
         reachable = reachable | (one > 0).flatten(0, 1).any(dim=0)
     itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
-    left_out = at_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
+    left_out = mark_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
     candidate = (reachable & (with_self | ~itself)) & (sources & ~left_out)[:, None]
     influence = influence.masked_fill(left_out[:, None], 0)
     everything = {

@@ -19,7 +19,7 @@ from infoflow_lens.hooks.model.inputs import check_accepts_padding
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
 from infoflow_lens.theory.information_sets import InformationSets
 
 _RERUN_TOLERANCE = 1e-3
@@ -58,7 +58,7 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return InformationSets(self.scattered(_above(self.influence, threshold)), self.lengths)
+        return InformationSets(self.scatter(_above(self.influence, threshold)), self.lengths)
 
     @checked
     def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
@@ -68,7 +68,7 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < share <= 1``.
         """
-        return InformationSets(self.scattered(holding(self.influence, share)), self.lengths)
+        return InformationSets(self.scatter(holding(self.influence, share)), self.lengths)
 
 
 @checked
@@ -200,7 +200,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
-        exists = existing(place, lengths, n_source)
+        exists = mark_existing(place, lengths, n_source)
         influence = _above_rounding(torch.where(exists, influence.cpu(), 0), expected)
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
@@ -271,7 +271,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
 
     def compute(self) -> InfluenceResult:
         """All batches together."""
-        return self.scored_by(InfluenceResult, relative_error=self._relative_error())
+        return self.make_scores(InfluenceResult, relative_error=self._relative_error())
 
     def _relative_error(self) -> tuple[float, ...] | None:
         return None

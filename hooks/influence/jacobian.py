@@ -11,7 +11,7 @@ from torch import Tensor
 from infoflow_lens.foundation.settings import Remedy, Seed
 from infoflow_lens.hooks.influence.base import StateInfluence, StateName
 from infoflow_lens.hooks.influence.derivatives import DisturbedError, forward_derivatives
-from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 from infoflow_lens.hooks.states import combined, either, summed
 
 Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error; or None for exact norms")]
@@ -143,7 +143,7 @@ class JacobianInfluence(StateInfluence):
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
                 total.index_add_(2, (index // d_source).to(total.device), energy)
             self._work_done(len(index))
-        return torch.stack([at_places(total, here.place).cpu() for total in squares])
+        return torch.stack([take_places(total, here.place).cpu() for total in squares])
 
     def _reverse(
         self, here: "_Some", expected: list[Tensor], chunk: int, errors: Tensor

@@ -83,9 +83,9 @@ class Rerun:
         return tuple(state_sum(caught, names) for names in wanted)
 
 
-def at_places(
+def take_places(
     values: Float[Tensor, "batch pos d"], place: Int[Tensor, "batch asked"]
 ) -> Float[Tensor, "batch asked d"]:
-    """What stands at these positions; anything where they are negative."""
+    """Take the rows at these positions; anything where they are negative."""
     index = place.clamp(min=0).to(values.device)[:, :, None]
     return values.gather(1, index.expand(-1, -1, values.shape[2]))

@@ -119,7 +119,7 @@ def attach(
     weights = WeightState(named)
     session = Session(probes, split, prepare(named, probes, weights), weights)
     with one_thread(named):
-        measured = _measured(model if isinstance(model, nn.Module) else named, named)
+        measured = _wrap_forward(model if isinstance(model, nn.Module) else named, named)
         measured.sessions.append(session)
         for probe in probes:
             probe.is_attached = True
@@ -136,8 +136,8 @@ def attach(
             )
 
 
-def _measured(model: nn.Module, named: nn.Module) -> "_MeasuredForward":
-    """What stands in the place of the model's forward; put there where it does not yet.
+def _wrap_forward(model: nn.Module, named: nn.Module) -> "_MeasuredForward":
+    """Put what measures in the place of the model's forward, where it is not there yet.
 
     Args:
         model: whose calls are measured.

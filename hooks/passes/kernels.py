@@ -17,7 +17,7 @@ _LONGEST_ROW = 2**14  # of registers; longer rows are left to torch
 
 
 def can_run(scores: Tensor) -> bool:
-    """Whether the kernel takes these scores: on a GPU, or anywhere in Triton's interpreter."""
+    """Say whether the kernel takes these scores: on a GPU, or anywhere in Triton's interpreter."""
     if scores.shape[-1] > _LONGEST_ROW or not _has_triton():
         return False
     return scores.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,7 +31,7 @@ def _has_triton() -> bool:
 def largest_keys(
     scores: Float[Tensor, "*query key"], n: int, visible: Bool[Tensor, "*query key"] | None
 ) -> tuple[Float[Tensor, "*query n"], Int[Tensor, "*query n"], Int[Tensor, "*query n"]]:
-    """As :func:`infoflow_lens.hooks.passes.ranking.largest_keys`, in one kernel."""
+    """Do what :func:`infoflow_lens.hooks.passes.ranking.largest_keys` does, in one kernel."""
     *shape, n_keys = scores.shape
     rows = scores.reshape(-1, n_keys)
     made = (rows.shape[0], n)

@@ -100,7 +100,7 @@ def largest_keys(
     return values, places, ties
 
 
-def at_places(
+def mark_places(
     places: Sequence[int], lengths: Int[Tensor, " batch"], n_pos: int
 ) -> Bool[Tensor, "batch pos"]:
     """Mark positions of sequences: from 0 on, or from -1 backwards from the end of each."""

@@ -37,7 +37,7 @@ def run(
     *,
     output: bool = False,
 ) -> Pass:
-    """One forward pass, which ends as soon as all that is wanted has been seen.
+    """Run one forward pass, which ends as soon as all that is wanted has been seen.
 
     Where hooks of yours are on the model it runs whole, as they may stand further on.
 
@@ -88,7 +88,7 @@ def check_probes(probes: Any) -> None:
 
 
 def prepare(model: nn.Module, probes: Sequence[Probe[Any]], weights: WeightState) -> Needs:
-    """What probes need together, all of them ready for passes of `model`.
+    """Prepare probes for passes of `model`, and return what they need together.
 
     Raises:
         InfoFlowError: if the model is no TransformerLens model, lies on several devices, or lacks

@@ -28,7 +28,7 @@ from infoflow_lens.hooks.model.semantics import (
     state_sum,
     visibility,
 )
-from infoflow_lens.hooks.passes.ranking import Ranked, at_places, rank_keys
+from infoflow_lens.hooks.passes.ranking import Ranked, mark_places, rank_keys
 
 _QUERY_BY_KEY = ("hook_attn_scores", "hook_pattern")  # [batch, head, query, key]
 
@@ -58,7 +58,7 @@ class Needs:
         without: Sequence[int] = (),
         points: Sequence[str] = (),
     ) -> "Needs":
-        """What :class:`Pass` needs to answer these questions, in every layer.
+        """Name what :class:`Pass` needs to answer these questions, in every layer.
 
         Args:
             model: a TransformerLens model.
@@ -180,26 +180,28 @@ class Pass:
             self._order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             self._order = self._order[:, : int(self.lengths.max())]
             self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
-        self.tokens = None if tokens is None else self._moved(tokens)
-        self.columns = {name: self._moved(values) for name, values in (columns or {}).items()}
+        self.tokens = None if tokens is None else self._move_padding(tokens)
+        self.columns = {
+            name: self._move_padding(values) for name, values in (columns or {}).items()
+        }
 
     def __len__(self) -> int:
         return len(self.held_out)
 
-    def counted(
+    def renumber(
         self,
         indices: Int[Tensor, " batch"],
         held_out: Bool[Tensor, " batch"],
         turns: Int[Tensor, " batch"],
     ) -> "Pass":
-        """The same pass as a probe counts its sequences; what is worked out is shared."""
-        counted = copy.copy(self)
-        counted.indices, counted.held_out, counted.turns = indices, held_out, turns
-        return counted
+        """Return the same pass with a probe's numbers of its sequences; results are shared."""
+        renumbered = copy.copy(self)
+        renumbered.indices, renumbered.held_out, renumbered.turns = indices, held_out, turns
+        return renumbered
 
     @property
     def batch(self) -> Batch | None:
-        """What the model read, padded on the right; None where hooks alone saw the pass."""
+        """The sequences that the model read, padded on the right; None where hooks saw the pass."""
         return None if self.tokens is None else Batch(self.tokens, self.lengths, self.columns)
 
     def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
@@ -222,28 +224,30 @@ class Pass:
 
     def places(self, asked: Sequence[int], n_pos: int) -> Bool[Tensor, "batch pos"]:
         """Mark positions, from 0 on, or from -1 backwards from the end of each sequence."""
-        return at_places(asked, self.lengths_of(n_pos), n_pos)
+        return mark_places(asked, self.lengths_of(n_pos), n_pos)
 
     def is_real(self, n_pos: int) -> Bool[Tensor, "batch pos"]:
-        """Which of the first `n_pos` positions are no padding."""
+        """Mark which of the first `n_pos` positions are no padding."""
         if self.lengths is None:
             return torch.ones(len(self), n_pos, dtype=torch.bool)
         return torch.arange(n_pos) < self.lengths[:, None]
 
     def visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
-        """Which keys each query may see in a layer, False on padding; on the model's device.
+        """Mark the keys that each query may see in a layer, False on padding (model device).
 
         The axis `sequence` has length 1 where all sequences see alike, as they do without padding.
         """
-        return self._once(("visible", layer), lambda: self._visible(layer))
+        return self._cache(("visible", layer), lambda: self._visible(layer))
 
     def activation(self, name: str) -> Tensor:
-        """What fired at a hook point, positions on axis 1; padding holds anything.
+        """Return the activation of a hook point, positions on axis 1; padding holds anything.
 
         Raises:
             InfoFlowError: if it did not fire, or no probe said that it needs it.
         """
-        return self._once(("activation", name), lambda: self._moved(self._fired(name)))
+        return self._cache(
+            ("activation", name), lambda: self._move_padding(self._find_activation(name))
+        )
 
     def embedding(self) -> Float[Tensor, "batch pos d_token"]:
         """The tokens as vectors: vector tokens themselves, or the embeddings of ids."""
@@ -255,7 +259,7 @@ class Pass:
         Raises:
             InfoFlowError: for attention over other keys than this pass has.
         """
-        return self._once(("pattern", layer), lambda: self._pattern(layer))
+        return self._cache(("pattern", layer), lambda: self._pattern(layer))
 
     def scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention scores, -inf for keys that a query may not see.
@@ -267,10 +271,10 @@ class Pass:
         Raises:
             InfoFlowError: for attention over other keys than this pass has.
         """
-        return self._once(("scores", layer), lambda: self._scores(layer))
+        return self._cache(("scores", layer), lambda: self._scores(layer))
 
     def ranked(self, layer: int, ranks: Sequence[int], without: Sequence[int] = ()) -> Ranked:
-        """The keys of the k-th largest scores [batch, head, query, rank]; see :func:`rank_keys`.
+        """Rank keys by their scores, [batch, head, query, rank]; see :func:`rank_keys`.
 
         Args:
             layer: the layer.
@@ -279,9 +283,9 @@ class Pass:
         """
         chosen, left_out = tuple(ranks), tuple(without)
         deepest = max(self._depths.get(left_out, 0), *chosen)
-        every = self._once(
+        every = self._cache(
             ("ranked", layer, left_out, deepest),
-            lambda: self._ranked(layer, left_out, range(1, deepest + 1)),
+            lambda: self._rank(layer, left_out, range(1, deepest + 1)),
         )
         if chosen == tuple(range(1, deepest + 1)):
             return every
@@ -296,7 +300,7 @@ class Pass:
             point: "post_attention" (x'_l of eq 1), "resid_post", "resid_pre", or "head", every
                 head's own output [batch, pos, head, d_head].
         """
-        return self._once(("state", layer, point), lambda: self._state(layer, point))
+        return self._cache(("state", layer, point), lambda: self._state(layer, point))
 
     # Reductions for probes, which leave padding out
 
@@ -327,20 +331,20 @@ class Pass:
 
     # How it is made
 
-    def _once(self, key: Any, make: Any) -> Any:
+    def _cache(self, key: Any, make: Any) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def _fired(self, name: str) -> Tensor:
+    def _find_activation(self, name: str) -> Tensor:
         if name not in self._raw:
             raise InfoFlowError(
                 f"{name} was not collected: expected a hook point that the probe's needs() names"
             )
         return self._raw[name]
 
-    def _moved(self, activation: Tensor) -> Tensor:
-        """With the real tokens of each sequence first."""
+    def _move_padding(self, activation: Tensor) -> Tensor:
+        """Move padding behind the real tokens of each sequence."""
         if self._order is None or activation.ndim < 2 or activation.shape[1] != self._size:
             return activation
         if self._in_place:
@@ -348,7 +352,7 @@ class Pass:
         return _along(activation, self._order.to(activation.device), 1)
 
     def _attention(self, name: str, fill: float | int) -> Float[Tensor, "batch head query key"]:
-        activation = self._fired(name)
+        activation = self._find_activation(name)
         if activation.shape[-1] != activation.shape[-2]:
             raise InfoFlowError(
                 f"{name} has {activation.shape[-1]} keys for {activation.shape[-2]} positions: "
@@ -374,25 +378,25 @@ class Pass:
     def _pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         return self._attention(pattern_hook(self.model, layer), 0)
 
-    def _shown_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """Scores as the model shows them, masked as it masks, -inf for padding."""
+    def _read_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """Return scores as the model shows them, masked as it masks, -inf for padding."""
         return self._attention(scores_hook(self.model, layer), -torch.inf)
 
     def _shows_weights(self, layer: int) -> bool:
-        """Whether the pattern stands in the place of scores; keys of weight 0 are closed."""
+        """Say whether the pattern stands in the place of scores; keys of weight 0 are closed."""
         return hook_semantics(self.model).scores[layer] != "scores"
 
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
         if self._shows_weights(layer):
             return self.pattern(layer).float().log()
-        scores = self._shown_scores(layer)
+        scores = self._read_scores(layer)
         if visibility(self.model, scores.shape[-1]) is None:  # closed keys have -inf
             return scores
         return scores.masked_fill(~self.visible(layer)[:, None], -torch.inf)
 
     def _visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
         by_weight = self._shows_weights(layer)
-        shown = self.pattern(layer) if by_weight else self._shown_scores(layer)
+        shown = self.pattern(layer) if by_weight else self._read_scores(layer)
         n_pos = shown.shape[-1]
         known = visibility(self.model, n_pos)
         if known is None:  # the call itself says which keys it has closed, in each sequence
@@ -404,9 +408,9 @@ class Pass:
         real = self.is_real(n_pos).to(shown.device)
         return keys & real[:, :, None] & real[:, None, :]
 
-    def _ranked(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
+    def _rank(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
         by_weight, visible = self._shows_weights(layer), None
-        scores = self.pattern(layer) if by_weight else self._shown_scores(layer)
+        scores = self.pattern(layer) if by_weight else self._read_scores(layer)
         if not by_weight and visibility(self.model, scores.shape[-1]) is not None:
             visible = self.visible(layer)
         if without:
@@ -537,7 +541,7 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
                 raise InfoFlowError(_LIKE_PADDING.format(name))
         if may_see is None or not by_weight:
             return
-        here = ~_crossed(found) & _crossed(may_see)
+        here = ~_find_crossings(found) & _find_crossings(may_see)
         cut = here if cut is None else cut & here  # weights underflow, but not in every layer
     if cut is not None and cut.any():
         raise InfoFlowError(_LIKE_PADDING.format("every layer"))
@@ -551,8 +555,8 @@ _LIKE_PADDING = (
 )
 
 
-def _crossed(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch place"]:
-    """Whether some query at or behind each place (but the first) attends to a key before it.
+def _find_crossings(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch place"]:
+    """Say whether some query at or behind each place (but the first) attends to a key before it.
 
     Where a model lets padding on the left attend to itself, as GPT-Neo does, no query of the tokens
     attends to it.
@@ -563,8 +567,8 @@ def _crossed(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch
     return last.cummax(dim=-1).values[..., :-1] >= place[1:]
 
 
-def padded_together(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:
-    """Tensors put together on axis 0, those that are shorter on `axes` filled up with `value`."""
+def pad_and_join(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:
+    """Join tensors on axis 0, after filling up those that are shorter on `axes` with `value`."""
     sizes = [max(part.shape[axis] for part in parts) for axis in axes]
     filled = []
     for part in parts:

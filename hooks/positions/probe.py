@@ -82,7 +82,9 @@ class PositionsProbe(Probe[PositionsResult]):
 
     def compute(self) -> PositionsResult:
         """All batches together."""
-        return self.filled(PositionsResult, notes=(*self.notes(), *self._lacking(self.positions)))
+        return self.make_result(
+            PositionsResult, notes=(*self.notes(), *self._lacking(self.positions))
+        )
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
         """What a reader must know: ranks without keys, and attention that has no argmax."""

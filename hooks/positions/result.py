@@ -149,7 +149,7 @@ class ShardedPositions(ShardedResult[PositionsResult]):
 
     of: ClassVar[type[PositionsResult]] = PositionsResult
 
-    def _joined(self, parts: Sequence[PositionsResult]) -> PositionsResult:
+    def _join(self, parts: Sequence[PositionsResult]) -> PositionsResult:
         return PositionsResult.joined(parts)
 
     @property

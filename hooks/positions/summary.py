@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.states import padded_sum
+from infoflow_lens.hooks.states import add_with_padding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,14 +96,14 @@ class _Choices:
         query = torch.arange(n_query).expand_as(keys)
         flat = ((head * n_query + query) * n_key + keys)[places]
         counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
-        self._counts = padded_sum(self._counts, counts.view(n_head, n_query, n_key))
-        self._allowed = padded_sum(self._allowed, (keys >= 0).sum(dim=(0, 2)))
-        self._tied = padded_sum(self._tied, tied.sum(dim=(0, 2)))
+        self._counts = add_with_padding(self._counts, counts.view(n_head, n_query, n_key))
+        self._allowed = add_with_padding(self._allowed, (keys >= 0).sum(dim=(0, 2)))
+        self._tied = add_with_padding(self._tied, tied.sum(dim=(0, 2)))
         if part.entropy:
             both = torch.stack([part.entropy[layer], part.concentration[layer]])
             both = both[:, :, :, self._skip :].double()
-            self._spread = padded_sum(self._spread, both.nansum(dim=(1, 3)))
-            self._n_spread = padded_sum(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
+            self._spread = add_with_padding(self._spread, both.nansum(dim=(1, 3)))
+            self._n_spread = add_with_padding(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """For each head the columns of the summary."""

@@ -15,7 +15,7 @@ from infoflow_lens.foundation.settings import BothEnds, Count, Positions, Ranks,
 from infoflow_lens.hooks.model.points import check_finite, position_count
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.probe import Probe, described
+from infoflow_lens.hooks.probe import Probe, describe_setting
 from infoflow_lens.hooks.recovery.errors import Ratio
 from infoflow_lens.hooks.recovery.maps import (
     ACCURACY_ROWS,
@@ -120,7 +120,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 "target is 'identity' with a sketch: expected one of them; sketched classes have "
                 "no accuracy, so state a smaller vocabulary instead"
             )
-        self._described = described(self.target)
+        self._described = describe_setting(self.target)
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
@@ -249,7 +249,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             warnings.warn(lacking[0] + others, InfoFlowWarning, stacklevel=3)
         notes += self._notes_of_settings()
         found = {name: tuple(layers) for name, layers in columns.items()}
-        return self.filled(RecoveryResult, **found, notes=tuple(notes))
+        return self.make_result(RecoveryResult, **found, notes=tuple(notes))
 
     def _append_columns(
         self, columns: dict[str, list[Any]], measured: list[Measured], shape: tuple[int, int]

@@ -11,7 +11,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Index, check
 from infoflow_lens.hooks.model.points import hook_name, reads_vectors
 from infoflow_lens.hooks.passes.view import Pass
-from infoflow_lens.hooks.probe import described
+from infoflow_lens.hooks.probe import describe_setting
 
 Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
 
@@ -114,8 +114,8 @@ class TargetOfMaps:
         tokens = seen.tokens
         if tokens is None:
             raise InfoFlowError(
-                f"target is {described(self.target)!r}, but hooks alone do not see the tokens: use "
-                "attach() or run_probes(), or target='embedding'"
+                f"target is {describe_setting(self.target)!r}, but hooks alone do not see the "
+                "tokens: use attach() or run_probes(), or target='embedding'"
             )
         if self.is_identity:
             return _places(tokens, classes)

@@ -148,6 +148,6 @@ class GradedSetsProbe(RoutesProbe):
 
     def compute(self) -> GradedSetsResult:
         """All batches together."""
-        made: Any = self.scored_by(GradedSetsResult)
+        made: Any = self.make_scores(GradedSetsResult)
         found: GradedSetsResult = made
         return found

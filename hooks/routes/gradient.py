@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infoflow_lens.hooks.influence.base import StateInfluence, StateName
 from infoflow_lens.hooks.influence.derivatives import forward_derivatives
-from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 
 
 class GradientTimesInput(StateInfluence):
@@ -60,7 +60,7 @@ class GradientTimesInput(StateInfluence):
             moved = _moved(rerun, start, alone[sources])
             for layer, change in enumerate(moved):  # [source, batch, pos, d_model]
                 norms = change.float().norm(dim=-1).permute(1, 2, 0)
-                found[layer, :, :, sources] = at_places(norms, place).cpu()
+                found[layer, :, :, sources] = take_places(norms, place).cpu()
         return found, {}
 
 

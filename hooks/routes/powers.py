@@ -181,7 +181,7 @@ class PowerRollout(RoutesProbe):
 
     def compute(self) -> PowerRolloutResult:
         """All batches together."""
-        made: Any = self.scored_by(PowerRolloutResult, peakedness=self._peakedness())
+        made: Any = self.make_scores(PowerRolloutResult, peakedness=self._peakedness())
         found: PowerRolloutResult = made
         return found
 

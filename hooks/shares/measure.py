@@ -50,7 +50,9 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
             )
             value = asked.read(caught.output)
             values = writers.shares(value, torch.ones_like(value)[None])[0]
-            by_key = _by_key(writers, value, {n: a.detach() for n, a in caught.activations.items()})
+            by_key = _split_by_key(
+                writers, value, {n: a.detach() for n, a in caught.activations.items()}
+            )
         with HeldNorms(held.statistics):
             silent = call(model, batch, edit=list(writers.silence()), output=True)
         constants = float(asked.read(silent.output)) if asked.is_linear else 0.0
@@ -74,7 +76,9 @@ def _attention_points(writers: Writers) -> list[str]:
     return [f"{name}hook_{what}" for name in attentions for what in ("pattern", "v")]
 
 
-def _by_key(writers: Writers, value: Tensor, shown: dict[str, Tensor]) -> Float[Tensor, "head key"]:
+def _split_by_key(
+    writers: Writers, value: Tensor, shown: dict[str, Tensor]
+) -> Float[Tensor, "head key"]:
     """Split the shares of heads over the keys from which they took them; NaN where not shown."""
     rows = []
     for name, z, gradient in writers.gradients_of_heads(value):

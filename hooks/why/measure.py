@@ -16,7 +16,7 @@ from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.passes.ranking import rank_keys
-from infoflow_lens.hooks.passes.view import padded_together
+from infoflow_lens.hooks.passes.view import pad_and_join
 from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
 from infoflow_lens.hooks.why.scoring import LayerScores, score_layers
 
@@ -107,7 +107,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
             found.append([_lines(layer, special, names, strongest) for layer in scored])
     by_field: dict[str, Any] = {
         field: tuple(
-            padded_together([lines[layer][field][None].cpu() for lines in found], axes, fill)
+            pad_and_join([lines[layer][field][None].cpu() for lines in found], axes, fill)
             for layer in layers
         )
         for field, axes, fill in (

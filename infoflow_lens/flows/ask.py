@@ -312,5 +312,5 @@ def _bind(readout: Readout, model: NamedModel) -> Readout:
     """Bind a readout to a model; ids of a logit difference are shown as words."""
     bound = readout.bind(model)
     if isinstance(bound, LogitDifference) and model.tokenizer is not None:
-        return bound.spelled(model.tokenizer)
+        return bound.spell_ids(model.tokenizer)
     return bound

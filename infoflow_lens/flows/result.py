@@ -26,7 +26,7 @@ from infoflow_lens.hooks import (
     PositionsResult,
     PowerRolloutResult,
 )
-from infoflow_lens.hooks.passes.ranking import at_places
+from infoflow_lens.hooks.passes.ranking import mark_places
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
 from infoflow_lens.hooks.why import WhyAll
@@ -110,7 +110,7 @@ class Flow:
         """
         weights = [within_one(pattern) for pattern in self.attention.patterns]
         n_pos = weights[0].shape[-1]
-        left_out = at_places(self.record.config["without"], self.attention.lengths, n_pos)
+        left_out = mark_places(self.record.config["without"], self.attention.lengths, n_pos)
         strength = [layer.masked_fill(left_out[:, None, None], 0) for layer in weights]
         graded = propagate(strength=strength, n_sources=self.sets.n_sources)
         n_cls = graded.strengths.shape[2] - graded.n_sources
@@ -171,7 +171,7 @@ class Flow:
     def _left_out(self) -> Bool[Tensor, "input source"]:
         """The tokens that are no candidates, as no head passes them on."""
         n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
-        return at_places(self.record.config["without"], n_tokens, self.sets.n_sources)
+        return mark_places(self.record.config["without"], n_tokens, self.sets.n_sources)
 
     @cached_property
     def orders(self) -> dict[str, float]:

@@ -63,7 +63,7 @@ def save_fields(
     for name in _MEASURED:
         found: Result | None = flow[name]
         if found is not None:
-            measured[name], parts = found.stored()
+            measured[name], parts = found.to_parts()
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     plain = {name: flow[name] for name in _ASKED}
     plain["replaced"] = flow["replaced"] and [[r.by, r.next_tokens] for r in flow["replaced"]]
@@ -88,7 +88,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 for key, tensor in tensors.items()
                 if key.startswith(f"{name}.")
             }
-            found[name] = kind.of_stored(plain["measured"][name], inside)
+            found[name] = kind.from_parts(plain["measured"][name], inside)
         missing = [name for name in _NEEDED if found[name] is None]
         if missing or plain["measured"].keys() - found.keys():
             raise InfoFlowError(

@@ -179,7 +179,7 @@ class ShardSums:
         if kind is None or not manifests:
             return self._whole[name].result()
         path = self.folder.path / name
-        return kind.of_shards(path, manifests, kind.of.load(path / "000000").record)
+        return kind.from_shards(path, manifests, kind.of.load(path / "000000").record)
 
     def results(self) -> dict[str, Any]:
         """The results of all probes; see :meth:`result`."""
