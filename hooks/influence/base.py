@@ -58,7 +58,7 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return InformationSets(self.scatter(_above(self.influence, threshold)), self.lengths)
+        return InformationSets(self.scatter(_select_above(self.influence, threshold)), self.lengths)
 
     @checked
     def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
@@ -82,10 +82,10 @@ def influence_sets(
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
-    return InformationSets(_above(influence, threshold))
+    return InformationSets(_select_above(influence, threshold))
 
 
-def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
+def _select_above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
     largest = influence.amax(dim=-1, keepdim=True)
     return (influence >= threshold * largest) & (influence > 0)
 
@@ -149,12 +149,12 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         """
 
     def needs(self, model: nn.Module) -> Needs:
-        """What enters at the sources, and the states.
+        """Name what enters at the sources, and the states.
 
         Raises:
             InfoFlowError: for layers and positions that the model does not have.
         """
-        layers = self._reached(model)
+        layers = self._find_layers(model)
         names = [start_point(model, self.source_layer)]
         self.check_positions(model)
         for layer in layers:
@@ -162,7 +162,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return Needs.of(model, points=names)
 
     def _expect(self, work: int) -> None:
-        """How much work this batch is, in any unit, for `watch`."""
+        """Set how much work this batch is, in any unit, for `watch`."""
         self._work, self._worked = work, 0
 
     def _work_done(self, work: int) -> None:
@@ -170,8 +170,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         if self.watch is not None:
             self.watch(min(1.0, self._worked / max(1, self._work)))
 
-    def _reached(self, model: nn.Module) -> tuple[int, ...]:
-        """The layers whose states are asked for."""
+    def _find_layers(self, model: nn.Module) -> tuple[int, ...]:
+        """Find the layers whose states are asked for."""
         first, n_layers = self.source_layer or 0, layer_count(model)
         if first >= n_layers:
             raise InfoFlowError(f"source_layer is {first}: expected 0 to {n_layers - 1}, or None")
@@ -187,7 +187,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         """The influence of every source of a pass."""
         model = seen.model
         check_accepts_padding(model, seen.lengths)
-        layers = self._reached(model)
+        layers = self._find_layers(model)
         start = seen.activation(start_point(model, self.source_layer))
         expected = [seen.state(layer, self.state) for layer in layers]
         n_source, n_pos = start.shape[1], expected[0].shape[1]
@@ -201,7 +201,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         with restore_module_tensors(model), hidden:
             influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
         exists = mark_existing(place, lengths, n_source)
-        influence = _above_rounding(torch.where(exists, influence.cpu(), 0), expected)
+        influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
@@ -237,7 +237,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             )
 
     def _stands_below(self, name: str) -> bool:
-        """Whether a hook point is on the way to the sources."""
+        """Say whether a hook point is on the way to the sources."""
         layer = layer_of(name)
         if layer is None:
             return not name.startswith(("ln_final", "unembed"))
@@ -270,7 +270,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 )
 
     def compute(self) -> InfluenceResult:
-        """All batches together."""
+        """Join all batches."""
         return self.make_scores(InfluenceResult, relative_error=self._relative_error())
 
     def _relative_error(self) -> tuple[float, ...] | None:
@@ -281,15 +281,15 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def tolerance(state: Tensor) -> float:
-    """How far a state may differ between two passes, relative to its norm."""
+    """Return how far a state may differ between two passes, relative to its norm."""
     half = state.dtype in (torch.float16, torch.bfloat16)
     return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE
 
 
-def _above_rounding(
+def _drop_rounding(
     influence: Float[Tensor, "layer batch asked source"], states: Sequence[Tensor]
 ) -> Float[Tensor, "layer batch asked source"]:
-    """Influence without what is rounding beside the largest on the same state."""
+    """Set influence to 0 where it is rounding beside the largest on the same state."""
     floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in states])
     largest = influence.amax(dim=-1, keepdim=True)
     return influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)

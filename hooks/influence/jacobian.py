@@ -102,7 +102,7 @@ class JacobianInfluence(StateInfluence):
         return torch.cat(parts, dim=1).sqrt().float(), more
 
     def _expect_groups(self, behind: int, n_groups: int, each: int) -> None:
-        """Of the groups of sequences of a batch, so many lie behind."""
+        """Set the work of a batch of `n_groups`, of which `behind` are done."""
         self._expect(n_groups * each)
         self._worked = behind * each
 
@@ -163,7 +163,7 @@ class JacobianInfluence(StateInfluence):
             for rows in torch.arange(n_asked).split(max(1, chunk // m)):
                 place = here.place[:, rows]
                 energies = torch.empty(len(rows) * m, batch, n_source, dtype=torch.float32)
-                drawn, index = self._drawn(layer, place, d_model, m)
+                drawn, index = self._draw_directions(layer, place, d_model, m)
                 for pairs in torch.arange(len(energies)).split(chunk):
                     towards = _towards(value, place, pairs // m, pairs % m, drawn, index)
                     (found,) = torch.autograd.grad(
@@ -184,10 +184,10 @@ class JacobianInfluence(StateInfluence):
                 errors[i, 1] += mean[known].sum()
         return squares
 
-    def _drawn(
+    def _draw_directions(
         self, layer: int, place: Int[Tensor, "batch row"], d_model: int, m: int
     ) -> tuple[Float[Tensor, "position direction d_model"] | None, Int[Tensor, "batch row"]]:
-        """Random directions for each position that occurs, and which are whose; None for all."""
+        """Draw directions for each position that occurs, and say which are whose; None for all."""
         different, index = place.clamp(min=0).unique(return_inverse=True)
         if self.estimate is None or m == d_model:
             return None, index
@@ -207,7 +207,7 @@ class JacobianInfluence(StateInfluence):
         return tuple((float(stdtrit(freedom, 0.975)) * standard).tolist())
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
+        """Return what a reader of the result must know."""
         notes = super().notes()
         if self.lacks_forward_mode:
             notes += (
@@ -261,7 +261,7 @@ def _towards(
     drawn: Float[Tensor, "position direction d_model"] | None,
     index: Int[Tensor, "batch row"],
 ) -> Float[Tensor, "pair batch pos d_model"]:
-    """For each (row, direction) that direction at that state of every sequence, 0 elsewhere."""
+    """Put, for each (row, direction), that direction at that state of every sequence, else 0."""
     towards = torch.zeros(len(row), *value.shape, dtype=value.dtype, device=value.device)
     pair = torch.arange(len(row), device=value.device)[:, None]
     sequence = torch.arange(len(value), device=value.device)

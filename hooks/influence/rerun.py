@@ -16,7 +16,7 @@ _ROOM_CPU, _ROOM_GPU = 2**21, 2**26
 
 
 def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.device) -> int:
-    """How many sequences of this length a pass should hold, by the size of its largest tensor."""
+    """Choose how many sequences of this length a pass has, by the size of its largest tensor."""
     heads = getattr(getattr(model, "cfg", None), "n_heads", None) or 8
     room = _ROOM_CPU if device.type == "cpu" else _ROOM_GPU
     return max(1, room // (n_pos * max(4 * d_model, int(heads) * n_pos)))
@@ -49,7 +49,7 @@ class Rerun:
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"] | None:
-        """Which positions are no padding; None where nothing is padded."""
+        """The mask of positions, False on padding; None where nothing is padded."""
         if self.batch is None or self.batch.lengths is None:
             return None
         return self.batch.mask()

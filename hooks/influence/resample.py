@@ -80,7 +80,7 @@ class ResampleInfluence(StateInfluence):
         return {**super().config(), "n_donors": len(self.donors), "donors": digest}
 
     def needs(self, model: nn.Module) -> Needs:
-        """As for every influence; the donors must be inputs of the model, too."""
+        """Name what every influence needs; the donors must be inputs of the model, too."""
         check_inputs(model, self.donors, "donors")
         return super().needs(model)
 
@@ -92,7 +92,7 @@ class ResampleInfluence(StateInfluence):
     def _donation(
         self, model: nn.Module, start: Float[Tensor, "batch position d_source"]
     ) -> Float[Tensor, "donor position d_source"]:
-        """What the donors have in the place of the sources."""
+        """Return what the donors have in the place of the sources."""
         donated = self._donated
         if donated is None:
             name = start_point(model, self.source_layer)
@@ -151,13 +151,13 @@ class ResampleInfluence(StateInfluence):
                     moved[layer, part] = gap.gather(1, asked[each[part, 2]])
                 self._work_done(len(part))
             moved = moved.view(n_layers, len(sources), n_donors, batch, -1)
-            influence[..., sources] = self._joined(moved).permute(0, 2, 3, 1)
+            influence[..., sources] = self._aggregate(moved).permute(0, 2, 3, 1)
         return influence, {}
 
-    def _joined(
+    def _aggregate(
         self, moved: Float[Tensor, "layer source donor sequence asked"]
     ) -> Float[Tensor, "layer source sequence asked"]:
-        """Over donors; torch.quantile takes no large tensors."""
+        """Aggregate over donors; torch.quantile takes no large tensors."""
         if self.aggregate == "mean":
             return moved.mean(dim=2)
         quantile = 0.5 if self.aggregate == "median" else float(self.aggregate)

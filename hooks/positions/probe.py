@@ -81,13 +81,13 @@ class PositionsProbe(Probe[PositionsResult]):
         }
 
     def compute(self) -> PositionsResult:
-        """All batches together."""
+        """Join all batches."""
         return self.make_result(
             PositionsResult, notes=(*self.notes(), *self._lacking(self.positions))
         )
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
-        """What a reader must know: ranks without keys, and attention that has no argmax."""
+        """Say what a reader must know: ranks without keys, and attention that has no argmax."""
         if self.is_relu:
             yield _RELU_NOTE
         for layer, chosen in enumerate(positions):

@@ -106,18 +106,18 @@ class _Choices:
             self._n_spread = add_with_padding(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """For each head the columns of the summary."""
+        """Yield the columns of the summary for each head."""
         spread = self._spread / self._n_spread
         for head, counts in enumerate(self._counts):
-            row: dict[str, Any] = _explained(counts, self._skip)
+            row: dict[str, Any] = _explain_choices(counts, self._skip)
             row["tied"] = float(self._tied[head] / self._allowed[head])
             if len(spread):
                 row["entropy"], row["concentration"] = spread[:, head].tolist()
             yield head, row
 
 
-def _explained(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
-    """Shares of choices that one offset, one key, or one key for each query explain."""
+def _explain_choices(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
+    """Return the shares of choices that one offset, one key, or one key for each query explain."""
     total = int(counts.sum())
     if total == 0:
         return dict.fromkeys(

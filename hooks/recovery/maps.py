@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
-from infoflow_lens.hooks.recovery.errors import Ratio, held_out_errors
+from infoflow_lens.hooks.recovery.errors import Ratio, measure_errors
 from infoflow_lens.hooks.recovery.regression import LinearFit, Ridge
 
 Shown: TypeAlias = list[tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ class Maps:
     shown: Shown = field(default_factory=list)
 
     @classmethod
-    def of_pass(
+    def read_pass(
         cls,
         rows: Sequence[tuple[int, Rows]],
         order: Int[Tensor, " row"],
@@ -45,7 +45,7 @@ class Maps:
         n_blocks: int,
         n_classes: int,
     ) -> "Maps":
-        """What one pass shows.
+        """Read the statistics of one pass.
 
         Args:
             rows: with the index of their buffer; 0 is for fitting.
@@ -69,7 +69,7 @@ class Maps:
         return made
 
     def buffers(self) -> list[RowBuffer]:
-        """All of them."""
+        """Return all buffers, the one for fitting first."""
         return [self.fit, *self.blocks]
 
     def merge(self, other: "Maps") -> None:
@@ -126,7 +126,7 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     fits, second_moments, fvus, accuracies = [], [], [], []
     for groups in statistics.parts():
         fit = statistics.fit_groups(equations, groups)
-        second_moment, fvu = held_out_errors(blocks, fit, groups, d_target)
+        second_moment, fvu = measure_errors(blocks, fit, groups, d_target)
         second_moments.append(second_moment)
         fvus.append(fvu)
         n_kept = min(groups.stop, n_main) - groups.start
@@ -139,8 +139,8 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     weights, biases, penalties = zip(*fits, strict=True)
     return Measured(
         equations.rank,
-        _joined(second_moments),
-        _joined(fvus),
+        _join(second_moments),
+        _join(fvus),
         torch.cat(penalties),
         torch.cat(weights),
         torch.cat(biases),
@@ -148,7 +148,7 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     )
 
 
-def _joined(parts: list[Ratio]) -> Ratio:
+def _join(parts: list[Ratio]) -> Ratio:
     return Ratio(
         torch.cat([part.value for part in parts]),
         torch.cat([part.half_width for part in parts]),

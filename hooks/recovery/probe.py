@@ -173,7 +173,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             n_groups = layer.n_heads // len(rows) * len(self.ranks)
             statistics.append(
                 [
-                    Maps.of_pass(
+                    Maps.read_pass(
                         some, order, n_groups,
                         capacity=self.buffer_rows, n_blocks=n_blocks, n_classes=len(classes),
                     )

@@ -92,7 +92,7 @@ class RecoveryResult(Result):
         *,
         model: nn.Module,
     ) -> Float[Tensor, "*row target"]:
-        """What a map reads off states of `model`; the target's sketch where that was fitted.
+        """Apply a map to states of `model`: it gives the target, or the sketch that was fitted.
 
         Args:
             state: what the map was fitted on (the record's `source`), at any positions.
@@ -145,7 +145,7 @@ class RecoveryResult(Result):
             )
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, head and rank."""
+        """Return one row for each layer, head and rank."""
         arrays = self.arrays
         rows = [("n_fit", self.n_fit), ("n_eval", self.n_eval)]
         columns = [

@@ -154,7 +154,7 @@ def parts_of(values: Tensor, seen: Pass, n_blocks: int) -> list[Part]:
 def rows_of(
     layer: LayerRows, parts: Sequence[Part]
 ) -> tuple[list[list[tuple[int, Rows]]], Int[Tensor, " row"]]:
-    """For each set of features the rows of each buffer; and the order of the held-out rows.
+    """Return each set of features' rows for each buffer, and the order of the held-out rows.
 
     The order is that of the sequences, whatever the buffers that they are in.
     """

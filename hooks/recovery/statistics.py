@@ -72,7 +72,7 @@ class RegressionStatistics:
         dtype = self._product_dtype(x, values)
         features, targets = shifted.to(dtype), targets.to(dtype)
         if values.shape[1] < _WIDE or x.is_cuda:
-            self._add_gathered(features, targets, chosen)
+            self._add_chosen_rows(features, targets, chosen)
         else:
             self._add_distinct(features, targets, chosen)
         self._end(len(x), *sums)
@@ -129,7 +129,7 @@ class RegressionStatistics:
         rough = torch.get_float32_matmul_precision() != "highest"
         return torch.float64 if exact or rough else torch.float32
 
-    def _add_gathered(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
+    def _add_chosen_rows(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
         n_groups = chosen.shape[1]
         step = max(1, _GATHERED // (len(x) * values.shape[1]))
         transposed = x.T.contiguous()
@@ -258,7 +258,7 @@ class RegressionStatistics:
 
 
 def _counts(chosen: Int[Tensor, "row group"], n_values: int) -> Float[Tensor, "group value"]:
-    """How often each group chose each value."""
+    """Count how often each group chose each value."""
     counts = torch.zeros(chosen.shape[1], n_values, dtype=torch.float64, device=chosen.device)
     ones = counts.new_ones(1, 1).expand(chosen.shape[1], len(chosen))
     return counts.scatter_add_(1, chosen.T.long(), ones)

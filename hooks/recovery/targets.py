@@ -59,7 +59,7 @@ class TargetOfMaps:
 
     @property
     def is_identity(self) -> bool:
-        """Whether targets are one-hot."""
+        """Say whether targets are one-hot."""
         return isinstance(self.target, str) and self.target == "identity"
 
     def points(self, model: nn.Module) -> tuple[str, ...]:

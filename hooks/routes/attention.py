@@ -7,7 +7,7 @@ from torch import Tensor
 
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, with_residual
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, add_residual
 from infoflow_lens.theory.propagation import propagate_edges, rows_at
 
 OverHeads = Literal["mean", "max"]
@@ -32,7 +32,7 @@ class OverHeadsProbe(RoutesProbe):
         """The pattern of a layer, its heads put together."""
         pattern = seen.pattern(layer).float()
         weights = pattern.mean(dim=1) if self.heads == "mean" else pattern.amax(dim=1)
-        return with_residual(weights) if self.residual else weights
+        return add_residual(weights) if self.residual else weights
 
 
 class AttentionWeight(OverHeadsProbe):

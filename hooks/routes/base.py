@@ -62,7 +62,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         """The scores of all positions for the asked states of every layer."""
 
     def refusal(self, layer: int) -> str:
-        """What is wrong with edges that are negative or NaN."""
+        """Say what is wrong with edges that are negative or NaN."""
         return (
             f"the pattern of layer {layer} has negative weights: expected none, as of softmax, "
             f"ReLU or a hard maximum; {type(self).__name__} cannot follow them"
@@ -83,5 +83,5 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         return self.parts(scores, place, lengths, layers, n_pos)
 
     def compute(self) -> RoutesResult:
-        """All batches together."""
+        """Join all batches."""
         return self.make_scores(RoutesResult)

@@ -85,7 +85,7 @@ def measure_why(
 @takes_model
 @checked
 def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGEST) -> WhyAll:
-    """For every head and query, why the first key: :func:`infoflow_lens.why_all` in memory.
+    """Measure why the first key, for every head and query; see :func:`infoflow_lens.why_all`.
 
     Args:
         model: a TransformerLens model.

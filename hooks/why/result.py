@@ -67,14 +67,14 @@ class Why(Result):
         return self.margin - self.added - float(self.pieces.sum())
 
     def by_key(self) -> LabelledArray:
-        """Why this key: for each part of the keys what it adds to the margin, [key_part]."""
-        return self._summed("by_key", 0, "key_part", self.key_parts)
+        """Return what each part of the keys adds to the margin: why this key, [key_part]."""
+        return self._sum_pieces("by_key", 0, "key_part", self.key_parts)
 
     def by_query(self) -> LabelledArray:
-        """What the head looks for: the same for each part of the query, [query_part]."""
-        return self._summed("by_query", 1, "query_part", self.query_parts)
+        """Return the same for each part of the query, what the head looks for, [query_part]."""
+        return self._sum_pieces("by_query", 1, "query_part", self.query_parts)
 
-    def _summed(self, name: str, axis: int, dim: str, names: tuple[str, ...]) -> LabelledArray:
+    def _sum_pieces(self, name: str, axis: int, dim: str, names: tuple[str, ...]) -> LabelledArray:
         return LabelledArray(name, self.pieces.sum(dim=axis), (dim,), {dim: names})
 
     def table(self, by: str = "key") -> "pd.DataFrame":
@@ -104,7 +104,7 @@ class Why(Result):
         )
 
     def summary(self) -> str:
-        """In a sentence, what is preferred to what, and what speaks most for and against it."""
+        """Say in a sentence what is preferred to what, and what speaks most for and against it."""
         query, one, other = map(quote, self.tokens)
         parts = self.table().set_index("part")["value"]
         said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
