@@ -231,7 +231,7 @@ def _probe(
                 n_threads=threads,
                 again=again,
             )
-            said = result.printed_output()
+            said = result.to_output()
         else:
             say("finished before, on the same model and data", err=True)
     _print_probing(out, said)

@@ -108,7 +108,7 @@ class ProbingConfig:
     ] = ()
 
     def __post_init__(self) -> None:
-        check_different(self.own_settings())
+        check_different(self.single_settings())
         object.__setattr__(self, "setting", tuple(sorted(self.setting)))  # in whatever order given
         if self.ranks != tuple(range(1, len(self.ranks) + 1)):
             raise InfoFlowError(
@@ -128,7 +128,7 @@ class ProbingConfig:
                 "tells the error"
             )
 
-    def own_settings(self) -> tuple[OwnSetting, ...]:
+    def single_settings(self) -> tuple[OwnSetting, ...]:
         """The settings of single probes.
 
         Raises:

@@ -268,11 +268,11 @@ def _parts(
     if named.kind == "hub":
         yield from _split_rows(_from_hub(named.name))
     elif named.name == REPEATED and named.kind == "task":
-        yield _repeated(model, n, max_length, seed)
+        yield _draw_repeated(model, n, max_length, seed)
     elif named.kind == "task":
         yield _task(model, named.name, n, seed)
     elif path.suffix in _TENSORS and path.is_file():
-        yield from _of_tensor(path)
+        yield from _read_tensor(path)
     else:
         more = sorted(find_pass_columns(model))
         yield from _rows_of(path, scratch, (*_columns_read(column), *more))
@@ -307,7 +307,7 @@ def _rows_of(path: Path, scratch: Path | None = None, columns: Sequence[str] = (
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
     n = 0
-    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path, scratch, columns):
+    for part in _lines_of(path) if path.suffix == ".txt" else _stream_rows(path, scratch, columns):
         n += 1
         yield part
     if not n:
@@ -318,7 +318,7 @@ def _lines_of(path: Path) -> Iterator[list[str]]:
     """The lines of a text file, without blank ones, which part paragraphs."""
     try:
         with path.open(encoding=_UTF_8) as file:
-            lines = (line.rstrip("\n") for line in _bounded(file))
+            lines = (line.rstrip("\n") for line in _read_lines(file))
             texts = (line for line in lines if line.strip())
             while some := list(islice(texts, _ROWS)):
                 yield some
@@ -329,8 +329,8 @@ def _lines_of(path: Path) -> Iterator[list[str]]:
         ) from error
 
 
-def _bounded(file: TextIO) -> Iterator[str]:
-    """The lines of a file; a very long line is cut, as no model reads all of it."""
+def _read_lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines of a file; a very long line is cut, as no model reads all of it."""
     while line := file.readline(_LINE):
         yield line
         while len(line) == _LINE and not line.endswith("\n"):
@@ -362,7 +362,7 @@ def _meant(path: Path) -> str:
     return f"; did you mean {ends[0]!r}?" if ends else ""
 
 
-def _streamed(path: Path, scratch: Path | None, columns: Sequence[str]) -> Iterator[Any]:
+def _stream_rows(path: Path, scratch: Path | None, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows of a json, jsonl, csv or parquet file by ``datasets``, some at a time.
 
     Its readers of files are called by themselves: ``load_dataset`` would ask the hub first. They
@@ -457,7 +457,7 @@ def read_rows(data: str) -> Any:
 def _folder(path: Path) -> Any:
     import datasets
 
-    _check_saved(path)
+    _check_dataset(path)
     try:
         with _plain_name(path) as place:
             try:
@@ -474,7 +474,7 @@ def _folder(path: Path) -> Any:
     return _without_media(found)
 
 
-def _check_saved(path: Path) -> None:
+def _check_dataset(path: Path) -> None:
     """Check that a saved dataset is one, and holds files, of which none lies elsewhere.
 
     Raises:
@@ -526,8 +526,8 @@ def _without_media(table: Any) -> Any:
     return table if len(kept) == len(table.features) else table.select_columns(kept)
 
 
-def _of_tensor(path: Path) -> Iterator[Tensor]:
-    """Token ids [n, pos] or vectors [n, pos, d_token] of a file, some sequences at a time.
+def _read_tensor(path: Path) -> Iterator[Tensor]:
+    """Yield token ids [n, pos] or vectors [n, pos, d_token] of a file, some at a time.
 
     Raises:
         InfoFlowError: if it cannot be read, or has too few axes.
@@ -579,8 +579,8 @@ def _native(array: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:
-    """BOS where the model has one, then random different tokens, then the same again."""
+def _draw_repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:
+    """Draw random different tokens twice, behind BOS where the model has one."""
     cfg = getattr(model, "cfg", None)
     n_ctx, d_vocab = getattr(cfg, "n_ctx", None), getattr(cfg, "d_vocab", None)
     if n_ctx is None or d_vocab is None or getattr(model, "reads_vectors", False):

@@ -39,7 +39,7 @@ def run_identity(
     tokenizer: str | None,
     code: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What the numbers of a run depend on, by what errors call it: contents, never paths.
+    """Return what the numbers of a run depend on, named as in errors: contents, never paths.
 
     Args:
         config: the settings.
@@ -61,7 +61,8 @@ def run_identity(
 def sequences_identity(
     config: ProbingConfig, configuration: str, tokenizer: str | None
 ) -> dict[str, Any] | None:
-    """What tokenised sequences depend on, so that they need not be made again; None if unknown.
+    """Return what tokenised sequences depend on, to know whether they can be reused; None if
+    unknown.
 
     Args:
         config: the settings.

@@ -62,8 +62,8 @@ def _is_missing(value: Any) -> bool:
 
 
 def examples(result: Findings) -> dict[str, list[list[float]]]:
-    """For each head, "layer.head", the queries of the shown sequences that attend most to one key:
-    (sequence, query, key, share of the weight), where keys are not the query itself."""
+    """Find for each head, "layer.head", the queries of the shown sequences that attend most to one
+    key: (sequence, query, key, share of the weight), where keys are not the query itself."""
     positions = result.found.get("influence_positions")
     if not isinstance(positions, PositionsResult) or not positions.concentration:
         return {}

@@ -10,12 +10,12 @@ from infoflow_lens.theory import InformationSets
 Rows = Mapping[tuple[str, str], Explained]  # by (states, rule)
 
 
-def explained_rows(
+def explain_layers(
     predicted: Mapping[str, InformationSets],
     influence: InfluenceResult,
     without: tuple[int, ...] = (),
 ) -> Rows:
-    """How much of the influence lies inside the sets, by (states, rule).
+    """Measure how much of the influence lies inside the sets, by (states, rule).
 
     The last state comes first, then every layer; within each the max-position rule comes first.
     """

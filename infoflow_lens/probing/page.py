@@ -31,7 +31,11 @@ def build_report(result: Findings) -> ProbingReport:
     facts.insert(0, ("model", found.kind))
     headline = [f"Probed on {config.data}."]
     if "max_position" in result.last:
-        headline = [_headline(result.last["max_position"]), _by_strength(result), _ranked(result)]
+        headline = [
+            _headline(result.last["max_position"]),
+            _say_strength(result),
+            _compare_baselines(result),
+        ]
     sections = {
         name: Section(
             part.title or name,
@@ -53,7 +57,7 @@ def build_report(result: Findings) -> ProbingReport:
         explained=overview_table(rows) if rows else None,
         heads=heads_table(result),
         examples=examples(result),
-        places=[*_by_place(result), *([_curve(result.curve)] if result.curve else [])],
+        places=[*_map_places(result), *([_curve(result.curve)] if result.curve else [])],
         flow=build_flow_view(result),
         record=result.record,
     )
@@ -72,8 +76,8 @@ def _headline(row: Explained) -> str:
     )
 
 
-def _by_strength(result: Findings) -> str:
-    """How much of the influence on the last states their strongest tokens have, in the mean.
+def _say_strength(result: Findings) -> str:
+    """Say how much of the influence on the last states their strongest tokens have, in the mean.
 
     The strength of a token is that of its best path, of the first keys of all heads; as many count
     as hold 90% of the influence of other tokens.
@@ -106,8 +110,8 @@ def _by_strength(result: Findings) -> str:
     )
 
 
-def _ranked(result: Findings) -> str:
-    """Whether a baseline tells better than the set what the last states depend on."""
+def _compare_baselines(result: Findings) -> str:
+    """Say whether a baseline tells better than the set what the last states depend on."""
     part, found = result.parts.get("routes"), result.found.get("routes")
     if not isinstance(part, RoutesPart) or not isinstance(found, RoutesComparison):
         return ""
@@ -123,7 +127,7 @@ def _ranked(result: Findings) -> str:
 
 
 def _charts(part: Part, result: Any) -> Iterator[Any]:
-    """What a part shows; its table in the place of what a page cannot draw."""
+    """Yield the charts of a part; its table in the place of what a page cannot draw."""
     for figure in part.figures(result):
         if isinstance(figure, (list, tuple)):
             yield from figure
@@ -133,8 +137,8 @@ def _charts(part: Part, result: Any) -> Iterator[Any]:
             yield Table.of_frame(part.table(result))
 
 
-def _by_place(result: Findings) -> Iterator[HeatMap]:
-    """Influence inside the sets of the model's own rule, by layer and position."""
+def _map_places(result: Findings) -> Iterator[HeatMap]:
+    """Draw influence inside the sets of the model's own rule, by layer and position."""
     influence = result.influence
     if (
         influence is None

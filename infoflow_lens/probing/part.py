@@ -129,7 +129,7 @@ class Part:
         return frame
 
     def figures(self, result: Any) -> Sequence["Chart"]:
-        """What its section of the report shows; without any it has no section.
+        """Return what its section of the report shows; without any it has no section.
 
         Charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines, Table), heat maps over
         heads from a frame (`infoflow_lens.report.heads.by_head`), or figures of matplotlib. In the
@@ -140,11 +140,11 @@ class Part:
         return (Table.of_frame(self.table(result)),)
 
     def remarks(self, result: Any) -> str:
-        """What a reader of its section must know; empty for nothing."""
+        """Say what a reader of its section must know; empty for nothing."""
         return ""
 
     def sentences(self, result: Any) -> Sequence[str]:
-        """What the terminal shows."""
+        """Return the sentences that the terminal shows."""
         return ()
 
     def facts(self, result: Any) -> Sequence[tuple[str, str]]:

@@ -22,7 +22,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
     if influence is None or not isinstance(positions, PositionsResult):
         return None
     n = min(len(result.texts), len(influence.lengths))
-    measured = _measured_influence(result)
+    measured = _spread_influence(result)
     mechanisms = list(_mechanisms(result, n))
     softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
     inputs = []
@@ -61,8 +61,8 @@ def _from_afar(viewed: ViewedInput) -> float:
     return float(far.max() / found.sum()) if len(far) and float(found.sum()) > 0 else 0.0
 
 
-def _measured_influence(result: Findings) -> Tensor:
-    """Influence on every state [layer, sequence, pos, source]; NaN where it was not measured."""
+def _spread_influence(result: Findings) -> Tensor:
+    """Return influence on every state [layer, sequence, pos, source]; NaN where not measured."""
     influence = result.influence
     assert influence is not None
     _, n_batch, _, n_source = influence.influence.shape
@@ -103,7 +103,7 @@ def _weights(
 
 
 def _mechanisms(result: Findings, n: int) -> Iterator[list[list[ViewedMechanism]]]:
-    """What each head passes on in each of the first sequences, as predictions take it."""
+    """Yield what each head passes on in each of the first sequences, as predictions take it."""
     mechanisms, attended = result.mechanisms, result.found.get("influence_attended")
     chosen = result.found.get("influence_positions")
     if not isinstance(mechanisms, MechanismsResult) or not isinstance(attended, AttendedResult):

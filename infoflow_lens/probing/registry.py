@@ -46,7 +46,7 @@ def part_names() -> tuple[str, ...]:
 
 
 def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
-    """Where the code of other packages' parts lies, by name, without importing it.
+    """Find the paths of the code of other packages' parts, by name, without importing it.
 
     Args:
         names: of parts; None for all.

@@ -28,7 +28,7 @@ SUMS = "sums.safetensors"
 
 
 def states_of(probes: Probes) -> dict[str, Any]:
-    """What probes have measured, by name, as tensors and plain values."""
+    """Return what probes have measured, by name, as tensors and plain values."""
     return {name: probe.state_dict() for name, probe in probes.items()}
 
 

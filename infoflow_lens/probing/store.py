@@ -114,7 +114,7 @@ class _ArrowFile:
             return list(numbers.to(dtype).reshape(shape).split(np.diff(offsets).tolist()))
 
     def extent(self) -> Extent:
-        """How many sequences the file holds, and how long."""
+        """Count the sequences of the file, and find their lengths."""
         with self._reading(0, 0) as (table, _):
             n = len(table)
         return Extent(n, *self.lengths(0, n))
@@ -125,8 +125,8 @@ class _ArrowFile:
             found = pc.min_max(pc.list_value_length(column)).as_py()
             return found["max"] or 0, found["min"] or 0
 
-    def _opened(self) -> Any:
-        """The file, mapped, or to be read where a file system cannot map files (ENODEV)."""
+    def _open(self) -> Any:
+        """Open the file, mapped, or to be read where a file system cannot map files (ENODEV)."""
         try:
             return pa.memory_map(str(self.path))
         except OSError as error:
@@ -139,7 +139,7 @@ class _ArrowFile:
         try:
             if self._table is None or self._n_read > _MAPPED:
                 self._table, self._n_read = None, 0
-                with self._opened() as file, pa.ipc.open_stream(file) as reader:
+                with self._open() as file, pa.ipc.open_stream(file) as reader:
                     self._table = reader.read_all()
             column = self._table.column(0).slice(start, stop - start)
             if len(column) != stop - start:
@@ -176,7 +176,7 @@ class SequenceStore:
 
         Args:
             into: the folder.
-            made_from: JSON-compatible, by which :func:`find_stored` finds them again; with None
+            made_from: JSON-compatible, by which :func:`find_sequences` finds them again; with None
                 no later run uses them.
         """
         if self.path.parent == into.path / _FOLDER:
@@ -187,7 +187,7 @@ class SequenceStore:
         return replace(self, path=into.path / _FOLDER / _FILE)
 
 
-def find_stored(folder: RunFolder, made_from: Any) -> SequenceStore | None:
+def find_sequences(folder: RunFolder, made_from: Any) -> SequenceStore | None:
     """Find the sequences in the folder of a run; None if they are spoiled or made from other data.
 
     Args:

@@ -26,7 +26,7 @@ _AT_ONCE = 1000  # windows
 def token_stream(
     model: nn.Module, texts: Sequence[str]
 ) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
-    """All texts as ids, one behind the other, and what the model's tokenizer puts before a text.
+    """Join all texts as ids, and find what the model's tokenizer puts before a text.
 
     Args:
         model: with a tokenizer.

@@ -48,7 +48,7 @@ class InfluencePart(Part):
         }
 
     def figures(self, result: Any) -> Sequence["Chart"]:
-        """No figures: the report shows influence beside the predictions."""
+        """Return no figures: the report shows influence beside the predictions."""
         return ()
 
 

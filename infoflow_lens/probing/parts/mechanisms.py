@@ -100,17 +100,17 @@ class MechanismsPart(Part):
         frame = result.to_frame()
         heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
         found = {name: heads[frame["mechanism"] == name] for name in frame["mechanism"]}
-        labels = [f"{name}: {_named(some, len(heads))}" for name, some in found.items()]
+        labels = [f"{name}: {_name_heads(some, len(heads))}" for name, some in found.items()]
         enough = {ideal: heads[frame[f"sufficient_{ideal}"]] for ideal in result.ideals}
         others = [
-            f"{ideal} would suffice for {_named(some, len(heads))}"
+            f"{ideal} would suffice for {_name_heads(some, len(heads))}"
             for ideal, some in enough.items()
             if len(some) > int((frame["mechanism"] == ideal).sum())
         ]
         return [*labels, *others]
 
     def facts(self, result: MechanismsResult) -> Sequence[tuple[str, str]]:
-        """How many heads need which mechanism."""
+        """Count the heads that need each mechanism."""
         names = [name for layer in result.mechanisms() for name in layer]
         return [
             (_LABELS.get(name, name.replace("_", " ")), f"{names.count(name)} of {len(names)}")
@@ -118,8 +118,8 @@ class MechanismsPart(Part):
         ]
 
 
-def _named(heads: "pd.Series[str]", n: int) -> str:
-    """Some of `n` heads by name, or how many they are."""
+def _name_heads(heads: "pd.Series[str]", n: int) -> str:
+    """Name some of `n` heads, or say how many they are."""
     if len(heads) > _MOST_NAMED:
         return f"{len(heads)} of {n} heads; mechanisms.csv names them"
     return f"heads {' '.join(heads)}"

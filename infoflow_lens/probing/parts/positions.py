@@ -42,5 +42,5 @@ class PositionsPart(Part):
         return by_head(found, {name: text for name, text in labels.items() if name in found})
 
     def facts(self, result: AnyPositions) -> Sequence[tuple[str, str]]:
-        """How many sequences were seen."""
+        """Count the sequences that were seen."""
         return (("sequences", str(result.n_sequences)),)

@@ -52,7 +52,7 @@ class RoutesComparison(Result):
     rows: tuple[Mapping[str, str | int | float | None], ...]
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each size, layer and method."""
+        """Return one row for each size, layer and method."""
         import pandas as pd
 
         return pd.DataFrame(list(self.rows))
@@ -156,7 +156,7 @@ class RoutesPart(Part):
         return (table, lines)
 
     def remarks(self, result: RoutesComparison) -> str:
-        """What was left out, and why."""
+        """Say what was left out, and why."""
         return " ".join(f"{note[0].upper()}{note[1:]}." for note in result.notes)
 
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
@@ -168,7 +168,7 @@ class RoutesPart(Part):
         ]
 
     def ranks(self, result: RoutesComparison) -> Sequence[Rank]:
-        """How each set stands in the last layer, at its own sizes."""
+        """Rank each set in the last layer, at its own sizes."""
         frame = result.to_frame()
         last = frame[(frame["layer"] == frame["layer"].max()) & (frame["kind"] != "control")]
         found = []

@@ -106,7 +106,7 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def sentences(self, result: SufficiencyResult) -> Sequence[str]:
-        """All heads at once, one ideal for all, and the controls."""
+        """Say what all heads at once, one ideal for all, and the controls cost."""
         excess = _excess(result)
         dealt = [value for name, value in excess.items() if name.startswith(RANDOM)]
         uniform = ", ".join(
