@@ -21,7 +21,7 @@ from infoflow_lens.commands.common import (
     Jobs,
     Quiet,
     folder,
-    own_command,
+    repeat_command,
     say,
 )
 from infoflow_lens.commands.common import console as make_console
@@ -175,7 +175,7 @@ def probe(
 
         return run_probing(out, settings, **spread)
 
-    _probe(out, config, run, jobs, scheduler, threads, quiet, own_command(context))
+    _probe(out, config, run, jobs, scheduler, threads, quiet, repeat_command(context))
 
 
 @app.command(short_help="Run every measurement on a language model.")
@@ -198,7 +198,7 @@ def survey(
 
         return run_survey(out, settings, **spread)
 
-    again = own_command(context)
+    again = repeat_command(context)
     _probe(out, config, run, jobs, scheduler, threads, quiet, again, "heads.csv")
     say(f"heads: {out / 'heads.csv'}")
 

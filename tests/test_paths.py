@@ -210,7 +210,7 @@ zoo_folder = []
 # Every function with such a parameter: os.PathLike says that a user gives it.
 OWNERS = ("infoflow_lens.foundation.", "infoflow_lens.runs.")  # of what all of them call
 INSIDE = {  # these are called by the ones above
-    "loaded_fields", "save_fields", "digest_of_result", "ShardedResult.from_shards",
+    "read_fields", "save_fields", "digest_of_result", "ShardedResult.from_shards",
     "ShardedResult.save_shard", "shape_of_named",
 }  # fmt: skip
 

@@ -76,8 +76,8 @@ def report_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def own_command(context: typer.Context, *more: str) -> str:
-    """The command line of a command, so that it can be run again.
+def repeat_command(context: typer.Context, *more: str) -> str:
+    """Return the command line of a command, so that it can be run again.
 
     Args:
         context: of the command that runs.

@@ -302,7 +302,7 @@ def _survey(
     seed: int,
     as_json: bool,
 ) -> None:
-    """What a configuration can learn: a table over all tasks, D and T."""
+    """Print what a configuration can learn: a table over all tasks, D and T."""
     import json
 
     from rich.table import Table
@@ -312,7 +312,7 @@ def _survey(
 
     shape = _architecture(like, heads, d_model, tokens or 2**31 - 1, positions, encoder) if (
         like is None
-    ) else _named(like)  # fmt: skip
+    ) else _read_shape(like)  # fmt: skip
     lengths = (16, 64, 256) if tokens is None else (tokens,)
     cases = survey_cases(_all_tasks(seed), lengths)
     with progress_bar("tasks", len(cases), show=not as_json) as advance:
@@ -334,7 +334,7 @@ def _survey(
     out.print("exponent: of eps^-k parameters for the costliest state (0: it fits)")
 
 
-def _named(like: str) -> Any:
+def _read_shape(like: str) -> Any:
     from infoflow_lens.models.configs import shape_of_named
 
     return shape_of_named(like)

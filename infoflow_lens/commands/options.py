@@ -24,7 +24,7 @@ def options_of(
         arguments: the fields that are arguments without a name.
     """
     kinds, texts = get_type_hints(config), help_texts(config)
-    repeated = [name for name, parts in _annotated(config).items() if Repeated() in parts]
+    repeated = [name for name, parts in _read_annotations(config).items() if Repeated() in parts]
     shown = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
     parameters = [
         _parameter(item, shown[item.name], texts[item.name], item.name in arguments)
@@ -38,19 +38,19 @@ def options_of(
             if p.name != "config"
         ]
 
-        def filled(**given: Any) -> None:
+        def fill_config(**given: Any) -> None:
             of_config = {p.name: given.pop(p.name) for p in parameters}
             command(
-                lambda: config(**{k: _parsed(kinds[k], v, k) for k, v in of_config.items()}),
+                lambda: config(**{k: _parse(kinds[k], v, k) for k, v in of_config.items()}),
                 **given,
             )
 
         required = [p for p in (*parameters, *own) if p.default is inspect.Parameter.empty]
         optional = [p for p in (*parameters, *own) if p.default is not inspect.Parameter.empty]
-        filled.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
-        filled.__annotations__ = {p.name: p.annotation for p in (*required, *optional)}
-        filled.__name__, filled.__doc__ = command.__name__, command.__doc__
-        return filled
+        fill_config.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
+        fill_config.__annotations__ = {p.name: p.annotation for p in (*required, *optional)}
+        fill_config.__name__, fill_config.__doc__ = command.__name__, command.__doc__
+        return fill_config
 
     return decorate
 
@@ -59,11 +59,11 @@ def help_texts(config: type[Any]) -> dict[str, str]:
     """The help of each field of a dataclass: the text among its annotations, beside ranges."""
     return {
         name: next(part for part in parts if isinstance(part, str))
-        for name, parts in _annotated(config).items()
+        for name, parts in _read_annotations(config).items()
     }
 
 
-def _annotated(config: type[Any]) -> dict[str, tuple[Any, ...]]:
+def _read_annotations(config: type[Any]) -> dict[str, tuple[Any, ...]]:
     hints = get_type_hints(config, include_extras=True)
     return {item.name: get_args(hints[item.name]) for item in fields(config)}
 
@@ -97,7 +97,7 @@ def _is_tuple(kind: Any) -> bool:
     return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
 
 
-def _parsed(kind: Any, value: Any, name: str) -> Any:
+def _parse(kind: Any, value: Any, name: str) -> Any:
     if isinstance(value, list):
         return tuple(value)
     if value is None or not _is_tuple(kind):

@@ -111,7 +111,7 @@ def ask(
     if at is not None:
         texts = [_whole(opened, one, name) for one, name in ((text, "text"), (instead, "instead"))]
         n_pos, n_other = (0 if one is None else len(one) for one in texts)
-        place = _place_asked(opened, n_pos, at)
+        place = _check_place(opened, n_pos, at)
         if n_other not in (n_pos, place, 0):
             raise InfoFlowError(
                 f"text has {n_pos} tokens and instead has {n_other}: expected as many, or the "
@@ -250,7 +250,7 @@ def _whole(model: NamedModel, text: Any, name: str) -> Any:
     return text if is_row else _ids(model, text, name)
 
 
-def _place_asked(model: NamedModel, n: int, at: int) -> int:
+def _check_place(model: NamedModel, n: int, at: int) -> int:
     """Count a place of a text from its beginning.
 
     Raises:
@@ -271,7 +271,7 @@ def _place_asked(model: NamedModel, n: int, at: int) -> int:
 
 
 def _place(model: NamedModel, ids: Tensor) -> int:
-    """Where the answer is read: at a mask, where the text has one, else at the end."""
+    """Find where the answer is read: at a mask, where the text has one, else at the end."""
     mask = getattr(model.tokenizer, "mask_token_id", None)
     places = [] if mask is None else (ids == mask).nonzero().flatten().tolist()
     return int(places[-1]) if places else -1

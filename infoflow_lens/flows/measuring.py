@@ -65,7 +65,7 @@ def influence_probe(
 
 
 def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], most: float) -> bool:
-    """Whether the influence takes at most so many multiplications."""
+    """Say whether the influence takes at most so many multiplications."""
     anatomy = getattr(model, "anatomy", None)
     blocks: Any = model.blocks if anatomy is None else [block.module for block in anatomy.blocks]
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters())
@@ -134,7 +134,7 @@ def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
 
 
 def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
-    """For each position other tokens of the inputs, all different, the nearest before it first.
+    """Find other tokens of the inputs for each position, all different, the nearest first.
 
     A token that an input has in that place is none: put there again, it would move nothing.
     """
@@ -166,10 +166,8 @@ def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
     return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
 
 
-def describe_unchanged_tokens(
-    probe: StateInfluence | None, rows: Sequence[Tensor]
-) -> Iterator[str]:
-    """Notes on tokens for which all donors have the same token, so that nothing is replaced."""
+def note_unmoved_tokens(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
+    """Note the tokens for which all donors have the same token, so that nothing is replaced."""
     if not isinstance(probe, ResampleInfluence):
         return
     for index, row in enumerate(rows):

@@ -105,8 +105,8 @@ class Flow:
 
     @cached_property
     def graded(self) -> GradedSets:
-        """How strongly each state may hold each token, by the product of the weights on the best
-        path through all heads' attention; that of positions that no head passes on is left out.
+        """The strength with which each state may hold each token, by the product of the weights on
+        the best path through all heads' attention; without positions that no head passes on.
         """
         weights = [within_one(pattern) for pattern in self.attention.patterns]
         n_pos = weights[0].shape[-1]
@@ -118,7 +118,7 @@ class Flow:
 
     @property
     def asked(self) -> tuple[tuple[int, ...], ...]:
-        """For every input the positions whose influence was measured."""
+        """The positions of every input whose influence was measured."""
         if self.influence is None:
             return tuple(() for _ in self.tokens)
         return tuple(tuple(p for p in row.tolist() if p >= 0) for row in self.influence.positions)
@@ -130,7 +130,7 @@ class Flow:
         return tuple(range(n_layers)) if self.influence is None else self.influence.layers
 
     def summary(self) -> str:
-        """In a sentence, how far the sets explain what the asked states of the last layer, of
+        """Say in a sentence how far the sets explain what the asked states of the last layer, of
         those that were asked for, depend on.
         """
         found = self.explained
@@ -159,8 +159,8 @@ class Flow:
 
     @cached_property
     def explained(self) -> Explained | None:
-        """How much of the influence on the asked states of the last of their layers lies inside
-        the sets, of the tokens that the model's mask lets them hold; None if it was not measured.
+        """The share of the influence on the asked states of the last of their layers that lies
+        inside the sets, of the tokens that the model's mask lets them hold; None if not measured.
         """
         if self.influence is None:
             return None
@@ -168,15 +168,15 @@ class Flow:
         without = self.record.config["without"]
         return explained(sets, self.influence, candidates=self._visible(), without=tuple(without))
 
-    def _left_out(self) -> Bool[Tensor, "input source"]:
-        """The tokens that are no candidates, as no head passes them on."""
+    def _mark_excluded(self) -> Bool[Tensor, "input source"]:
+        """Mark the tokens that are no candidates, as no head passes them on."""
         n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
         return mark_places(self.record.config["without"], n_tokens, self.sets.n_sources)
 
     @cached_property
     def orders(self) -> dict[str, float]:
-        """How near predicted orders of tokens come to the measured one: Spearman, in the mean over
-        the asked states of the last of their layers.
+        """The correlation of predicted orders of tokens with the measured one: Spearman, the mean
+        over the asked states of the last of their layers.
 
         Candidates are the tokens that a state can see, but its own and those that were left out.
         Empty if nothing was measured, or no state sees three of them.
@@ -187,7 +187,7 @@ class Flow:
         influence = self.influence.full()[-1]
         n_pos = influence.shape[1]
         own = torch.eye(n_pos, n_source, dtype=torch.bool)
-        candidate = self._visible() & ~own & ~self._left_out()[:, None]
+        candidate = self._visible() & ~own & ~self._mark_excluded()[:, None]
         asked = self.influence.asked & (candidate.sum(dim=-1) > 2)
         if not asked.any():
             return {}
@@ -213,7 +213,7 @@ class Flow:
         return text
 
     def _visible(self) -> Bool[Tensor, "input pos source"]:
-        """What each state of the last of the asked layers could hold, by the model's mask."""
+        """Mark what each state of the last of the asked layers could hold, by the model's mask."""
         n_states, n_source = self.sets.members.shape[2:]
         reached = torch.eye(n_states, n_source, dtype=torch.float32).expand(
             len(self.tokens), -1, -1
@@ -224,8 +224,8 @@ class Flow:
         return reached > 0
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each input, asked state and source: whether the predicted set holds the
-        source, its influence, and its share of the influence of other tokens on that state, NaN
+        """Return one row for each input, asked state and source: whether the predicted set holds
+        the source, its influence, and its share of the influence of other tokens on that state, NaN
         for the state's own and for tokens that were left out; shares of predicted tokens add up to
         what lies inside.
 
@@ -234,7 +234,7 @@ class Flow:
         import pandas as pd
 
         measured = None if self.influence is None else self.influence.full()
-        left_out, frames = self._left_out(), []
+        left_out, frames = self._mark_excluded(), []
         for index, tokens in enumerate(self.tokens):
             n_source = len(tokens)
             n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
@@ -328,10 +328,10 @@ class Flow:
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        from infoflow_lens.flows.saving import loaded_fields
+        from infoflow_lens.flows.saving import read_fields
         from infoflow_lens.report.flow import render_flow
 
-        with loaded_fields(path) as values:
+        with read_fields(path) as values:
             found = cls(**values)
             # what is loaded can be shown, or is refused here
             found.to_frame()
@@ -340,7 +340,7 @@ class Flow:
 
     @cached_property
     def view(self) -> FlowView:
-        """What the interactive picture shows."""
+        """The numbers that the interactive picture shows."""
         return view_of(self)
 
     def __repr__(self) -> str:
@@ -372,7 +372,7 @@ def view_of(flow: Flow) -> FlowView:
     asked = flow.asked[0]
     return FlowView(
         title=flow.title,
-        inputs=[_viewed(flow, i, with_patterns) for i in range(len(flow.tokens))],
+        inputs=[_view_input(flow, i, with_patterns) for i in range(len(flow.tokens))],
         rules={rule: RULES[rule] for rule in order},
         record=flow.record.to_dict(),
         notes=(*flow.notes, *filter(None, [flow.describe_order()])),
@@ -383,7 +383,7 @@ def view_of(flow: Flow) -> FlowView:
     )
 
 
-def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
+def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
     n_source = len(flow.tokens[index])
     members = flow.sets.members
     n_states = n_source + members.shape[2] - members.shape[3]
@@ -418,15 +418,15 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
-        left_out=flow._left_out()[index].nonzero().flatten().tolist(),
+        left_out=flow._mark_excluded()[index].nonzero().flatten().tolist(),
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
-        replaced=None if flow.replaced is None else _replaced(flow.replaced[index]),
+        replaced=None if flow.replaced is None else _view_replaced(flow.replaced[index]),
         causal=flow.attention.is_causal,
     )
 
 
-def _replaced(found: Replaced) -> ViewedReplaced:
+def _view_replaced(found: Replaced) -> ViewedReplaced:
     return ViewedReplaced(found.by, found.next_tokens)
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from infoflow_lens.flows.measuring import (
-    describe_unchanged_tokens,
     influence_probe,
+    note_unmoved_tokens,
     probe_elsewhere,
     run_with_bar,
 )
-from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
+from infoflow_lens.flows.next_tokens import next_tokens, predict_replacements
 from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.flows.predicting import measure_contributions, predict
 from infoflow_lens.flows.result import Flow
@@ -187,7 +187,7 @@ def flow(
         elsewhere=elsewhere,
         reasons=reasons,
         next_tokens=said,
-        replaced=None if said is None else replaced_tokens(host, rows),
+        replaced=None if said is None else predict_replacements(host, rows),
         positions=chosen,
         attention=found["attention"],
         attended=found.get("attended"),
@@ -208,14 +208,14 @@ def flow(
             without,
         ),
     )
-    notes = [*unknown, *_notes(made, loaded, without), *describe_unchanged_tokens(measure, rows)]
+    notes = [*unknown, *_notes(made, loaded, without), *note_unmoved_tokens(measure, rows)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))
 
 
 def _name(loaded: LoadedModel) -> str:
-    """What the model is called in a title."""
+    """Name the model in a title."""
     name = loaded.description.split(":")[0]
     return "a model in memory" if name == "in memory" else name
 
@@ -234,7 +234,7 @@ def _reasons(
 
 
 def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
-    """What a reader must know of positions that were not asked for."""
+    """Say what a reader must know of positions that were not asked for."""
     if found is None:
         yield (
             "influence was measured on the last position alone, as all take more than some "
@@ -248,7 +248,7 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
 
 
 def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:
-    """What a reader must know."""
+    """Return what a reader must know."""
     results = (made.positions, made.attention, made.influence, made.mechanisms)
     notes = [note for result in results if result is not None for note in result.notes]
     found = made.explained

@@ -72,7 +72,7 @@ def save_fields(
 
 
 @contextmanager
-def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Read the fields of the flow that :func:`save_fields` wrote, for use in the block.
 
     Raises:

@@ -50,7 +50,7 @@ def build_report(result: Findings) -> ProbingReport:
         headline=" ".join(filter(None, headline)),
         facts=facts,
         problems=found.problems(),
-        capabilities=Table.of_frame(found.to_frame()),
+        capabilities=Table.from_frame(found.to_frame()),
         maps=sections.pop(first) if first else None,
         sections=list(sections.values()),
         agreement=result.agreement,
@@ -134,7 +134,7 @@ def _charts(part: Part, result: Any) -> Iterator[Any]:
         elif isinstance(figure, (HeatMap, NameMap, Lines, Table)) or hasattr(figure, "savefig"):
             yield figure
         else:
-            yield Table.of_frame(part.table(result))
+            yield Table.from_frame(part.table(result))
 
 
 def _map_places(result: Findings) -> Iterator[HeatMap]:

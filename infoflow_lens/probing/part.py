@@ -137,7 +137,7 @@ class Part:
         """
         from infoflow_lens.report.charts import Table
 
-        return (Table.of_frame(self.table(result)),)
+        return (Table.from_frame(self.table(result)),)
 
     def remarks(self, result: Any) -> str:
         """Say what a reader of its section must know; empty for nothing."""

@@ -42,7 +42,7 @@ def script(*names: str) -> str:
     )
 
 
-def with_policy(page: str, form_action: str = "'none'") -> str:
+def add_policy(page: str, form_action: str = "'none'") -> str:
     """Add a content security policy to a page, after its first ``<meta charset>``.
 
     The policy allows the scripts and styles that the page contains, and no request to a network.

@@ -99,8 +99,8 @@ class Table:
     anchors: Sequence[str] = ()
 
     @classmethod
-    def of_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
-        """A frame's first rows; the caption says how many there are."""
+    def from_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
+        """Take a frame's first rows; the caption says how many there are."""
         if len(frame) > most:
             caption = f"{caption} The first {most} of {len(frame)} rows.".strip()
         columns = {str(name).replace("_", " "): "" for name in frame.columns}

@@ -18,7 +18,7 @@ from markupsafe import escape
 from torch import Tensor
 
 from infoflow_lens.foundation.documents import FLOW_PAGE
-from infoflow_lens.report.assets import asset, script, with_policy
+from infoflow_lens.report.assets import add_policy, asset, script
 from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
@@ -55,7 +55,7 @@ def render_flow(view: FlowView, fragment: bool = False) -> str:
         .get_template("flow.html.j2")
         .render(title=view.title, body=body, script=mounting_script([picture]))
     )
-    return with_policy(page)
+    return add_policy(page)
 
 
 def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -88,7 +88,7 @@ def picture_data(view: FlowView) -> str:
                 "title": view.title,
                 "rules": view.rules,
                 "record": view.record,
-                "notes": [*view.notes, *_measured_how(view)],
+                "notes": [*view.notes, *_describe_influence(view)],
                 "unmeasured": view.unmeasured,
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
@@ -96,7 +96,7 @@ def picture_data(view: FlowView) -> str:
                 "first": view.first,
                 "groups": groups,
                 "aligned": view.aligned and [list(pair) for pair in view.aligned],
-                "inputs": [_packed(each) for each in view.inputs],
+                "inputs": [_pack(each) for each in view.inputs],
             },
             dumps=_dumps,
         )
@@ -114,7 +114,7 @@ def fit_into_page(view: FlowView, most: int) -> FlowView:
     """
     size, kept = 0, 0
     for each in view.inputs:
-        size += len(_dumps(_packed(each)))
+        size += len(_dumps(_pack(each)))
         if kept and size > most:
             break
         kept += 1
@@ -130,7 +130,7 @@ def _dumps(value: Any, **kwargs: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False, **kwargs)
 
 
-def _measured_how(view: FlowView) -> list[str]:
+def _describe_influence(view: FlowView) -> list[str]:
     if all(each.influence is None for each in view.inputs):
         return []
     return [f"Measured influence: {view.influence_name}."]
@@ -215,8 +215,8 @@ class _Blob:
         return self.add("share8", steps.numpy().astype("u1"))
 
 
-def _packed(view: ViewedInput) -> dict[str, Any]:
-    """An input as text for the page: arrays in one compressed blob."""
+def _pack(view: ViewedInput) -> dict[str, Any]:
+    """Pack an input as text for the page: arrays in one compressed blob."""
     blob = _Blob()
     arrays: dict[str, Any] = {"ranked": [blob.keys(keys.cpu()) for keys in view.ranked]}
     for name in ("weights", "scores"):
@@ -236,7 +236,7 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
     rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
     arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
-    arrays["replaced"] = None if view.replaced is None else _replaced(blob, view.replaced)
+    arrays["replaced"] = None if view.replaced is None else _pack_replaced(blob, view.replaced)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         influence = view.influence.detach().cpu().float()
@@ -271,8 +271,8 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
     return packed
 
 
-def _replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
-    """Next tokens with each token replaced as the page reads them: words, and places of these."""
+def _pack_replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
+    """Pack next tokens with each token replaced as the page reads them: words, and their places."""
     pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
     words = list(dict.fromkeys(token for token, _ in pairs))
     places = {word: place for place, word in enumerate(words)}
@@ -286,7 +286,7 @@ def _replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
 
 
 def _shares(edges: Tensor) -> Tensor:
-    """Of the largest in each row, which is all that the page draws."""
+    """Divide edges by the largest in each row, which is all that the page draws."""
     largest = edges.float().amax(dim=-1, keepdim=True)
     return edges.float() / largest.clamp(min=1e-30)
 

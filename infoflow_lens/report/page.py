@@ -12,7 +12,7 @@ from torch import Tensor
 from infoflow_lens.agreement import Agreement, SetAgreement
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
-from infoflow_lens.report.assets import with_policy
+from infoflow_lens.report.assets import add_policy
 from infoflow_lens.report.charts import render_chart
 from infoflow_lens.report.flow import fallback, mounting_script, picture_data, picture_element
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
@@ -125,7 +125,7 @@ def render_report(report: Report) -> str:
             record=json.dumps(report.record.to_dict(), indent=2),
         )
     )
-    return with_policy(page)
+    return add_policy(page)
 
 
 def picture_of(report: Report) -> FlowView:

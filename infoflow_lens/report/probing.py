@@ -10,7 +10,7 @@ from jinja2.utils import htmlsafe_json_dumps
 
 from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.report.assets import asset, with_policy
+from infoflow_lens.report.assets import add_policy, asset
 from infoflow_lens.report.charts import Table, render_chart
 from infoflow_lens.report.flow import (
     fallback,
@@ -103,7 +103,7 @@ def render_probing(report: ProbingReport) -> str:
             record=json.dumps(report.record.to_dict(), indent=2),
         )
     )
-    return with_policy(page)
+    return add_policy(page)
 
 
 def _anchor(title: str) -> str:

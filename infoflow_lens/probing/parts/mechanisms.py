@@ -7,7 +7,7 @@ from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mec
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
 from infoflow_lens.probing.part import Part, RunContext
-from infoflow_lens.report.heads import by_head, by_head_in_colours
+from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MechanismsPart(Part):
             )
             for row in frame.to_dict("records")
         ]
-        names = by_head_in_colours(frame, "mechanism", _COLOURS, hover)
+        names = draw_names(frame, "mechanism", _COLOURS, hover)
         if "own_position" not in result.ideals:
             return (names,)
         lost = {"own_position": "what the output loses without the head"}
