@@ -170,11 +170,11 @@ def _architecture(
     encoder: bool,
 ) -> Any:
     from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.models.configs import shape_of_named
+    from infoflow_lens.models.configs import read_shape
     from infoflow_lens.theory.shapes import ModelShape
 
     if like is not None:
-        return shape_of_named(like).set_length(tokens)
+        return read_shape(like).set_length(tokens)
     n_heads = integers(heads or "", "--heads")
     if len(n_heads) > 200 or max(n_heads, default=0) > 10**6:
         raise InfoFlowError(f"--heads is {heads!r}: expected at most 200 layers of 10^6 heads")
@@ -335,9 +335,9 @@ def _survey(
 
 
 def _read_shape(like: str) -> Any:
-    from infoflow_lens.models.configs import shape_of_named
+    from infoflow_lens.models.configs import read_shape
 
-    return shape_of_named(like)
+    return read_shape(like)
 
 
 def _all_tasks(seed: int) -> list[Any]:

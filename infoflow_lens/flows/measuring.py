@@ -134,7 +134,7 @@ def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
 
 
 def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
-    """Find other tokens of the inputs for each position, all different, the nearest first.
+    """Find for each position other, different tokens of the inputs, the nearest before it first.
 
     A token that an input has in that place is none: put there again, it would move nothing.
     """

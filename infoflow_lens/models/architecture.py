@@ -202,10 +202,10 @@ class TokenArchitecture(_OfLayers):
 
     @classmethod
     @checked
-    def of_layers(
+    def from_layers(
         cls, n_layers: Count, n_heads: Count | tuple[Count, ...], **sizes: Any
     ) -> TokenArchitecture:
-        """With `n_heads` in each of `n_layers`, or one number for each layer.
+        """Make one with `n_heads` in each of `n_layers`, or one number for each layer.
 
         Raises:
             InfoFlowError: if there are not `n_layers` numbers; and see the class.

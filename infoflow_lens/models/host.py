@@ -47,8 +47,8 @@ from infoflow_lens.models.architecture import (
 )
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.blocks import Attention, TokenEmbed
-from infoflow_lens.models.hooked import HookedModel, hooked_config
-from infoflow_lens.models.weights import stored_shapes
+from infoflow_lens.models.hooked import HookedModel, make_config
+from infoflow_lens.models.weights import read_shapes
 
 __all__ = [
     "TokenTransformer",
@@ -102,7 +102,7 @@ class VectorTransformer(HookedModel):
     def __init__(self, architecture: Architecture) -> None:
         beta = architecture.attn_scale
         with_positions = architecture.positional_embedding == "learned"
-        cfg = hooked_config(
+        cfg = make_config(
             n_layers=architecture.n_layers,
             d_model=architecture.d_model,
             n_ctx=architecture.n_tokens + 1,
@@ -155,7 +155,7 @@ class TokenTransformer(HookedModel):
     """
 
     def __init__(self, architecture: TokenArchitecture) -> None:
-        cfg = hooked_config(
+        cfg = make_config(
             n_layers=architecture.n_layers,
             n_heads=architecture.n_heads[0],
             d_head=architecture.d_head,
@@ -277,7 +277,7 @@ def build_token_model(
     Raises:
         InfoFlowError: for sizes below 1 or that do not fit each other, or an unknown choice.
     """
-    architecture = TokenArchitecture.of_layers(
+    architecture = TokenArchitecture.from_layers(
         n_layers,
         n_heads,
         d_head=d_head,
@@ -440,7 +440,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
     Raises:
         InfoFlowError: with the first weight that differs.
     """
-    stored = stored_shapes([folder / "model.safetensors"])
+    stored = read_shapes([folder / "model.safetensors"])
     n_stored = sum(name.endswith(".attn.W_Q") for name in stored)
     heads = settings.get("n_heads")
     if isinstance(heads, (list, tuple)) and len(heads) != n_stored:

@@ -24,7 +24,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, firs
 from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import check_regular, read_json
 from infoflow_lens.foundation.naming import GGUF
-from infoflow_lens.models.weights import stored_shapes
+from infoflow_lens.models.weights import read_shapes
 
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
 _SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
@@ -156,7 +156,7 @@ class Stored:
     longest: int
 
     @classmethod
-    def in_folder(cls, folder: Path) -> "Stored":
+    def read_folder(cls, folder: Path) -> "Stored":
         """Read what a folder of Hugging Face holds.
 
         Raises:
@@ -164,7 +164,7 @@ class Stored:
         """
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
         try:
-            shapes = stored_shapes(files)
+            shapes = read_shapes(files)
             n_bytes = sum(file.stat().st_size for file in files)
         except Exception as error:  # the readers of two formats raise their own errors
             raise InfoFlowError(
@@ -176,7 +176,7 @@ class Stored:
         return cls(len(shapes), min(n_numbers, n_bytes), min(longest, n_bytes))
 
     @classmethod
-    def in_gguf(cls, path: Path) -> "Stored":
+    def read_gguf(cls, path: Path) -> "Stored":
         """Read what a GGUF file holds, of which a byte may be several numbers."""
         from gguf import GGUFReader
 
@@ -346,7 +346,7 @@ def _file_of_tokenizer(name: str) -> str | None:
     return None
 
 
-def own_tokenizer(name: str | None, **options: Any) -> Any | None:
+def load_tokenizer(name: str | None, **options: Any) -> Any | None:
     """Load the tokenizer of a name or folder, where it has one with words.
 
     `options` are those of transformers. A file that cannot be read is warned of.

@@ -22,7 +22,7 @@ from infoflow_lens.foundation.settings import (
     Seed,
     settings,
 )
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.probing.own_settings import OwnSetting, check_different
 from infoflow_lens.probing.registry import part_names, paths_of_code
 
@@ -147,7 +147,7 @@ class ProbingConfig:
 
         A name that is no path gives a path that is missing.
         """
-        model = shipped_folder(self.model) or find_model(self.model).path
+        model = find_package_folder(self.model) or find_model(self.model).path
         drawn = self.data == "repeated"
         code = {f"probe {name}": path for name, path in paths_of_code(self.probes).items()}
         return {"model": model, **code} | ({} if drawn else {"data": find_named(self.data).path})

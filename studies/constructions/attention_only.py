@@ -148,7 +148,7 @@ class AttentionOnly:
         """
         heads = [head for layer in self.layers for head in layer]
         d_head = max(max(head.key.shape[1], head.read.shape[1]) for head in heads)
-        architecture = TokenArchitecture.of_layers(
+        architecture = TokenArchitecture.from_layers(
             len(self.layers),
             max(map(len, self.layers)),
             d_head=d_head,

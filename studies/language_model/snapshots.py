@@ -16,7 +16,7 @@ from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.pretrained import Stored, check_config, find_class
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 
 _CHECKPOINTS, _STEP = "checkpoints", re.compile(r"step-?(\d+)$")
 _EARLY = 64  # steps before this are all alike
@@ -59,7 +59,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
             f"model is {model!r}, most is {most}: expected a folder or a name, and at least 1"
         )
     folder = find_model(model).path
-    if shipped := shipped_folder(model):
+    if shipped := find_package_folder(model):
         found = [(-1, str(shipped), _digest(shipped))]
     elif folder.is_dir():
         found = _list_checkpoints(folder)
@@ -139,7 +139,7 @@ def reset_weights(source: str, seed: int) -> Iterator[str]:
     name, _, revision = source.partition("@")
     if Path(source).is_dir():
         name, revision = source, ""
-        check_config(Path(source), Stored.in_folder(Path(source)))
+        check_config(Path(source), Stored.read_folder(Path(source)))
     config: Any = AutoConfig.from_pretrained(
         name, revision=revision or None, trust_remote_code=False
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derive_seed
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.data import read_texts
 from infoflow_lens.probing.windows import spread_windows, token_stream
 from infoflow_lens.studies.claims import Numbers
@@ -101,7 +101,7 @@ class LanguageModelStudy(Study):
 
     def longest(self, moment: Snapshot) -> int:
         """The tokens of the longest window: the model's context, at most 512."""
-        return min(_MOST, shape_of_named(moment.source.partition("@")[0]).n_tokens)
+        return min(_MOST, read_shape(moment.source.partition("@")[0]).n_tokens)
 
     @cached_property
     def _texts(self) -> list[str]:

@@ -22,7 +22,7 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     measure_sufficiency,
     of_least_damage,
 )
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.studies.language_model.study import (
@@ -69,7 +69,7 @@ class Sufficiency(LanguageModelStudy):
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
         """Take all heads; for the last snapshot of a small model numbers of windows, too."""
-        shape = shape_of_named(moment.source.partition("@")[0])
+        shape = read_shape(moment.source.partition("@")[0])
         length = min(self.longest(moment), _SHORT if len(shape.n_heads) > _DEEP else 2**30)
         length = min(length, 24) if preset == "smoke" else length
         cases: list[Settings] = [{"part": "heads", "draw": 0, "n_context": length}]
