@@ -23,7 +23,7 @@ from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import LabelledResult, Result, label_arrays
-from infoflow_lens.hooks.states import State, copy_nested, states_of
+from infoflow_lens.hooks.states import State, copy_values, states_of
 
 if TYPE_CHECKING:
     from infoflow_lens.hooks.sharded import ShardedResult
@@ -397,7 +397,7 @@ class Probe(ABC, Generic[ResultT]):
             "missing": list(self._missing),
             "record": None if self._record is None else self._record.to_dict(),
             "is_reduced": self._is_reduced,
-            "measured": copy_nested(self.kept),
+            "measured": copy_values(self.kept),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -416,7 +416,7 @@ class Probe(ABC, Generic[ResultT]):
             record = None if state["record"] is None else RunRecord.from_dict(state["record"])
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
-            measured = copy_nested(state["measured"])
+            measured = copy_values(state["measured"])
             if (measured or counts[0]) and measured.keys() != self._states.keys():
                 raise ValueError(f"it holds {', '.join(measured) or 'nothing'}")
             kept = {

@@ -80,7 +80,7 @@ class _Summed(State):
         if others is None:
             return mine
         if mine is None:
-            return copy_nested(others)
+            return copy_values(others)
         return _sum(mine, others, self.name)
 
 
@@ -114,7 +114,7 @@ class _Combined(State):
         if others is None:
             return mine
         if mine is None:  # a copy, as the function may write to what is kept
-            return self.rebuild(copy_nested(others))
+            return self.rebuild(copy_values(others))
         return self._function(mine, others)
 
     def rebuild(self, plain: Any) -> Any:
@@ -205,21 +205,21 @@ def add_with_padding(one: Tensor, other: Tensor) -> Tensor:
 # Between objects and plain values, for files and other processes
 
 
-def copy_nested(value: Any) -> Any:
+def copy_values(value: Any) -> Any:
     """Copy nested tensors and plain values; of dataclasses their fields, by name."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: copy_nested(part) for key, part in value.items()}
+        return {key: copy_values(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copy_nested(part) for part in value]
+        return [copy_values(part) for part in value]
     if is_dataclass(value):
-        return {item.name: copy_nested(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: copy_values(getattr(value, item.name)) for item in fields(value)}
     return value
 
 
 def _rebuilt(kind: type, plain: Any) -> Any:
-    """A dataclass of which :func:`copy_nested` has given the fields; or lists of such."""
+    """A dataclass of which :func:`copy_values` has given the fields; or lists of such."""
     if not isinstance(plain, Mapping):
         return [_rebuilt(kind, part) for part in plain]
     inner = getattr(kind, "made_of", {})

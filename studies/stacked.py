@@ -65,7 +65,7 @@ def _patterns(model: VectorTransformer) -> list[str]:
     return [getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks]
 
 
-def stacked_readout(
+def compute_readouts(
     model: VectorTransformer, weights: Weights, x: Float[Tensor, "seed batch pos d_token"]
 ) -> Float[Tensor, "seed batch d_output"]:
     """Compute the output at CLS (eq 2) of models with these weights; the last block runs at CLS.

@@ -16,7 +16,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.settings import Seed, checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
-from infoflow_lens.studies.stacked import Weights, check_stackable, stacked_readout
+from infoflow_lens.studies.stacked import Weights, check_stackable, compute_readouts
 from infoflow_lens.training import (
     Data,
     Draw,
@@ -175,7 +175,7 @@ class _Stack:
             for name, _ in model.named_parameters()
         }
         self._prepare()
-        readout = partial(stacked_readout, model)
+        readout = partial(compute_readouts, model)
         self.readout: Readout = torch.compile(readout) if compiled else readout
         self.data: tuple[Tensor, Tensor] | None = None
 

@@ -267,7 +267,7 @@ class Tap(TorchFunctionMode):
         if name in PRODUCTS:
             return self._product(func, name, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._run_fused_attention(args, kwargs)
+            return self._run_sdpa(args, kwargs)
         if func is _MULTIHEAD:
             with self:
                 return _multihead_in_sight(*args, **kwargs)
@@ -440,7 +440,7 @@ class Tap(TorchFunctionMode):
         edited = self._show(call, "z", z)
         return out if edited is z else layout.out_back(edited)
 
-    def _run_fused_attention(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    def _run_sdpa(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         """Run ``scaled_dot_product_attention``, in the open where somebody looks."""
         number = self.n_attentions
         self.n_attentions += 1

@@ -190,7 +190,7 @@ class WhyAll(Result):
     part_names: tuple[str, ...]
 
     def of(self, layer: int, head: int, query: int, sample: int = 0) -> dict[str, Any] | None:
-        """One line as plain values; None where the query sees fewer than two keys.
+        """Return one line as plain values; None where the query sees fewer than two keys.
 
         Returns:
             "keys" (two positions), "margin", "parts" (pairs of a name and a value, the strongest

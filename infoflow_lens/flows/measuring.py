@@ -166,7 +166,7 @@ def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
     return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
 
 
-def note_unmoved_tokens(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
+def note_same_tokens(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
     """Note the tokens for which all donors have the same token, so that nothing is replaced."""
     if not isinstance(probe, ResampleInfluence):
         return

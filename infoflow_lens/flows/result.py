@@ -168,7 +168,7 @@ class Flow:
         without = self.record.config["without"]
         return explained(sets, self.influence, candidates=self._visible(), without=tuple(without))
 
-    def _mark_excluded(self) -> Bool[Tensor, "input source"]:
+    def _find_non_candidates(self) -> Bool[Tensor, "input source"]:
         """Mark the tokens that are no candidates, as no head passes them on."""
         n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
         return mark_places(self.record.config["without"], n_tokens, self.sets.n_sources)
@@ -187,7 +187,7 @@ class Flow:
         influence = self.influence.full()[-1]
         n_pos = influence.shape[1]
         own = torch.eye(n_pos, n_source, dtype=torch.bool)
-        candidate = self._visible() & ~own & ~self._mark_excluded()[:, None]
+        candidate = self._visible() & ~own & ~self._find_non_candidates()[:, None]
         asked = self.influence.asked & (candidate.sum(dim=-1) > 2)
         if not asked.any():
             return {}
@@ -234,7 +234,7 @@ class Flow:
         import pandas as pd
 
         measured = None if self.influence is None else self.influence.full()
-        left_out, frames = self._mark_excluded(), []
+        left_out, frames = self._find_non_candidates(), []
         for index, tokens in enumerate(self.tokens):
             n_source = len(tokens)
             n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
@@ -418,15 +418,15 @@ def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
-        left_out=flow._mark_excluded()[index].nonzero().flatten().tolist(),
+        left_out=flow._find_non_candidates()[index].nonzero().flatten().tolist(),
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
-        replaced=None if flow.replaced is None else _view_replaced(flow.replaced[index]),
+        replaced=None if flow.replaced is None else _view_next_tokens(flow.replaced[index]),
         causal=flow.attention.is_causal,
     )
 
 
-def _view_replaced(found: Replaced) -> ViewedReplaced:
+def _view_next_tokens(found: Replaced) -> ViewedReplaced:
     return ViewedReplaced(found.by, found.next_tokens)
 
 

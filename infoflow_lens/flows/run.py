@@ -10,7 +10,7 @@ from torch import nn
 
 from infoflow_lens.flows.measuring import (
     influence_probe,
-    note_unmoved_tokens,
+    note_same_tokens,
     probe_elsewhere,
     run_with_bar,
 )
@@ -75,7 +75,7 @@ def flow(
     backend: str = "auto",
     progress: bool = True,
 ) -> Flow:
-    """What can reach a state, predicted from attention, beside what does, measured.
+    """Predict from attention what can reach a state, and measure what does.
 
     Predicted are the information sets of all states, as heads pass keys on from layer to layer
     (Yu, Jiang, Bao, Li 2026, Sec. 5.1; `propagate`). Measured is the influence of every token on
@@ -208,7 +208,7 @@ def flow(
             without,
         ),
     )
-    notes = [*unknown, *_notes(made, loaded, without), *note_unmoved_tokens(measure, rows)]
+    notes = [*unknown, *_notes(made, loaded, without), *note_same_tokens(measure, rows)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))

@@ -268,7 +268,7 @@ def _parts(
     if named.kind == "hub":
         yield from _split_rows(_from_hub(named.name))
     elif named.name == REPEATED and named.kind == "task":
-        yield _draw_repeated(model, n, max_length, seed)
+        yield _draw_twice(model, n, max_length, seed)
     elif named.kind == "task":
         yield _task(model, named.name, n, seed)
     elif path.suffix in _TENSORS and path.is_file():
@@ -579,7 +579,7 @@ def _native(array: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _draw_repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:
+def _draw_twice(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:
     """Draw random different tokens twice, behind BOS where the model has one."""
     cfg = getattr(model, "cfg", None)
     n_ctx, d_vocab = getattr(cfg, "n_ctx", None), getattr(cfg, "d_vocab", None)

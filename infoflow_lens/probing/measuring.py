@@ -9,7 +9,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.own_settings import apply_settings, check_measured
+from infoflow_lens.probing.own_settings import apply_settings, check_names
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
 from infoflow_lens.probing.patience import warn_if_long
 from infoflow_lens.probing.registry import part_names
@@ -74,7 +74,7 @@ def parts_with_enough_data(
             check_extent(context.model, list(_probes_of(part, context).values()), extent)
         enough[name] = part
     named = [name for part in enough.values() for name in _probes_of(part, context)]
-    check_measured(context.config.single_settings(), named)
+    check_names(context.config.single_settings(), named)
     return enough
 
 

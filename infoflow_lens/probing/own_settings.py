@@ -76,7 +76,7 @@ def apply_settings(
     return made
 
 
-def check_measured(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:
+def check_names(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:
     """Refuse settings of probes that the run does not measure.
 
     Raises:

@@ -166,7 +166,7 @@ class ShardSums:
     def keep(self, now: bool = False) -> None:
         """Write the checkpoint, if the last one is old or `now` is set."""
         if self._is_whole and self.checkpoint.keep(self._state, now):
-            self.remove_summed_files()
+            self.clean_up()
 
     def result(self, name: str) -> Any:
         """The result of a probe.
@@ -260,7 +260,7 @@ class ShardSums:
                     if not path.is_file():
                         raise ValueError(f"{str(path)!r} is gone")
 
-    def remove_summed_files(self) -> None:
+    def clean_up(self) -> None:
         """Remove the files of stretches that are in the sums."""
         names = {self._name(number) for number in range(-(-self.n_shards // self.stride))}
         self.folder.remove(*names.intersection(self.folder.names()))
@@ -344,7 +344,7 @@ def run_in_shards(
             gathered.keep(now=True)
             raise
     assert not gathered.n_left  # else sums of a part would pass for those of all
-    gathered.remove_summed_files()
+    gathered.clean_up()
     return gathered
 
 

@@ -236,7 +236,7 @@ def _pack(view: ViewedInput) -> dict[str, Any]:
     rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
     arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
-    arrays["replaced"] = None if view.replaced is None else _pack_replaced(blob, view.replaced)
+    arrays["replaced"] = None if view.replaced is None else _pack_next_tokens(blob, view.replaced)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         influence = view.influence.detach().cpu().float()
@@ -271,7 +271,7 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
     return packed
 
 
-def _pack_replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
+def _pack_next_tokens(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
     """Pack next tokens with each token replaced as the page reads them: words, and their places."""
     pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
     words = list(dict.fromkeys(token for token, _ in pairs))

@@ -15,8 +15,8 @@ from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.studies.best_heads import BestHeads, best_heads
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers.rows import (
-    beside_enough,
     best_runs,
+    compare_with_enough,
     exchange_heads,
     first_heads,
     has_enough_heads,
@@ -173,7 +173,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         )
         of_heads = Column("attends to the partner", partners), Column("roles", roles)
         return (
-            TableSpec(_CELL, errors, partial(beside_enough, by=_CELL), WORDS),
+            TableSpec(_CELL, errors, partial(compare_with_enough, by=_CELL), WORDS),
             "Attention of the first layer, of the run of the least error: how often the head's "
             "first choice, at a token of the best pair of a matrix, is the other one; by "
             "matrix, from the first / from the second token.",
@@ -341,7 +341,7 @@ def _owes(rows: "pd.DataFrame") -> bool:
 
 def _fewer(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
     """The runs of each model with fewer heads than D in the first layer, beside those of (D, D)."""
-    runs = beside_enough(results, _CELL)
+    runs = compare_with_enough(results, _CELL)
     fewer = groups(runs[~has_enough_heads(runs)], _CELL)
     return [(f"D = {d}, {kind}, {heads_shown(heads)}", rows) for (d, kind, heads), rows in fewer]
 

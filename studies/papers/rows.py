@@ -65,7 +65,7 @@ def least_over_draws(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[f
     return np.exp(logs.groupby(level=list(by), sort=False).mean())
 
 
-def beside_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
+def compare_with_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
     """Set beside each run the least error of its cell, and how many times that of D heads it is.
 
     Args:
