@@ -226,13 +226,16 @@ def catching(
                     "that runs the model again must run a copy of it"
                 )
             if keep_graph:
+                # derivatives go through it, so it stays in the graph
                 caught.activations[name] = activation
             else:
                 kept = activation.detach()
                 caught.activations[name] = kept
+                # tensors of inference mode have no version by which a later write shows
                 if not kept.is_inference():
                     caught._versions[name] = kept._version
             missing.discard(name)
+            # the pass need not go on: nobody looks at what comes behind
             if ends and not missing:
                 raise _AllSeenError
 
@@ -241,6 +244,7 @@ def catching(
 
     placed: list[tuple[Any, Any]] = []
     try:
+        # edits come first, so that what is kept is what the model goes on with
         for name, hook_fn in (*edits, *((name, keep(name)) for name in want)):
             points[name].add_hook(bind_to_thread(hook_fn))
             placed.append((points[name], points[name].fwd_hooks[-1]))
@@ -318,8 +322,11 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
                 ("_backward_pre_hooks", ()),
             ):
                 hooks = getattr(point, name)
+                # hooks that belong to the model, such as those of an adapter, are part of it
                 permanent = {handle.hook.id for handle in handles if handle.is_permanent}
                 kept = OrderedDict(
+                    # those of the user's are silent in this thread alone: another may run the model
+                    # meanwhile
                     (key, hook_fn if key in permanent else bind_to_thread(hook_fn, elsewhere=True))
                     for key, hook_fn in hooks.items()
                     if key in permanent or name == "_forward_hooks"

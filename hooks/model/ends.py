@@ -54,6 +54,7 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
         given: tensors of its example.
         first: operations before the first block.
     """
+    # token ids are the only integers [batch, pos] among what was given
     ids = next((t for t in given if not t.is_floating_point() and t.ndim == 2), None)
     call = next((c for c in log.module_calls() if ids is not None and _embeds(c, ids)), None)
     if ids is None or call is None:
@@ -61,18 +62,21 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
     weight = getattr(call.module, "weight", None)
     d_vocab = len(weight) if isinstance(weight, Tensor) else None
     stream = call.outputs[0]
+    # the embedding, and what is the same with other axes or precision, up to the sum with positions
     same, number = [stream], 0
     for op in log.operations[call.end : first]:
         if not any(is_among(t, same) for t in op.inputs):
             continue
         if op.name in SAME:
             same += op.outputs
+        # other summands, such as token types, may come before positions do
         elif op.name in ADDITIONS and op.outputs[0].shape == stream.shape and len(op.inputs) == 2:
             added = op.inputs[1 if is_among(op.inputs[0], same) else 0]
             if _is_of_positions(added, stream):
                 place = Place("sum", number=number)
                 return Start(call.path, d_vocab, place, _table_length(log, added))
             same, number = [*same, *op.outputs], number + 1
+    # some models turn ids to [pos, batch] first
     is_turned = call.inputs[0].equal(ids.T) and not call.inputs[0].equal(ids)
     return Start(call.path, d_vocab, is_turned=is_turned)
 

@@ -492,12 +492,14 @@ class _Reader:
             loader: which gave it.
         """
         given, is_single = _as_tensors(given, self.name), isinstance(given, str)
+        # columns beside the ids, by name
         more: dict[str, Any] = {}
         if isinstance(given, Mapping) or _is_dataset(given):
             given, more = self._column_of(given, first)
             is_single = _is_row(given)
             if is_single:
                 more = {name: [values] for name, values in more.items()}
+            # a mask in the table gives way to one that the caller has given
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
         elif _holds_pairs(given):
@@ -511,10 +513,12 @@ class _Reader:
             given = _first_of(given, loader)
         if is_single:
             given = [given]
+        # nothing to take off and no columns: the tensor goes on as it is, which checks say more of
         if isinstance(given, Tensor) and (given.ndim < 2 or (mask is None and not more)):
             rows = given[:, : self.max_length] if given.ndim == 2 else given
             check_inputs(self.model, rows, self.name)
             return _Read(rows, is_single)
+        # a loader, or something else that gives batches one by one
         if not isinstance(given, Tensor) and not _is_list_of_sequences(given):
             return None
         if not len(given):
@@ -527,6 +531,7 @@ class _Reader:
             )
         if more and mask is not None and "position_ids" in more:
             more[MASKS[0]] = mask  # with it, positions that begin anew are no other documents
+        # real tokens of each sequence; padding is made anew for each batch
         sequences, columns = self._sequences(given, mask, more, first)
         self._check(sequences, first)
         same = len({len(row) for row in sequences}) == 1
@@ -560,6 +565,7 @@ class _Reader:
             InfoFlowError: for several splits, and if there is no such column, with the columns.
         """
         is_dataset = not isinstance(table, Mapping)
+        # a DatasetDict is a mapping, too, whose values are tables
         if not is_dataset and any(hasattr(part, "column_names") for part in table.values()):
             raise InfoFlowError(
                 f"{self.name} is a {type(table).__name__} with {', '.join(map(str, table))}: "
@@ -576,8 +582,10 @@ class _Reader:
             )
         more = [name for name in names if name == MASKS[0] or name in find_pass_columns(self.model)]
         if is_dataset:
+            # a format, such as that of torch, may stack rows or move them to a device
             plain = table.with_format(None)
             table = {name: list(plain[name]) for name in {column, *more}}
+            # each row is a batch already, so its sequences are rows
             if not reads_vectors(self.model) and _holds_batches(table[column]):
                 table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
         found = _as_tensors(table[column], f"column {column!r} of {self.name}")
@@ -589,6 +597,7 @@ class _Reader:
                 "expected texts or lists of token ids; leave that row out, or name another column"
             )
         is_text = isinstance(found[0] if is_list else found, str)
+        # columns of texts have no number for each token
         beside = {} if is_text else {n: table[n] for n in more if n != column}
         return found, {name: values for name, values in beside.items() if values is not None}
 
@@ -607,6 +616,7 @@ class _Reader:
                     f"{self.name}[{single + first}] is {given[single]!r}: expected a sequence; "
                     "leave rows without one out"
                 )
+        # texts and vectors cannot be masked, as nothing says where their padding would be
         if mask is not None and (kind == "texts" or rows[0].ndim == 2):
             raise InfoFlowError(
                 f"{self.name} holds {kind} with an attention_mask: expected none, as {kind} "
@@ -615,14 +625,17 @@ class _Reader:
         columns = {
             name: self._read_column(rows, values, name, first) for name, values in more.items()
         }
+        # what the mask leaves out is left out of every column
         if mask is not None:
             masks = self._read_column(rows, mask, MASKS[0], first)
             label = f"the {MASKS[0]} of {self.name}"
             real = [check_mask(one[None], f"{label}[{i}]")[0] for i, one in enumerate(masks, first)]
             rows = [row[here] for row, here in zip(rows, real)]
             columns = {n: [row[h] for row, h in zip(c, real)] for n, c in columns.items()}
+        # cut on the right, as tokenizers do
         columns = {n: [row[: self.max_length] for row in column] for n, column in columns.items()}
         cut = [row[: self.max_length] if row.ndim == 1 else row for row in rows]
+        # columns of default values are not passed on: models without that argument may run, then
         kept = {n: c for n, c in columns.items() if not _is_default(self.model, n, c)}
         for name in kept:
             if name not in forward_names(self.model):
@@ -784,6 +797,7 @@ def _as_tensors(given: Any, name: str) -> Any:
 
     Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
     """
+    # a pandas table or column
     if hasattr(given, "iloc"):
         names = getattr(given, "columns", None)
         if names is None:
@@ -799,12 +813,15 @@ def _as_tensors(given: Any, name: str) -> Any:
             f"{name} is an array with masked entries, whose numbers are no ids: expected them left "
             "out; give a list of sequences, or its .data with attention_mask="
         )
+    # arrays of texts
     if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
         return _as_tensors(given.tolist(), name)
+    # tensors have the byte order of the machine, and none that is read-only
     if isinstance(given, np.ndarray) and given.dtype.kind in "iufc":
         given = given.astype(
             given.dtype.newbyteorder("="), order="C", copy=not given.flags.writeable
         )
+    # lists of arrays become lists of tensors, which may have different lengths
     if isinstance(given, (list, tuple)) and any(
         isinstance(part, (np.ndarray, Tensor)) for part in given
     ):
@@ -845,6 +862,7 @@ def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
             real tokens are not one stretch.
     """
     given = _tensor(mask, name, "a tensor [batch, pos] of 1 for real tokens and 0 for padding")
+    # anything but 0 and 1 (weights, positions) is no mask
     wrong = given[(given != 0) & (given != 1)]
     if given.ndim != 2 or not given.shape[1] or given.is_complex() or len(wrong):
         raise InfoFlowError(
@@ -853,6 +871,7 @@ def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
             "pos] of 1 for real tokens and 0 for padding"
         )
     real = given.bool()
+    # where a run of real tokens begins; more than one is a hole
     starts = (real[:, 1:] & ~real[:, :-1]).sum(dim=1) + real[:, 0]
     bad = (starts != 1).nonzero().flatten().tolist()
     if bad:
@@ -892,6 +911,7 @@ def call_inputs(
             keys that it leaves out.
     """
     kwargs = _bind_arguments(model, args, kwargs)
+    # the names by which models of three libraries take their inputs
     names = ("input", "input_ids", "inputs_embeds")
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
@@ -902,6 +922,7 @@ def call_inputs(
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor):
         return None, None
+    # a residual stream has no tokens to read
     starts = kwargs.get("start_at_layer") is not None  # then it is a residual stream
     if isinstance(mask, Tensor):
         real = check_mask(mask, "attention_mask")
@@ -909,9 +930,11 @@ def call_inputs(
     if starts:
         return None, None
     side = kwargs.get("padding_side")
+    # the model masks leading pad tokens by itself, which the probes do not see
     if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model, side):
         pad = int(model.tokenizer.pad_token_id)  # type: ignore[arg-type, union-attr]
         leading = given.eq(pad).long().cumprod(dim=1).sum(dim=1)
+        # the first may be BOS, which often is the pad token
         allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]
         if int(leading.max()) > allowed:
             raise InfoFlowError(

@@ -298,6 +298,7 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
             f"{name} holds NaN or infinite tokens, first in sequence {bad[0]} ({len(bad)} "
             "sequences): expected finite tokens; drop or repair them"
         )
+    # models of ours check their own inputs; others read token ids
     check = getattr(model, "check_input", None)
     if check is not None:
         check(inputs)

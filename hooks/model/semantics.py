@@ -135,12 +135,14 @@ def _semantics(model: nn.Module) -> HookSemantics:
     ]
     parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
     wanted = [name for pair in attention for name in pair if name in points] + parts
+    # two sequences of a few tokens show what fires, and cost nothing beside a batch
     tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
     with _suspend_user_hooks(model):
         caught = call(model, tokens, wanted, output=True).activations
     scores = tuple(_classify_scores(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)
     adds = None
+    # whether what attention adds is what the state grows by, or stands behind a norm
     if f"blocks.0.{_SUMMED[1]}" in parts and all(name in caught for name in parts):
         *added, leaving = (caught[name].float() for name in parts)
         gap = torch.stack(added).sum(dim=0) - leaving

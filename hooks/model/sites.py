@@ -128,6 +128,7 @@ class SiteRun(Tap):
             InfoFlowError: for gradient checkpointing, which runs blocks again, unseen.
         """
         _check_runs_once(self._model)
+        # all hooks go off again, also where one of them could not be put on
         with ExitStack() as stack:
 
             def stand(place: str, how: str, hook: Callable[..., Any]) -> None:
@@ -138,12 +139,14 @@ class SiteRun(Tap):
 
             before, behind = "register_forward_pre_hook", "register_forward_hook"
             stand("", before, self._enter_model)
+            # a block module may be in the list more than once, when its weights are shared
             for path in {block.path for block in self._blocks}:
                 stand(path, before, self._enter)
                 stand(path, behind, self._leave)
             for path in self._paths("output"):
                 stand(path, behind, self._part_hook(path))
             for path in self._paths("input"):
+                # neurons are what the last matrix of the MLP reads
                 stand(path, before, self._neurons_hook(path))
             start, end = self._anatomy.start, self._anatomy.end
             if start.embed and {EMBED, POS_EMBED} & self._names:
@@ -154,6 +157,7 @@ class SiteRun(Tap):
                 stand(end.unembed.path, before, self._enter_unembed)
                 stand(end.unembed.path, behind, self._leave_unembed)
             with suspend_compiler(), self:
+                # the tap sees functions of torch; hooks see modules: both are needed
                 yield
 
     def _paths(self, kind: str) -> set[str]:
@@ -239,6 +243,7 @@ class SiteRun(Tap):
         return self._blocks[self._index]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # a module that stands in several blocks is the next one of them, in order
         order = [*range(self._index + 1, len(self._blocks)), *range(self._index + 1)]
         self._index = next(i for i in order if self._blocks[i].module is module)
         self._is_inside, self._stage, self._copies, self._seen = True, 0, {}, set()
@@ -248,6 +253,7 @@ class SiteRun(Tap):
         given = [t for t in given if t.is_floating_point()]
         stream = next((t for t in given if t.ndim == 3), None)
         self.n_heads = block.attentions[0].n_heads if block.attentions else None
+        # only products that somebody looks at are shown, so that others stay fused
         self.score_products = {
             found.product: found.number
             for n, found in enumerate(block.attentions)
@@ -256,6 +262,7 @@ class SiteRun(Tap):
         if block.axes is None:
             self._shape, self.batch = None, len(given[0])
             return None
+        # the stream is the first tensor [batch, pos, width]; without it no state can be shown
         if stream is None:
             raise InfoFlowError(
                 f"nothing of [batch, pos, width] enters block {self._index} in this call: expected "
@@ -264,6 +271,7 @@ class SiteRun(Tap):
         self._shape, self.batch = stream.shape, stream.shape[block.axes[0]]
         new = self._show_state("hook_resid_pre", stream)
         self._copies = {id(new): new}
+        # an edit goes on in the place of the stream, whatever the argument was called
         if new is stream:
             return None
         args = tuple(new if t is stream else t for t in args)

@@ -69,6 +69,7 @@ class StateFinder:
         """Find all of them."""
         block = self._block
         sums = self._sums()
+        # the first sum that has attention on one side tells all else
         found = next((s for s in sums if s[1].count("attention") == 1), None)
         if found is None:
             self._lack("attn_out", "mid", "mlp_out", why="no sum adds attention to something else")
@@ -76,6 +77,7 @@ class StateFinder:
         op, kinds = found
         place = kinds.index("attention")
         contribution, other = op.inputs[place], op.inputs[1 - place]
+        # what attention is added to is what enters the block: sublayers stand one behind the other
         if id(other) in self._input:
             mid, path = self._next_input(op)
             if mid is not None:
@@ -84,12 +86,14 @@ class StateFinder:
                 self._find_norms(contribution, path is not None)
                 self._find_mlp(op, mid)
                 return
+            # nothing reads the sum but the way out: a block of attention alone
             if self._is_output(op.outputs[0]):
                 block.attn_out = Place("sum")
                 block.adds = op.outputs[0] is self._leaves
                 self._find_norms(contribution, False)
                 self._lack("mid", "mlp_out", why="no MLP: the sum with attention leaves the block")
                 return
+        # else the MLP may stand beside attention, and all is added at once
         self._find_parallel(contribution, sums)
 
     def _lack(self, *names: str, why: str) -> None:
@@ -151,14 +155,17 @@ class StateFinder:
         """Find what the next sublayer reads of a sum: itself, or what a module behind it gives."""
         tensor, path = op.outputs[0], None
         after = self._operations.index(op) + 1
+        # norms, dropout and casts: more steps between a sum and its two readers are not known
         for _ in range(4):
             readers = self._readers(tensor, after)
+            # two readers are the next sublayer and the residual connection
             if len(readers) >= 2:
                 return tensor, path
             if len(readers) != 1:
                 return None, None
             reader = readers[0]
             if isinstance(reader, ModuleCall):
+                # one module alone reads it: it may hold the residual connection inside
                 inner = self._readers(tensor, after, reader)
                 if any(isinstance(r, Operation) and self._is_sum(r) for r in inner):
                     return tensor, path  # an MLP that adds by itself
@@ -242,7 +249,9 @@ class StateFinder:
         """Find attention and MLP beside each other: outputs whose sum leaves the block."""
         block = self._block
         block.is_parallel = True
+        # the summands of what leaves the block, however they were added up
         leaves = _addends(self._leaves, {id(op.outputs[0]): op for op, _ in sums})
+        # besides the input and attention there is the MLP, and nothing more
         rest = [t for t in leaves if id(t) not in self._input and t is not contribution]
         keeps_input = any(id(t) in self._input for t in leaves)
         if not is_among(contribution, leaves) or not keeps_input or len(rest) > 1:
@@ -254,6 +263,7 @@ class StateFinder:
         self._lack("mid", why="the MLP stands beside attention and reads what attention reads")
         for name, tensor in (("attn_out", contribution), *(("mlp_out", t) for t in rest)):
             made = next((c for c in self._inner if is_among(tensor, c.outputs)), None)
+            # sums written in place change what the module gave after it gave it
             is_written = any(
                 op.name in ("__iadd__", "add_") and op.inputs[0] is tensor
                 for op in self._operations

@@ -268,6 +268,7 @@ class Tap(TorchFunctionMode):
             return self._product(func, name, args, kwargs)
         if func is F.scaled_dot_product_attention:
             return self._run_sdpa(args, kwargs)
+        # its parts are run one by one, so that they are seen
         if func is _MULTIHEAD:
             with self:
                 return _multihead_in_sight(*args, **kwargs)
@@ -277,6 +278,7 @@ class Tap(TorchFunctionMode):
                 'can be seen: expected set_attn_implementation("eager") or "sdpa"'
             )
         out = func(*args, **kwargs)
+        # carried on only while a product or a pattern is on its way
         if self._followed:
             self._follow(name, args, kwargs, out)
         return out
@@ -323,6 +325,7 @@ class Tap(TorchFunctionMode):
         source, origin = next(((t, o) for t, o in pairs if o is not None), (None, None))
         if source is None:
             return
+        # a pattern stays one while its rows are reshaped, masked or dropped out
         if isinstance(origin, AttentionCall):
             if out.shape[:-1] == source.shape[:-1] or out.numel() == source.numel():
                 self._mark(out, origin)
@@ -331,9 +334,11 @@ class Tap(TorchFunctionMode):
                     origin.closings += (_Closing(fill[0], out.shape, fill=-torch.inf),)
             return
         assert origin is not None
+        # sums over keys and slices of them are no scores any more
         smaller = out.numel() < source.numel()
         if smaller or (out.shape[-1] < origin.n_keys and name != "reshape"):
             return
+        # sums of products, as of position and content, are scores of several products
         products = {o.number: o for _, o in pairs if isinstance(o, _Product)}
         closings = origin.closings
         for number, other in products.items():
@@ -371,10 +376,12 @@ class Tap(TorchFunctionMode):
     def _product(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         operands = Operands(name, args, kwargs)
         left, right = operands.pair
+        # products of vectors and matrices are no attention
         if not all(isinstance(t, Tensor) and t.ndim > 2 for t in (left, right)):
             return func(*args, **kwargs)
         number = self.n_products
         self.n_products += 1
+        # a pattern on the right: some models write values first
         swapped = isinstance(self._origin(right), AttentionCall)
         call = self._origin(right if swapped else left)
         if isinstance(call, AttentionCall) and (operands.equation or not swapped):
@@ -383,9 +390,11 @@ class Tap(TorchFunctionMode):
         if layout is None:
             return func(*args, **kwargs)
         q, k = layout.left(left), layout.right(right)
+        # asked for by number, as the pass that opened the model counted
         if number in self.score_products:
             call = AttentionCall(self.score_products[number], "softmax", self.batch, number)
             new_q, new_k = self._show(call, "q", q), self._show(call, "k", k)
+            # edited queries or keys go into the product in the layout that it expects
             if new_q is not q or new_k is not k:
                 q, k = new_q, new_k
                 operands.pair = layout.left_back(q), layout.right_back(k)
@@ -399,6 +408,7 @@ class Tap(TorchFunctionMode):
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        # softmaxes over other axes (experts, vocabularies of one position) are no attention
         if scores.ndim < 3 or not scores.is_floating_point() or dim not in (-1, scores.ndim - 1):
             return func(*args, **kwargs)
         number = self.n_attentions
@@ -406,15 +416,18 @@ class Tap(TorchFunctionMode):
         if not self._wants(number):
             return func(*args, **kwargs)
         call = AttentionCall(number, "softmax", self.batch, scores=scores)
+        # scores that no product gave, such as learnt ones, have no queries and keys
         product = self._origin(scores)
         if isinstance(product, _Product):
             call.product, call.n_products = product.number, product.n_products
+            # columns behind the keys are sinks, which belong to no key
             call.sinks = max(scores.shape[-1] - product.n_keys, 0)
             call.closings = product.closings
             if self._keeps:
                 pair = {"q": product.q, "k": product.k}
                 call.seen = {site: split_heads(t, self.batch) for site, t in pair.items()}
         edited = self._show(call, "scores", scores)
+        # edited scores go on in the place of the model's
         if edited is not scores:
             args, kwargs = (
                 ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "input": edited})
@@ -444,6 +457,7 @@ class Tap(TorchFunctionMode):
         """Run ``scaled_dot_product_attention``, in the open where somebody looks."""
         number = self.n_attentions
         self.n_attentions += 1
+        # nobody looks, so the kernel runs as it is
         if not self._wants(number) and not _has_forward_derivatives(
             args[0] if args else kwargs["query"]
         ):
@@ -455,6 +469,7 @@ class Tap(TorchFunctionMode):
         q = self._show(call, "q", given["query"])
         k = self._show(call, "k", given["key"])
         v = self._show(call, "v", given["value"])
+        # grouped keys: each serves several heads
         groups = 1
         if given["enable_gqa"] and k.shape[-3] != q.shape[-3]:
             groups, call.is_grouped = q.shape[-3] // k.shape[-3], True
@@ -463,8 +478,10 @@ class Tap(TorchFunctionMode):
         scores, dead = _mask(call, scores, given["attn_mask"], given["is_causal"])
         call.scores = scores
         scores = self._show(call, "scores", scores)
+        # rows without a key are NaN in softmax, and 0 in the kernel
         if dead is not None:
             scores = scores.masked_fill(dead, 0.0)
+        # the kernel sums in float32, whatever the precision
         is_half = scores.dtype in (torch.float16, torch.bfloat16)
         pattern = scores.softmax(-1, dtype=torch.float32 if is_half else None)
         if dead is not None:
@@ -473,6 +490,7 @@ class Tap(TorchFunctionMode):
         if given["dropout_p"]:
             pattern = F.dropout(pattern, given["dropout_p"])
         z = pattern @ _repeat(v, groups)
+        # how far our own attention is from the kernel's, which the anatomy reports
         if self._compares:
             fused = F.scaled_dot_product_attention(*args, **kwargs)
             call.distance = float((z - fused).abs().max())

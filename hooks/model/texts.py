@@ -50,12 +50,14 @@ def tokenize(
                 f"{name}[{index}] holds half a character (a surrogate, U+D800 to U+DFFF): expected "
                 "Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
             )
+    # one token more than the model takes, so that a text that is too long is refused
     kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
     length = max(_LONG_TEXT, 16 * kept)
     rows: list[Tensor] = []
     for some in group_by_size(texts):
         long = len(some) == 1 and len(some[0]) > length
         rows += [_beginning(model, some[0], length, kept)] if long else ids_of_texts(model, some)
+    # a template writes BOS as text, and the tokenizer puts another before it
     bos, token = (getattr(model.tokenizer, f"bos_token{end}", None) for end in ("_id", ""))
     return [
         row[1:] if token and text.startswith(token) and row[:2].tolist() == [bos, bos] else row

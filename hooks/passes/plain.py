@@ -47,6 +47,7 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
     caught: dict[str, Tensor] = {}
     mine = threading.get_ident()
 
+    # called when a pass has ended, or when the next one begins
     def finish() -> None:
         activations, model = dict(caught), model_of()
         caught.clear()

@@ -54,11 +54,13 @@ def rank_keys(
     )
     if are_weights:  # of the chosen ones alone: logarithms of thousands of zeros are slow
         values = values.log()
+    # where there are fewer keys than ranks, the others are missing
     missing = (0, deepest + 1 - n)
     values = torch.nn.functional.pad(values, missing, value=-torch.inf)
     places, ties = (
         torch.nn.functional.pad(part, missing)[..., :deepest] for part in (places, ties)
     )
+    # keys that a mask closes have no rank
     masked = values[..., :-1] == -torch.inf
     positions = places.to(dtype).masked_fill_(masked, -1)
     margins = (values[..., :-1] - values[..., 1:]).masked_fill_(masked, torch.nan)

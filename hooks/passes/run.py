@@ -139,6 +139,7 @@ def probe_cache(
         raise InfoFlowError(
             "the cache has no batch axis: expected one; keep it (remove_batch_dim=False)"
         )
+    # a mask or tokens of another batch would say of other sequences what is read of these
     _check_fits_cache(cache, tokens, "tokens")
     _check_fits_cache(cache, attention_mask, "attention_mask")
     mask = None if attention_mask is None else check_mask(attention_mask, "attention_mask")
@@ -150,6 +151,7 @@ def probe_cache(
             f"the cache lacks {', '.join(missing)}, which {names} read: expected a cache of all "
             "activations, or a names_filter with these"
         )
+    # without a mask, padding shows in attention alone
     if mask is None:
         check_no_padding(model, cache)
     activations = {name: cache[name].detach() for name in needs.points}
@@ -231,6 +233,7 @@ def run_probes(
     read = read_inputs(
         model, inputs, attention_mask=attention_mask, column=column, max_length=max_length
     )
+    # held out by index, or a part of its own
     parts: list[tuple[str, Batches]] = [("by_index" if eval_inputs is None else "fit", read)]
     n_fit = n_evaluate = None
     if read.n_sequences is not None:
@@ -243,6 +246,7 @@ def run_probes(
         parts.append(("evaluate", held_out))
         n_fit, n_evaluate = read.n_sequences, held_out.n_sequences
     longest = [part.longest for _, part in parts if part.longest is not None]
+    # refused before the first pass, as far as lengths are known
     _check_data(model, probes, n_fit, n_evaluate, longest)
     _measure_parts(
         model,
@@ -367,6 +371,7 @@ def _measure(
     try:
         with eval_mode(model):
             seen = run(model, batch, needs)
+            # so a batch whose memory ran out goes on with the probes that did not take it
             while left:  # each takes the pass in whole or not at all
                 left[0].take(seen, split)
                 left.pop(0)
@@ -387,6 +392,7 @@ def _measure(
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    # not halved again: what does not fit then will not fit later
     for half in batch.halves():
         _measure(model, half, left, split, needs, halved=True)
     return True

@@ -166,6 +166,7 @@ class Pass:
         n = shapes[0][0] if shapes else 0
         if tokens is not None:
             _check_are_its_own(model, activations, len(tokens))
+        # one probe may count its sequences otherwise; see renumber()
         self.indices = self.turns = torch.arange(n)
         self.held_out = torch.zeros(n, dtype=torch.bool)
         self._depths = {} if needs is None else needs.ranks
@@ -177,8 +178,10 @@ class Pass:
         if mask is not None:
             _check_padding_is_right(model, activations, mask)
             self.lengths = mask.sum(dim=1).cpu()
+            # a stable order keeps tokens in theirs, and puts padding behind them
             self._order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             self._order = self._order[:, : int(self.lengths.max())]
+            # padded on the right already: cutting is enough
             self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
         self.tokens = None if tokens is None else self._move_padding(tokens)
         self.columns = {
@@ -353,6 +356,7 @@ class Pass:
 
     def _attention(self, name: str, fill: float | int) -> Float[Tensor, "batch head query key"]:
         activation = self._find_activation(name)
+        # keys of a cache are no positions of this pass
         if activation.shape[-1] != activation.shape[-2]:
             raise InfoFlowError(
                 f"{name} has {activation.shape[-1]} keys for {activation.shape[-2]} positions: "
@@ -367,6 +371,7 @@ class Pass:
                 "must be taken off"
             )
         order, longest = self._order.to(activation.device), self._order.shape[1]
+        # both axes are positions: queries and keys move together
         if self._in_place:
             activation = activation[:, :, :longest, :longest]
         else:
@@ -480,6 +485,7 @@ def _check_padding_is_right(
         InfoFlowError: if real queries attended to padding, positions depend on the length, or an
             opened model mixes padding in before it masks it.
     """
+    # rotary embeddings of another length would rotate real tokens otherwise
     if depends_on_length(model):
         raise InfoFlowError(
             f"{type(model).__name__} has rotary embeddings that depend on the longest sequence of "
@@ -488,6 +494,7 @@ def _check_padding_is_right(
         )
     if not getattr(model, "takes_padding", True):
         check_accepts_padding(model, mask.sum(dim=1))
+    # a mask that the model ignores shows as weight on padding
     for name, by_weight, seen in _attention_shown(model, activations):
         if seen.shape[-1] != mask.shape[1]:
             continue
@@ -529,18 +536,22 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
         return
     cut: Tensor | None = None
     for name, by_weight, seen in _attention_shown(model, activations):
+        # attention of cross-layers or caches has other keys
         layer, n_pos = layer_of(name) or 0, seen.shape[-1]
         if seen.shape[-2] != n_pos:
             continue
         found = find_attended_keys(model, layer, seen, by_weight)
         known = visibility(model, n_pos)
         may_see = None if known is None else known.keys[layer][:n_pos, :n_pos].to(found.device)
+        # a query that attends to nothing it should, or to what it should not see, shows a mask
         if cut is None:  # one layer tells
             beyond = may_see is not None and (found & ~may_see).any()
             if beyond or not found.any(dim=1).all():
                 raise InfoFlowError(_LIKE_PADDING.format(name))
         if may_see is None or not by_weight:
             return
+        # a place that nobody looks across, where the model could, divides two texts or hides
+        # padding
         here = ~_find_crossings(found) & _find_crossings(may_see)
         cut = here if cut is None else cut & here  # weights underflow, but not in every layer
     if cut is not None and cut.any():
