@@ -88,6 +88,7 @@ class LabelledArray:
             index, axis = places.index(place), found.dims.index(dim)
             left = tuple(name for name in found.dims if name != dim)
             values: Any = found.values
+            # layers that differ in shape stand in a tuple, whose place is the layer
             if not isinstance(values, tuple):
                 values = values.select(axis, index)
             elif axis == 0:
@@ -194,6 +195,7 @@ def _panels(
     figure = Figure(figsize=(1.5 + 2.6 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
     figure.suptitle(plain_label(title))
     grid = figure.subplots(n_rows, n_columns, squeeze=False).flatten()
+    # one scale for all panels, so that their colours can be compared
     known = np.concatenate([part.ravel() for _, part in facets])
     known = known[np.isfinite(known)]
     low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
@@ -209,6 +211,7 @@ def _panels(
             for dim, set_ticks in ((dims[1], axes.set_xticks), (dims[0], axes.set_yticks)):
                 if dim in array.coords and len(array.coords[dim]) <= _TICKS:
                     set_ticks(range(len(array.coords[dim])), map(plain_label, array.coords[dim]))
+    # the last row of the grid may have room for more
     for axes in grid[len(facets) :]:
         axes.set_axis_off()
     if facets[0][1].ndim == 2:

@@ -58,6 +58,7 @@ def check_probe(
     else:
         shortest = min(map(len, rows))
         _check_one_length(_Trial(probe, model, [row[:shortest] for row in rows], tolerance))
+        # texts of one length are never padded: shorten every other one, so that padding is tried
         if len({len(row) for row in rows}) == 1:
             rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
         trial = _Trial(probe, model, rows, tolerance)
@@ -69,6 +70,7 @@ def check_probe(
             "pattern; use seen.sum_over_queries, seen.sum_over_positions, or seen.is_real",
         )
     _check_states(trial)
+    # a probe may say that the place of a text in the corpus decides something
     if not probe.by_index:
         trial.compare(
             _Trial(probe, model, trial.given.flip(0) if isinstance(trial.given, Tensor)
@@ -92,6 +94,7 @@ def _check_one_length(trial: "_Trial") -> None:
         "the same texts give other numbers a second time: it is random; draw from a generator with "
         "a seed that is a setting, made anew in each update",
     )
+    # a result that is asked for twice must be the same twice
     asked = trial.measure(0, trial.n)
     trial.compare(
         asked,
@@ -113,6 +116,7 @@ def _check_states(trial: "_Trial") -> None:
     half = trial.n // 2
     alone = trial.alone()
     first, second = trial.measure(0, half), trial.measure(half, trial.n)
+    # merging must leave the probe alone from which it takes
     before = state_to_bytes(second.state_dict())
     whole = trial.whole
     trial.compare(_merge([first, second]), whole, "two halves do not merge to the whole")
@@ -121,6 +125,7 @@ def _check_states(trial: "_Trial") -> None:
     )
     if state_to_bytes(second.state_dict()) != before:
         raise InfoFlowError(f"{trial.name}: merging changes the probe that is merged into another")
+    # as after an interruption: through bytes, into a new probe
     again = copy.deepcopy(trial.probe)
     again.load_state_dict(state_from_bytes(state_to_bytes(first.state_dict())))
     trial.compare(

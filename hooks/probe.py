@@ -334,8 +334,10 @@ class Probe(ABC, Generic[ResultT]):
                 f"cannot merge {type(other).__name__}({dict(other.config())}) into "
                 f"{type(self).__name__}({dict(self.config())}): expected the same settings"
             )
+        # what has failed once, or saw other weights, is refused here, too
         for probe in (self, other):
             probe._check_good()
+        # sums of all processes and of one would be counted as if they were alike
         if self._is_reduced != other._is_reduced and self.n_sequences and other.n_sequences:
             raise InfoFlowError(
                 f"one {type(self).__name__} holds what all processes have measured, the other what "
@@ -375,6 +377,7 @@ class Probe(ABC, Generic[ResultT]):
                 "expected each to call all_reduce_() on the same probes; what this process has "
                 "measured is still in this probe, whose state_dict() can be kept"
             ) from error
+        # in the order of ranks, whatever the order in which they answer
         of_ranks = [copy.copy(self) for _ in states]
         for probe, state in zip(of_ranks, states, strict=True):
             probe.load_state_dict(state)
@@ -416,6 +419,7 @@ class Probe(ABC, Generic[ResultT]):
             record = None if state["record"] is None else RunRecord.from_dict(state["record"])
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
+            # copied: the state belongs to the caller, who may load it again
             measured = copy_values(state["measured"])
             if (measured or counts[0]) and measured.keys() != self._states.keys():
                 raise ValueError(f"it holds {', '.join(measured) or 'nothing'}")
@@ -428,6 +432,7 @@ class Probe(ABC, Generic[ResultT]):
                 f"the state of {type(self).__name__} cannot be read ({type(error).__name__}: "
                 f"{error}): expected what state_dict() of this version gave; begin again"
             ) from error
+        # set at the end, so that a state which cannot be read changes nothing
         self._record, self.kept = record, kept
         self.n_sequences, self._n_partial = counts
         self._missing, self._is_reduced = seen
@@ -582,6 +587,7 @@ def describe_setting(value: Any) -> Any:
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
         by_name = {"function": f"{getattr(value, '__module__', '')}.{name}"}
+        # code of the user's own may change under the same name; ours goes by the version
         is_object = not hasattr(value, "__qualname__")  # it may hold tensors
         return by_name | ({"code": code_digest(value)} if is_object or is_own(value) else {})
     if isinstance(value, Result):

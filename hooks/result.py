@@ -188,6 +188,7 @@ class Result(Displayed):
                 f"the saved file holds a {kind.__name__ if kind else 'foreign result'}: expected a "
                 f"{cls.__name__}"
             )
+        # names with dots are fields within fields
         grouped: dict[str, Any] = {}
         for name, tensor in tensors.items():
             *inside, last = name.split(".")
@@ -197,6 +198,7 @@ class Result(Displayed):
             place[last] = tensor
         grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
         values["record"] = RunRecord.from_dict(values.pop("record", None))
+        # a field is a value or a tensor, never both
         if twice := values.keys() & grouped.keys():
             raise InfoFlowError(f"{min(twice)} stands in both saved files: expected it in one")
         found = kind(**convert_fields(kind, {**values, **grouped}))
@@ -339,6 +341,7 @@ def label_arrays(
     several = found if isinstance(found, Mapping) else {"value": found}
     values: dict[str, Tensor | tuple[Tensor, ...]] = {}
     axes: dict[str, tuple[str, ...]] = {}
+    # all that a probe may return: one array, one for each layer, or several by name
     for key, array in several.items():
         by_layer = isinstance(array, (list, tuple))
         parts = tuple(array) if isinstance(array, (list, tuple)) else (array,)
@@ -358,6 +361,7 @@ def label_arrays(
     if not values:
         raise InfoFlowError(f"{name}.compute returned an empty dict: expected arrays by name")
     result = LabelledResult(values=values, axes=axes, record=record, notes=notes)
+    # reading them checks names against axes
     try:
         result.arrays  # noqa: B018
     except InfoFlowError as error:

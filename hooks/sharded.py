@@ -147,6 +147,7 @@ class ShardedResult(Result, Generic[PartT]):
                 place of the folder.
         """
         place = user_path(path)
+        # where it lies already, only the file that describes it is written
         copies = 0 if _is_same(place, self._folder) else self.n_shards
         if copies and place.is_symlink():
             raise InfoFlowError(
@@ -162,6 +163,7 @@ class ShardedResult(Result, Generic[PartT]):
                 digests = [write(*part.to_parts()) for write, part in zip(writes, parts)]
                 saved = replace(self, digests=tuple(digests)) if copies else self
                 writes[-1](*saved.to_parts())
+        # nothing half written stays, and no folder that was not there
         except BaseException:
             if is_new:
                 with suppress(OSError):  # the folder that was made for the parts

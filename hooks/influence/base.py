@@ -197,9 +197,11 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             self._check_start(seen, start)
         place = self.place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
+        # unless they take part, hooks of the user would edit each repeated pass once more
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
+        # rows of padding, and positions that a sequence lacks, have no influence
         exists = mark_existing(place, lengths, n_source)
         influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
         return self.parts(influence, place, lengths, layers, n_pos) | more
@@ -211,6 +213,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             InfoFlowError: naming the hook point.
         """
         model, point = seen.model, start_point(seen.model, self.source_layer)
+        # hooks at the sources, or below them, would change what is put there
         hooks = [
             hook
             for name, at in hook_points(model).items()
@@ -220,6 +223,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         ]
         if all(getattr(getattr(hook, "user_hook", None), "only_looks", False) for hook in hooks):
             return
+        # a hook that does something must at least do nothing to what enters
         same = False
         batch = seen.batch
         if batch is not None:

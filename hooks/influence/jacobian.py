@@ -73,11 +73,14 @@ class JacobianInfluence(StateInfluence):
         batch, n_source, d_source = start.shape
         n_pos, d_model = expected[0].shape[1:]
         rows = rows_at_once(rerun.model, n_pos, d_model, start.device)
+        # forward mode takes a pass for each number that enters, reverse mode one for each that is
+        # read
         by_forward = n_source * d_source <= len(expected) * place.shape[1] * d_model
         together = max(1, min(batch, rows // _DIRECTIONS_AT_ONCE))
         if self.chunk_size is not None:
             together = batch
         errors = torch.zeros(len(expected), 2, dtype=torch.float64)
+        # once it is missing, every other group is measured by reverse mode, too
         lacking, parts = self.lacks_forward_mode or "", []
         groups = -(-batch // together)
         for first in range(0, batch, together):
@@ -92,6 +95,7 @@ class JacobianInfluence(StateInfluence):
                     energy = self._forward(here, targets, chunk)
                 except _NoForwardModeError as error:
                     lacking = str(error)
+            # an estimate, or a model without forward mode
             if energy is None:
                 m = d_model if self.estimate is None else min(self.estimate, d_model)
                 each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]

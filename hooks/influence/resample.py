@@ -123,6 +123,7 @@ class ResampleInfluence(StateInfluence):
                 "that what takes a token's place would differ in these, too: expected ids alone; "
                 "take JacobianInfluence"
             )
+        # donors run once: all sources and sequences take from the same passes
         donated = self._donation(rerun.model, start)
         plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)
@@ -130,11 +131,13 @@ class ResampleInfluence(StateInfluence):
         n_source, n_donors = start.shape[1], len(donated)
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source, dtype=torch.float32)
         rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
+        # below this, a difference is what two passes of one input may have, too
         rounding = [
             _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
         ]
         self._expect(n_source * n_donors * batch)
         asked = place.clamp(min=0)
+        # each source is a pass for each donor and sequence; as many together as memory holds
         together = max(1, rows // (n_donors * batch))  # sources
         for sources in torch.arange(n_source).split(together):
             each = torch.cartesian_prod(sources, torch.arange(n_donors), torch.arange(batch))

@@ -53,6 +53,7 @@ def summary_of(parts: Callable[[], Iterable[RankedKeys]], skip: int = 0) -> "pd.
     """
     import pandas as pd
 
+    # sizes first: counts [head, query, key] of all layers may not fit into memory
     n_query = n_layers = n_heads = 0
     for part in parts():
         n_layers = len(part.positions)
@@ -118,12 +119,14 @@ class _Choices:
 
 def _explain_choices(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
     """Return the shares of choices that one offset, one key, or one key for each query explain."""
+    # a head without choices, or whose choices are all tied
     total = int(counts.sum())
     if total == 0:
         return dict.fromkeys(
             ("by_offset", "offset", "by_index", "index", "by_position", "by_content"), math.nan
         )
     n_query, n_key = counts.shape
+    # key minus query, so that one offset is one diagonal
     offset = torch.arange(n_key) - (skip + torch.arange(n_query))[:, None]
     first = int(offset.min())
     by_offset = torch.bincount((offset - first).flatten(), counts.flatten().double())

@@ -124,11 +124,13 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     equations = statistics.normal_equations(ridge)
     blocks = [block.statistics for block in maps.blocks]
     fits, second_moments, fvus, accuracies = [], [], [], []
+    # groups of targets share the equations of their features
     for groups in statistics.parts():
         fit = statistics.fit_groups(equations, groups)
         second_moment, fvu = measure_errors(blocks, fit, groups, d_target)
         second_moments.append(second_moment)
         fvus.append(fvu)
+        # groups behind the heads' are controls: their errors count, their maps are not kept
         n_kept = min(groups.stop, n_main) - groups.start
         if n_kept > 0 and maps.fit.n_classes:
             accuracies.append(

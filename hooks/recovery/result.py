@@ -121,6 +121,7 @@ class RecoveryResult(Result):
             raise InfoFlowError(
                 f"states have {state.shape[-1]} features: expected {len(weight)}, as fitted"
             )
+        # at least the precision in which the map is kept
         dtype = torch.promote_types(state.dtype, torch.float32)
         return state.to(dtype) @ weight.to(state.device, dtype) + bias.to(state.device, dtype)
 

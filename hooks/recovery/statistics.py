@@ -173,6 +173,7 @@ class RegressionStatistics:
         )
         move_x = other.shift_x.to(device) - self.shift_x  # to sums about this one's point
         move_y = other.shift_y.to(device) - self.shift_y
+        # sums about another point: (x + d)(y + e) = xy + x e + d y + d e, for each sum
         moved_x, moved_y = sum_x + other.n * move_x, sum_y + other.n * move_y
         self.gram += gram + torch.outer(sum_x, move_x) + torch.outer(move_x, moved_x)
         self.squares += squares + move_y * (2 * sum_y + other.n * move_y)

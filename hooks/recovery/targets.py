@@ -35,6 +35,7 @@ class TargetOfMaps:
 
     def __init__(self, target: Target, vocabulary: tuple[int, ...] | None = None) -> None:
         self.target, self.vocabulary = target, vocabulary
+        # what each kind of target must look like
         known = target in ("embedding", "identity") if isinstance(target, str) else True
         if isinstance(target, tuple):
             known = (
@@ -111,6 +112,7 @@ class TargetOfMaps:
             return seen.state(self.target[1], "resid_pre")[:, :n_source]
         if self.target == "embedding" if isinstance(self.target, str) else False:
             return shown
+        # all other targets are made of token ids
         tokens = seen.tokens
         if tokens is None:
             raise InfoFlowError(

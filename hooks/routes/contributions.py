@@ -137,6 +137,7 @@ def find_additions(model: nn.Module) -> tuple[Addition, ...]:
     missing = seen.lacks(points)
     if missing:
         raise _cannot(model, f"{', '.join(missing[:3])} do not fire")
+    # tried on a short pass: parts that do not add up would name the wrong tokens
     found = []
     for layer in range(n_layers):
         try:
@@ -214,6 +215,7 @@ class Parts:
         matrix = _output_matrix(seen.model, layer).detach().float()
         n_heads, d_head, _ = matrix.shape
         values = seen.activation(f"blocks.{layer}.attn.hook_v").float()
+        # grouped values serve several heads: one for each head
         values = values.reshape(*values.shape[:2], -1, d_head)
         values = values.repeat_interleave(n_heads // values.shape[2], dim=2)
         bias = getattr(blocks[layer].attn, "b_O", None)
@@ -223,6 +225,7 @@ class Parts:
             seen.state(layer, "resid_pre").float(),
             0.0 if bias is None else addition.factor * bias.detach().float().to(values.device),
         )
+        # what the heads bring is normed once it is summed: the norm is held at its scale
         if addition.norm is None:
             return parts
         with without_user_hooks(seen.model):  # a norm may have hook points

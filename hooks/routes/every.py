@@ -48,6 +48,7 @@ def baselines(
     }
     if not cheap or layer_count(model) <= 2:
         found["attention flow"] = AttentionFlow(positions=positions)
+    # without parts that add up, routes by contributions have no numbers here
     try:
         find_additions(model)
     except InfoFlowError:
@@ -59,6 +60,7 @@ def baselines(
         )
         for question in SETTINGS:
             found[f"power rollout, {question}"] = PowerRollout(question, positions=positions)
+    # it takes backward passes, and all else only what one forward pass shows
     if not cheap:
         found["gradient x input"] = GradientTimesInput(state, positions=positions)
     return found

@@ -44,6 +44,8 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
     with eval_mode(model):
         writers, held = Writers(model), HeldNorms()
         points = [name for name in _attention_points(writers) if name in hook_points(model)]
+        # norms are held at their scale of this pass, so that the map from writers to readout is
+        # linear
         with torch.enable_grad(), held:
             caught = call(
                 model, batch, points, edit=list(writers.cut()), output=True, keep_graph=True
@@ -53,6 +55,7 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
             by_key = _split_by_key(
                 writers, value, {n: a.detach() for n, a in caught.activations.items()}
             )
+        # the same norms, and writers that write nothing: what is left are constants
         with HeldNorms(held.statistics):
             silent = call(model, batch, edit=list(writers.silence()), output=True)
         constants = float(asked.read(silent.output)) if asked.is_linear else 0.0

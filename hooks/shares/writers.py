@@ -202,6 +202,7 @@ def differentiate(
             found: Any = torch.autograd.grad(
                 read, by, grad_outputs=weights, is_grads_batched=True, **settings
             )
+    # one by one, where autograd cannot take all at once
     except RuntimeError:  # an operation that cannot be batched
         rows = [torch.autograd.grad(read, by, grad_outputs=one, **settings) for one in weights]
         found = [

@@ -60,6 +60,7 @@ def measure_why(
         n_heads, n_pos = found.scores.shape[:2]
         head = place(head, n_heads, "head", "heads")
         query = place(query, n_pos, "query", "positions")
+        # special tokens on which a head rests are no choice of its own
         sinks = find_sinks(found.open_scores, special_positions(model, rows[0]))
         chosen = _chosen(found, sinks, head, query, keys)
         pieces = found.pieces(head, query, chosen)
@@ -67,6 +68,7 @@ def measure_why(
     names = (*readable_tokens(model, rows)[0], "CLS")
     config = {"probe": "why", "layer": layer, "head": head, "query": query, "keys": list(chosen)}
     return Why(
+        # behind the tokens stands CLS, where the model has one
         pieces=pieces,
         query_parts=found.parts,
         key_parts=found.parts,
@@ -100,11 +102,13 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
     names: tuple[str, ...] = ()
     batches = read_inputs(model, inputs)
     for index, row in enumerate(batches.rows):
+        # each text alone: parts are tokens and heads of one sequence
         with eval_mode(model):
             scored = score_layers(model, batches.part(index, index + 1).whole(), layers)
             names = scored[-1].parts
             special = special_positions(model, row)
             found.append([_lines(layer, special, names, strongest) for layer in scored])
+    # texts and layers differ in length: filled up with what means none
     by_field: dict[str, Any] = {
         field: tuple(
             pad_and_join([lines[layer][field][None].cpu() for lines in found], axes, fill)
