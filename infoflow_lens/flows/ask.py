@@ -121,10 +121,12 @@ def ask(
         instead = None if texts[1] is None else texts[1][: place + 1]
     ids = _ids(opened, text, "text")
     other_ids = None if instead is None else _ids(opened, instead, "instead")
+    # what stands at a place inside the text is the answer, and is not read
     if place is not None:
         if readout is None and answer is None:
             answer = int(ids[place])
         ids, other_ids = ids[:place], None if other_ids is None else other_ids[:place]
+    # tokens that both answers begin with are read as a part of the text
     prefix: list[int] = []
     if readout is None:
         one, other, prefix = _answers(opened, ids, answer, against)
@@ -135,6 +137,7 @@ def ask(
         read_inputs(opened, whole[None], name="text, with what the answers share,")
     second = None if other_ids is None else torch.cat([other_ids, end])
     spans = find_units(opened, whole, units)
+    # a folder keeps what was measured, so that the same question goes on
     with _keeping(resume) as kept:
         numbers = measure_answer(
             opened,
@@ -217,6 +220,7 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
         checkpoint = Checkpoint(run, _KEPT)
         last: list[Any] = []
 
+        # written some seconds apart; what is newer waits, and is written at the end
         def keep(state: Any) -> None:
             last[:] = [state]
             if checkpoint.keep(lambda: state):
@@ -292,6 +296,7 @@ def _answers(
     prefix: list[int] = []
     if rows[0] is not None and rows[1] is not None:
         pairs = list(zip(rows[0], rows[1]))
+        # one answer that begins the other has no token of its own
         differ = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
         if differ is None:
             raise InfoFlowError(
@@ -300,6 +305,7 @@ def _answers(
             )
         prefix = rows[0][:differ]
         return rows[0][differ], rows[1][differ], prefix
+    # without answers, what the model finds most probable
     with torch.no_grad():
         logits = model(ids[None].to(model.cfg.device))[0]
     likely = logits[_place(model, ids)].topk(3).indices.tolist()

@@ -138,6 +138,7 @@ def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
 
     A token that an input has in that place is none: put there again, it would move nothing.
     """
+    # tokens of all inputs in one row, so that those of the text itself come first
     pool = [token for row in rows for token in row]
     keys = [tuple(token.flatten().tolist()) for token in pool]
     found = []
@@ -156,6 +157,7 @@ def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
                 "in its place; give reference=[...], or choose influence 'estimate'"
             )
         found.append(list(others.values()))
+    # as many donors at every position, as they make sequences
     n_donors = min(map(len, found))
     return torch.stack([torch.stack(others[:n_donors]) for others in found], dim=1)
 
@@ -200,6 +202,7 @@ def run_with_bar(
     if not isinstance(measure, StateInfluence):
         return run_probes(model, inputs, probes, batch_size=1, progress=False)
     width = _width(model)
+    # passes differ in length from text to text, so the bar counts work
     costs = [_passes(model, measure, len(row), width) for row in inputs.rows]
     total, seen, shown = max(1, round(sum(costs))), 0.0, 0
     with progress_bar("passes for influence", total, progress) as advance:

@@ -138,6 +138,7 @@ class Flow:
             return "influence was not measured"
         several = sum(map(len, self.asked)) > 1
         states = "the asked states" if several else f"position {self.asked[0][0]}"
+        # the plain cases first, in which a share of the influence says nothing
         if found.no_other == found.n_states:
             return "no other token has any influence on the asked states"
         if found.empty + found.no_other == found.n_states:
@@ -188,6 +189,7 @@ class Flow:
         n_pos = influence.shape[1]
         own = torch.eye(n_pos, n_source, dtype=torch.bool)
         candidate = self._visible() & ~own & ~self._find_non_candidates()[:, None]
+        # an order of two tokens is right or wrong by chance
         asked = self.influence.asked & (candidate.sum(dim=-1) > 2)
         if not asked.any():
             return {}
@@ -195,6 +197,7 @@ class Flow:
         if self.contributions is not None:
             name = f"contributions ({self.contributions.question})"
             scores = {name: self.contributions.full()[layer], **scores}
+        # the control: nearer tokens move a state more in most models
         near = -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs()
         scores["last tokens first"] = near.float().expand_as(influence)
         measured, those = influence[asked].double(), candidate[asked]
@@ -254,6 +257,8 @@ class Flow:
                         found = measured[row, index, position, :n_source]
                         columns["influence"] = found.numpy()
                         others = found.double()
+                        # of a state's own token, and of those that nobody passes on, there is no
+                        # share
                         if position < n_source:
                             others[position] = math.nan
                         others[left_out[index, :n_source]] = math.nan
@@ -397,6 +402,7 @@ def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         weights.append(pattern.gather(2, at).masked_fill(none, 0))
         scores.append(score.gather(2, at).masked_fill(none, 0))
         patterns.append(pattern[:, :, :n_states])
+    # influence on the asked states goes over the estimate on the others
     influence = None
     if flow.influence is not None:
         influence = torch.full(

@@ -123,6 +123,7 @@ def flow(
         >>> f = il.flow("gpt2", "The cat sat on the mat because it was tired")
         >>> f.to_html("flow.html")
     """
+    # rule: a name, or mechanisms that were measured before
     mechanisms = rule if isinstance(rule, MechanismsResult) else None
     rule_name: RuleName = "mechanisms" if mechanisms is not None else check(rule, RuleName, "rule")
     loaded, inputs = load_and_read(
@@ -136,6 +137,7 @@ def flow(
         others = read_inputs(
             host, as_list(host, reference), max_length=max_length, name="reference"
         )
+    # refused before anything is measured
     layers = layers_of(layer, layer_count(host))
     positions = positions_of(position, rows, int(reads_vectors(host)))
     longest = max(map(len, rows))
@@ -146,6 +148,7 @@ def flow(
     ranks = range(1, max(k if rule_name == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)
     if rule_name == "mechanisms" and mechanisms is None:
         check_enough(others, rows)
+    # all probes of the texts share one run
     ranking, patterns = PositionsProbe(tuple(ranks), without=without), PatternsProbe()
     measure = influence_probe(host, influence, layers, positions, rows, others, n_directions, seed)
     wanted: dict[str, Any] = {"positions": ranking, "attention": patterns}
@@ -162,6 +165,7 @@ def flow(
         )
     depth = k if rule_name == "top_k" else 1
     result: InfluenceResult | None = found.get("influence")
+    # other states get an estimate where that takes little
     everywhere = probe_elsewhere(host, measure, rows, seed) if position == "auto" else None
     elsewhere = None
     if everywhere is not None:
@@ -169,6 +173,7 @@ def flow(
     reasons, unknown = _reasons(host, inputs, chosen)
     is_plain = found["attention"].is_causal and not inputs.columns  # next tokens go by ids alone
     said = next_tokens(host, rows) if is_plain else None
+    # all that decides the numbers, by which a saved flow is known
     config = {
         "flow": loaded.description.split(":")[0],
         "rule": rule_name,

@@ -80,6 +80,7 @@ def read_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
     with read_parts(path, _SCHEMA, "flow") as (plain, tensors):
         found: dict[str, Any] = dict.fromkeys(_MEASURED)
+        # each result is kept whole, its tensors under its name
         for name, kind in _MEASURED.items():
             if name not in plain["measured"]:
                 continue
@@ -107,6 +108,7 @@ def read_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 "rule is 'mechanisms', and no mechanisms are there: expected them, and the "
                 "attended keys"
             )
+        # predictions follow from what was measured, so they are made again and not kept
         predicted = predict(
             asked["rule"], asked["k"], found["positions"], found["attended"], found["mechanisms"],
             max(map(len, asked["tokens"])), found["influence"], threshold, without,

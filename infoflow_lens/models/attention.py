@@ -123,6 +123,7 @@ def set_attention(model: nn.Module, kind: AttentionKind) -> None:
             "the model has attention sinks, which only a softmax has: expected a model without "
             "them; leave the attention as it is"
         )
+    # all layers are looked at before the first is changed
     for index, layer in enumerate(layers):
         for name in names:
             point = getattr(layer, name)
@@ -131,6 +132,7 @@ def set_attention(model: nn.Module, kind: AttentionKind) -> None:
                     f"blocks.{index}.attn.{name} has hooks, which would be lost: expected none; "
                     "set the attention first and add hooks afterwards"
                 )
+    # a softmax is what TransformerLens does between two plain hook points
     for layer in layers:
         if kind == "softmax":
             layer.hook_attn_scores, layer.hook_pattern = HookPoint(), HookPoint()

@@ -22,6 +22,7 @@ def read_shape(name: str) -> ModelShape:
     Raises:
         InfoFlowError: for what is none of these.
     """
+    # in the order in which a name is taken for a model elsewhere: files, what comes with us, names
     named = find_model(name)
     if named.path.suffix == GGUF and named.path.is_file():
         return shape_of(config_of_gguf(named.path))
@@ -37,6 +38,7 @@ def read_shape(name: str) -> ModelShape:
 
     config: Any = None
     reason = ""
+    # the local cache first, then the hub, then the defaults of a kind of model
     try:
         if not path.exists():  # else it would be read in the place of the name
             config = AutoConfig.from_pretrained(

@@ -225,6 +225,7 @@ class HookedModel(_Base):
                     f"sequence has {self.architecture.n_tokens} tokens; leave it out"
                 )
             attention_mask = attention_mask.to(self.unembed.W_U.device)
+        # arguments of other models of TransformerLens that change nothing here are taken
         check_known(ignored, (*_ARGUMENTS, *_ABOUT_TEXT), "forward", "argument")
         residual = self.embedded(input, attention_mask) if start_at_layer is None else input
         residual = self.run_layers(residual, start_at_layer, stop_at_layer, attention_mask)

@@ -121,6 +121,7 @@ class VectorTransformer(HookedModel):
             init_mode=architecture.init_mode,
             device="cpu",
         )
+        # layers may differ in heads, which the config of TransformerLens cannot say
         sizes = zip(architecture.n_heads, architecture.head_dimensions, strict=True)
         attention = [
             Attention(
@@ -176,6 +177,7 @@ class TokenTransformer(HookedModel):
         ]
         super().__init__(cfg, TokenEmbed(cfg), attention)
         self.architecture = architecture
+        # the paper's models have no biases; a bridge expects the parameters to be there
         for name, parameter in self.named_parameters():
             if "b_" in name:
                 parameter.requires_grad_(False)
@@ -299,6 +301,7 @@ def build_token_model(
             f"{d_vocab + n_tokens}; raise d_model, or train the embeddings (init 'random' and "
             "one_hot False)"
         )
+    # weights come from a generator of their own, so other draws do not change them
     with SeededRandom(seed):
         model = TokenTransformer(architecture)
         model.init_weights()
@@ -408,6 +411,7 @@ def load_model(
             f"{str(folder)!r} is no saved model ({' and '.join(missing)} missing): "
             "expected a folder written by save_model"
         )
+    # all that may be wrong with a file from elsewhere is said of the folder
     try:
         settings = json.loads((path / "architecture.json").read_text(encoding="utf-8"))
         _check_shapes(settings, path)

@@ -182,6 +182,7 @@ def _load(
             "bring their own; load the model with transformers, and give both"
         )
     place = Place(device or "cpu", wanted or torch.float32)
+    # a file, a folder, a name that comes with the package, or one of the hub
     named = find_model(name)
     name = named.name
     if named.kind == "file":
@@ -201,6 +202,7 @@ def _load(
             _check_backend()
             return _load_gpt2(shipped, place)
         return _open(str(shipped), place, "name", shipped.name)
+    # libraries read a folder of that name in the place of the hub
     if os.path.isdir(name) and "@" not in name:
         raise InfoFlowError(
             f"hub:{name} is to come from the hub, and the libraries would read the folder "
@@ -342,6 +344,7 @@ def _load_gpt2(folder: Path, place: Place) -> LoadedModel:
             ),
             tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         )
+        # with the weights as they are: folding would change what the hook points show
         conversions = import_module("transformer_lens.pretrained.weight_conversions")
         weights = conversions.convert_gpt2_weights(alone, model.cfg)
         model.load_and_process_state_dict(
@@ -368,6 +371,7 @@ def _load_name(name: str, place: Place, hooked: bool) -> LoadedModel:
         _refuse_backend(hooked, f"{official!r} is no decoder of tokens")
     if hooked and _runs_code(official):
         _refuse_backend(hooked, f"{official!r} would run Python from the hub")
+    # HookedTransformer, where it is asked for, or where weights are in its own format alone
     if hooked or (HAS_HOOKED_TRANSFORMER and official.startswith(_IN_OLD_FORMAT)):
         return _load_by_transformer_lens(official, place)
     if official.startswith(_IN_OLD_FORMAT):
@@ -517,6 +521,7 @@ def _take_model(
     first = next(model.parameters(), None)
     if first is None:
         raise InfoFlowError(f"the model, a {kind}, has no weights: expected a Transformer")
+    # "cuda" is any device of that kind
     other_device = device is not None and device not in (str(first.device), first.device.type)
     for what, wanted, has, differs in (
         ("device", device, first.device, other_device),
@@ -532,6 +537,7 @@ def _take_model(
             f"backend is 'hooked', and the {kind} in memory is no HookedTransformer: expected "
             "backend 'auto', which measures it as it is, or the model's name"
         )
+    # models of TransformerLens are measured as they are
     if hasattr(model, "hook_dict"):
         if tokenizer is not None:
             raise InfoFlowError(
@@ -584,6 +590,7 @@ def _naming_model(name: str) -> Iterator[None]:
 def _why(name: str, error: BaseException) -> str:
     from huggingface_hub import errors as hub
 
+    # libraries wrap the reason in errors of their own: look at all causes
     causes = list(_causes(error))
     text = " ".join(str(cause) for cause in causes).lower()
     if any(isinstance(cause, hub.GatedRepoError) for cause in causes) or "gated repo" in text:

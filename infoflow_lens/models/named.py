@@ -461,6 +461,7 @@ def _token_example(model: nn.Module) -> dict[str, Tensor]:
 def _config(named: NamedModel) -> SimpleNamespace:
     """Collect the numbers that tools read: from the anatomy; the config only bounds positions."""
     anatomy, model = named.anatomy, named.original_model
+    # of layers that differ, the first: tools that read sizes here expect one number
     attentions = [block.attentions[0] for block in anatomy.blocks if block.attentions]
     widths = [block.mlp_output.d_in for block in anatomy.blocks if block.mlp_output]
     first = next(iter(model.parameters()), torch.empty(0))

@@ -117,6 +117,7 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
     Raises:
         InfoFlowError: if the files lack other weights, which transformers would draw at random.
     """
+    # eager attention shows its pattern to everybody; what is missing would be random
     kind = find_class(config)
     model, info = kind.from_pretrained(
         name,
@@ -134,6 +135,7 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
             f"{name!r} lacks weights ({', '.join(missing[:3])}{more}), which would be random: "
             f"expected all of {type(model).__name__}; save or download it again"
         )
+    # weights that nothing reads: zeros, so that the model is the same each time
     for weight in absent:
         nn.init.zeros_(weight)
     note = "without weights of its pooler, which are not read" if absent else ""
@@ -201,6 +203,7 @@ def check_config(folder: Path, stored: Stored) -> None:
     hint = "expected what save_pretrained writes; save or download it again"
     values = read_json(folder / "config.json", "config", hint)
     name = values.get("model_type")
+    # the folder is from elsewhere: nothing of it is believed before it is looked at
     if isinstance(name, str) and name in CONFIG_MAPPING and name not in _kinds_over_tokens():
         raise InfoFlowError(
             f"config.json in {str(folder)!r} is of a {name}: expected a model over tokens, such as "
@@ -214,6 +217,7 @@ def check_config(folder: Path, stored: Stored) -> None:
             f"config.json in {str(folder)!r} names {part!r} as a part of the model, which would be "
             "fetched from the hub: expected a folder that holds the whole model"
         )
+    # numbers of sizes that no such weights have would take all memory
     kind: Any = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
     known = {"num_labels"}
     if kind is not None:
@@ -282,6 +286,7 @@ def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
             f"name {kind.__name__}, which reads another config and would take its own sizes: "
             "expected a class of the same family; mend architectures"
         )
+    # made without memory, to compare its size with that of the file
     try:
         with torch.device("meta"):
             made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

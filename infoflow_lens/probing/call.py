@@ -112,6 +112,7 @@ def probe(
         **_name_devices(settings),
     )
     loaded = None
+    # other processes load the model by its name or from its folder
     if not isinstance(model, (str, os.PathLike)):
         if jobs != 1 or scheduler is not None:
             raise InfoFlowError(
@@ -125,6 +126,7 @@ def probe(
         config = replace(config, device=str(next(loaded.model.parameters()).device))
     elif tokenizer is not None:
         load_any(model, tokenizer=tokenizer)  # refuses it
+    # data in memory is read once, here
     batches = None
     if not isinstance(data, (str, os.PathLike)):
         if loaded is None:
@@ -135,6 +137,7 @@ def probe(
     workers: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
         return run_probing(out, config, progress, say, loaded, batches, **workers)
+    # without a folder of the user's, results pass through one that goes
     folder = make_temporary_folder("infoflow-probe-")
     try:
         result = run_probing(folder, config, progress, say, loaded, batches, **workers)

@@ -93,6 +93,7 @@ def stream_data(
         InfoFlowError: for data that are not there or cannot be read, naming them.
     """
     check_data(data, column)
+    # windows cut one long text; other data keeps its sequences
     if window is not None:
         max_length = min(window, max_length or window)
         texts = stream_texts(data, column, scratch)
@@ -208,6 +209,7 @@ def stream_texts(
     Raises:
         InfoFlowError: for data that are not there, cannot be read, or are empty.
     """
+    # tasks and tensors are sequences already
     named = find_data(data)
     path = named.path
     if named.kind == "task" or (named.kind == "file" and path.suffix in _TENSORS):
@@ -219,6 +221,7 @@ def stream_texts(
         if named.kind == "hub"
         else _rows_of(path, scratch, _columns_read(column))
     )
+    # of a table, the first part tells whether its column holds texts
     first = next(parts)
     chosen = column or next((name for name in COLUMNS if name in first.column_names), "")
     if chosen not in first.column_names:
@@ -480,6 +483,7 @@ def _check_dataset(path: Path) -> None:
     Raises:
         InfoFlowError: naming the file.
     """
+    # a link may lead to a file that somebody else changes
     for file in path.rglob("*"):
         if file.is_symlink():
             raise InfoFlowError(
@@ -488,6 +492,7 @@ def _check_dataset(path: Path) -> None:
             )
         if not (file.is_file() or file.is_dir()):
             raise InfoFlowError(f"{str(file)!r} is no regular file: expected those of a dataset")
+    # what the files of datasets name must lie beside them
     for state in path.rglob("state.json"):
         held = read_json(state, "state of a saved dataset", "save the dataset again")
         named = held.get("_data_files")
@@ -551,10 +556,12 @@ def _read_tensor(path: Path) -> Iterator[Tensor]:
             if os.strerror(errno.ENODEV) not in str(error):
                 raise
             found = read(mapped=False)  # the file system cannot map files
+        # a type that torch has not is refused before rows are read
         if isinstance(found, np.ndarray):
             torch.from_numpy(_native(found[:0]))  # of a type that torch has
         elif isinstance(found, Tensor):
             check_is_plain(found, "it")
+        # a file that was cut off says more numbers than it holds
         if isinstance(found, Tensor) and found.nbytes > found.untyped_storage().nbytes():
             raise ValueError(f"it says {found.numel()} numbers, of which its file holds fewer")
     except Exception as error:
@@ -569,6 +576,7 @@ def _read_tensor(path: Path) -> Iterator[Tensor]:
             f"{str(path)!r} holds a tensor {tuple(found.shape)}: expected token ids [n, pos] or "
             "vector tokens [n, pos, d_token]"
         )
+    # a copy, as the mapped file may go while a part is in use
     for start in range(0, max(len(found), 1), _ROWS):
         part = found[start : start + _ROWS]
         yield torch.from_numpy(_native(part)) if isinstance(part, np.ndarray) else part.clone()
@@ -627,6 +635,7 @@ def _from_hub(data: str) -> Any:
     name, *rest = re.split(r":(?![^\[]*\])", data)  # a split may be a slice, "train[:50]"
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) > 1 else None
+    # the library reads folders, and builders of its own, in the place of such a name
     if os.path.isdir(name) or name in _PACKAGED_DATASETS_MODULES:
         what = "the folder of that name" if os.path.isdir(name) else "all files of this folder"
         raise InfoFlowError(

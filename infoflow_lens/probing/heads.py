@@ -35,10 +35,12 @@ def heads_table(result: Findings) -> Table | None:
     rows, unknown = [], too_few_rows(recovery) if recovery is not None else ()
     for head in per_head(result).to_dict("records"):
         name = head.get("mechanism")
+        # a head without a mechanism is shown by the max-position rule
         ideal = name if f"damage_{name}" in head else "max_position"
         control = math.nan
         if recovery is not None and recovery.control_fvu:
             control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())
+        # maps that were fitted on too few rows say nothing of a head
         if head["layer"] in unknown:
             control = head["fvu_1"] = math.nan
         rows.append(
@@ -51,6 +53,7 @@ def heads_table(result: Findings) -> Table | None:
                 *(head.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
             ]
         )
+    # columns of what was not measured are left out
     empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     columns = {n: m for (n, m), gone in zip(_COLUMNS.items(), empty, strict=True) if not gone}
     kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]

@@ -48,6 +48,7 @@ def overview_table(rows: Rows) -> Table:
     shown: list[list[object]] = []
     reasons: dict[tuple[int, int], str] = {}
     first = next(iter(rows), None)
+    # the first row stays, so that the reader sees why it says nothing
     kept = {at: row for at, row in rows.items() if not row.reason() or at == first}
     for index, ((states, rule), row) in enumerate(kept.items()):
         size = f"{row.size:.1f} of {row.others:.1f}" if row.n_states else ""

@@ -44,6 +44,7 @@ def build_report(result: Findings) -> ProbingReport:
         )
         for name, part in result.parts.items()
     }
+    # maps over heads come first on the page; the other sections below
     first = next((name for name in ("mechanisms", "positions") if name in sections), None)
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
@@ -90,11 +91,13 @@ def _say_strength(result: Findings) -> str:
     graded = propagate(chosen.argmax, n_source, strength=weights).strengths
     rows = []
     for index, length in enumerate(influence.lengths.tolist()):
+        # the last state of each text; CLS stands behind the tokens
         last = length - 1 + influence.n_positions - n_source
         others = torch.arange(length) != last
         found = full[-1, index, last, :length].double()[others]
         if not float(found.sum()) > 0:
             continue
+        # as many tokens as hold most of the influence, whichever they are
         held = found.sort(descending=True).values.cumsum(0)
         n = min(len(found), int((held < _MOST * found.sum()).sum()) + 1)
         strength = graded[influence.layers[-1], index, last, :length][others]

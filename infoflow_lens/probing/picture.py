@@ -24,6 +24,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
     n = min(len(result.texts), len(influence.lengths))
     measured = _spread_influence(result)
     mechanisms = list(_mechanisms(result, n))
+    # weights of a softmax can be shown as shares; others and bare scores cannot
     softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
     inputs = []
     for index in range(n):
@@ -46,6 +47,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
     how = _HOW.get(kind, kind)
     if influence.relative_error is not None:
         how += f", an estimate (relative error up to {max(influence.relative_error):.0%})"
+    # opens at the text in which influence comes from farthest
     first = max(range(n), key=lambda i: _from_afar(inputs[i]), default=0)
     return FlowView(title="", inputs=inputs, influence_name=how, first=first)
 
@@ -115,6 +117,7 @@ def _mechanisms(result: Findings, n: int) -> Iterator[list[list[ViewedMechanism]
     )
     influence = result.influence
     assert influence is not None
+    # positions behind the tokens, such as CLS
     n_extra = influence.n_positions - influence.influence.shape[-1]
     for index in range(n):
         n_source = len(result.texts[index])

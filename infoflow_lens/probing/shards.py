@@ -323,7 +323,8 @@ def run_in_shards(
     gathered = ShardSums(probes, batches, context.config.shard, checkpoint, to_disk)
     begun = max((probe.n_sequences for probe in gathered.begun.values()), default=0)
     seen = gathered.n_seen + begun
-    say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
+    say(f"{', '.join(probes)}" + (f": going on after {seen} sequences" if seen else ""))
+    # processes that take a shard each are not worth starting for one
     alone = context.executor.is_one_process or gathered.n_left <= context.config.shard
     total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
     with (

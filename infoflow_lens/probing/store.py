@@ -228,6 +228,7 @@ def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> Sequence
     with ExitStack() as stack:
         stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
         writer = None
+        # written as they come: all sequences need not fit into memory
         for rows in parts:
             if not len(rows):
                 continue
@@ -240,6 +241,7 @@ def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> Sequence
                 file = stack.enter_context(pa.OSFile(str(path), "wb"))
                 schema = batch.schema
                 writer = stack.enter_context(pa.ipc.new_stream(file, schema))
+            # a stream has one schema
             elif not batch.schema.equals(schema, check_metadata=True):
                 raise InfoFlowError(
                     f"{what} holds {numbers.dtype} {list(numbers.shape[1:])} behind others: "

@@ -150,12 +150,14 @@ def _prefix_and_stream(
     first = next(coming, None)
     if first is None:
         raise InfoFlowError("there are no texts: expected at least one")
+    # the start of a text is enough to see what the tokenizer puts before it
     beginning = [first[:256]]
     (whole,), (bare,) = (
         tokenize(model, beginning, "the texts"), ids_of_texts(model, beginning, bare=True)
     )  # fmt: skip
     prefix = whole[: len(whole) - len(bare)]
     yield prefix
+    # only the first piece of a text begins with the prefix; a file is one text
     pieces = (
         (piece, place == 0 and not (one_text and index))
         for index, text in enumerate(chain([first], coming))

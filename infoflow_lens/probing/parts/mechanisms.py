@@ -74,6 +74,7 @@ class MechanismsPart(Part):
                 after_batch=keep,
                 progress=context.progress,
             )
+        # also after Ctrl-C: what was reached is in memory, and perhaps not yet in the file
         except BaseException:
             if reached is not None:
                 checkpoint.save(reached)

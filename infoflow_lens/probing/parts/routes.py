@@ -145,6 +145,7 @@ class RoutesPart(Part):
             caption=f"Layer {last['layer'].iloc[0]}, {last['positions'].iloc[0]}, sets of "
             f"{size} other tokens; routes.csv has all sizes, layers, measures and intervals",
         )
+        # a line over one or two layers shows nothing
         layers = sorted(rows["layer"].unique())
         if len(layers) < 3:
             return (table,)

@@ -77,6 +77,7 @@ class SufficiencyPart(NextTokenPart):
             MECHANISMS: excess[MECHANISMS],
         }
         curve = [excess[f"{EVERY}top {k}"] for k in KS]
+        # random assignments are one line, their mean
         rises: dict[str, list[list[float]]] = {}
         for name, rise in zip(result.assignments, result.excess().tolist(), strict=True):
             if name in (MECHANISMS, MEAN) or name.startswith(RANDOM):
