@@ -767,6 +767,7 @@ def coverage_curve(
     """
     counted = positions.lengths if isinstance(positions, PositionsResult) else None
     positions, measured = _split_ranks(positions), influence
+    # of a result the positions that were measured; of tensors all
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
     if counted is not None:
@@ -781,11 +782,13 @@ def coverage_curve(
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
     check_norms(influence)
+    # of k keys in every head, sets grow with k, and so does the share inside by chance
     curve = []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
         sets = replace(sets, lengths=counted)
         states = _States(select_layers(sets, measured), measured, 1.0, lengths, without)
+        # states that nobody measured are no states without influence
         states.asked &= asked
         chosen = states.exists & states.asked
         layers = tuple(states.explain(i, chosen).inside for i in range(n_layers))

@@ -214,6 +214,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
     Raises:
         InfoFlowError: for what is neither, is empty, or has values that cannot be learned from.
     """
+    # a dataset, or a pair of tensors
     if isinstance(data, datasets.Dataset):
         if missing := {"x", "y"} - set(data.column_names):
             raise InfoFlowError(
@@ -235,6 +236,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
     if len(x) != len(y):
         raise InfoFlowError(f"the {name} data have {len(x)} inputs but {len(y)} targets")
+    # integers are labels; other targets are vectors
     if _are_labels(y):
         y = y.long()
     elif y.ndim != 2:

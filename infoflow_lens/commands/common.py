@@ -54,6 +54,7 @@ def report_errors() -> Iterator[None]:
     """
     from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, panics_as_errors
 
+    # panics of libraries in Rust are no exceptions of Python
     try:
         with panics_as_errors("a model, a tokenizer or a file"):
             yield

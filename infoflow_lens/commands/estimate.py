@@ -106,6 +106,7 @@ def estimate(
         from infoflow_lens.foundation.files import add_digest
         from infoflow_lens.theory import estimate as estimates
 
+        # options that exclude each other, before any work
         if (heads is None) == (like is None):
             raise InfoFlowError("expected either --heads, such as 4,1, or --like, such as gpt2")
         if sweep is None and plot is not None:
@@ -127,6 +128,7 @@ def estimate(
             n_heads = integers(heads, "--heads")
             _sweep(target, n_heads, target.n_tokens, count, trees, as_json, plot, overwrite)
             return
+        # one architecture: by its heads, or like a model
         architecture = _architecture(like, heads, d_model, target.n_tokens, positions, encoder)
         result = estimates.estimate(
             architecture, target, count=cast(Any, count), trees=trees, seed=seed

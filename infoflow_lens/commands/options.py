@@ -31,6 +31,7 @@ def options_of(
         for item in fields(config)
     ]
 
+    # the command gets a function that makes its settings, so that errors are reported by it
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
             p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -45,6 +46,7 @@ def options_of(
                 **given,
             )
 
+        # typer takes arguments without a default first
         required = [p for p in (*parameters, *own) if p.default is inspect.Parameter.empty]
         optional = [p for p in (*parameters, *own) if p.default is not inspect.Parameter.empty]
         fill_config.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]

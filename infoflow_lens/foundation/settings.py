@@ -272,6 +272,7 @@ def _is_distinct(value: Any, annotation: Any) -> bool:
 def _words(annotation: Any) -> str:
     """Say in words what an annotation allows."""
     options = _options(annotation)
+    # unions say each of their parts
     if len(options) > 1:
         return " or ".join(_words(option) for option in options)
     metadata, origin = _metadata(annotation), get_origin(annotation)
@@ -284,6 +285,7 @@ def _words(annotation: Any) -> str:
     if get_origin(inner) is Callable:
         return "a function"
     if get_origin(inner) is tuple:
+        # tuples say how many, and what each holds
         parts = get_args(inner)
         distinct = "different " if any(isinstance(part, Distinct) for part in metadata) else ""
         least = [part.min_length for part in metadata if isinstance(part, MinLen)]
@@ -308,6 +310,7 @@ def _range(metadata: Iterable[Any]) -> str:
     high: Any = None
     above: Any = None
     below: Any = None
+    # annotated_types writes a range as one object, or each end as its own
     for part in metadata:
         if isinstance(part, (Ge, Interval)) and part.ge is not None:
             low = part.ge

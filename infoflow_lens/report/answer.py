@@ -62,6 +62,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         ],
         anchors=[f"line-{number}" for number in range(1, len(lines) + 1)],
     )
+    # a guess that is a class cannot stand in the text
     says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     page = (
         templates()

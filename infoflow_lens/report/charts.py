@@ -202,6 +202,7 @@ def _heat_map(chart: HeatMap) -> Markup:
 
 
 def _name_map(chart: NameMap) -> Markup:
+    # many heads get smaller cells, so that the picture fits a screen
     n_columns = max((len(row) for row in chart.names), default=0)
     cell = _CELL if n_columns <= 24 else 16
     parts = _grid(len(chart.names), n_columns, "layer", "head", cell)
@@ -217,6 +218,7 @@ def _name_map(chart: NameMap) -> Markup:
                 f"<title>{escape(said)}</title></rect>"
             )
     at = cell * len(chart.names) + 48
+    # only colours that are seen are in the legend
     used = [n for n in chart.colours if any(n in row for row in chart.names)]
     for index, name in enumerate(used):
         parts.append(
@@ -248,6 +250,7 @@ def _lines(chart: Lines) -> Markup:
     width, height, left, top = 560.0, 260.0, 54.0, 10.0
     inner, tall = width - left - 16, height - top - 46
     known = [v for values in chart.series.values() for v in values if not math.isnan(v)]
+    # from 0 on, to a top that may be given, so that charts can be compared
     most = chart.most or max([*known, 1e-12])
     first, last = chart.x[0], chart.x[-1]
 
@@ -260,6 +263,7 @@ def _lines(chart: Lines) -> Markup:
         _, y = place(first, most * step / 4)
         parts.append(f'<path class="rule" d="M{left:.0f},{y:.1f}H{width - 16:.0f}"/>')
         parts.append(_text(left - 6, y + 4, f"{most * step / 4:.2g}", "end"))
+    # about ten ticks
     every = max(1, len(chart.x) // 10)
     parts += [_text(place(x, 0)[0], top + tall + 16, x) for x in chart.x[::every]]
     parts.append(_text(left + inner / 2, height - 6, chart.x_title))
@@ -297,6 +301,7 @@ def _table(chart: Table) -> Markup:
     for i, row in enumerate(chart.rows):
         cells = []
         for j, value in enumerate(row):
+            # a reason for a missing value stands once for neighbours that share it
             reason = chart.reasons.get((i, j))
             repeated = reason is not None and chart.reasons.get((i, j - 1)) == reason
             shown = (

@@ -81,6 +81,7 @@ def picture_data(view: FlowView) -> str:
         first += count
     shown = view.inputs[view.first]
     n_layers, n_pos = len(shown.ranked), shown.n_queries
+    # opens at the last state of the last layer
     layer, position = view.selected or (n_layers - 1, n_pos - 1)
     return str(
         htmlsafe_json_dumps(
@@ -217,6 +218,7 @@ class _Blob:
 
 def _pack(view: ViewedInput) -> dict[str, Any]:
     """Pack an input as text for the page: arrays in one compressed blob."""
+    # half precision and shares of 8 bits are finer than a screen shows
     blob = _Blob()
     arrays: dict[str, Any] = {"ranked": [blob.keys(keys.cpu()) for keys in view.ranked]}
     for name in ("weights", "scores"):
@@ -239,6 +241,7 @@ def _pack(view: ViewedInput) -> dict[str, Any]:
     arrays["replaced"] = None if view.replaced is None else _pack_next_tokens(blob, view.replaced)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
+        # by the largest of each state, which half precision could not hold as it is
         influence = view.influence.detach().cpu().float()
         largest = influence.nan_to_num(0).amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         arrays["influence"] = blob.half(influence / largest[..., None])

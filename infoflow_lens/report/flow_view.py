@@ -161,6 +161,7 @@ class ViewedInput:
     name: str = ""
 
     def __post_init__(self) -> None:
+        # refused here, where the sizes are known, as the page's script would fail in silence
         n_layers, n_source, n_pos = len(self.ranked), len(self.tokens), self.n_queries
         if not n_layers or not 1 <= n_source <= n_pos:
             raise InfoFlowError(

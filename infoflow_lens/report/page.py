@@ -131,6 +131,7 @@ def render_report(report: Report) -> str:
 def picture_of(report: Report) -> FlowView:
     """The shown inputs of every stage, the last stage first."""
     inputs, groups = [], []
+    # the trained stage is what one looks at first
     for stage in reversed(report.stages):
         n_source, n_pos = stage.predicted.n_sources, stage.predicted.members.shape[2]
         groups.append((stage.name, len(report.active)))
