@@ -545,6 +545,7 @@ def train(
         TrainingDivergedError: when the loss is no longer finite.
         TrainingInterrupted: on Ctrl-C, with the result so far.
     """
+    # train(model, data, config) is what one writes without validation data
     if isinstance(validation_data, TrainingConfig) and config is None:
         validation_data, config = None, validation_data
     config = config or TrainingConfig()
@@ -566,6 +567,7 @@ def train(
         if checkpoint_dir is not None:
             writes = RunFolder.open(checkpoint_dir, "train()", (_CHECKPOINT,))
             folder = stack.enter_context(writes)
+            # a checkpoint goes on only where all of this is the same
             folder.claim(
                 {
                     "settings": identity["training"],

@@ -334,6 +334,7 @@ def neighbours(
     candidate: Candidate, task: Any, positional: bool, count: Count, verify: int, seed: int
 ) -> tuple[Neighbour, ...]:
     """List what lies just below a candidate: a head less in a layer, or a layer less."""
+    # an architecture that is reached in two ways is listed once
     options: dict[tuple[int, ...], str] = {}
     for layer, heads in enumerate(candidate.n_heads):
         if heads > 1:

@@ -524,6 +524,8 @@ def _reasons(
 ) -> tuple[str, ...]:
     """The argument, in words."""
     reasons = []
+    # in the order of the argument: what is needed, what is excluded, what is enough, and how it was
+    # tried
     alone = answer.schedule
     if result.needed:
         reasons.append(
@@ -592,6 +594,7 @@ def _reasons(
 
 def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
     reasons = []
+    # what counting asks of the heads of the first layer
     if result.min_heads is None and profile.order < 3:
         reasons.append(
             "one layer compares h T keys at its only query that is read, the target grows like "
@@ -629,11 +632,13 @@ def flags_of(
 ) -> tuple[str, ...]:
     """The limits of the argument that concern verdicts and counts."""
     flags = list(profile.flags_for(count))
+    # limits of the count itself
     if count != "proved" and profile.order > 1:
         flags.append(
             f"[flag] count={count!r} is an upper bound on the target's number of comparisons, so "
             "it suggests but does not prove what is excluded; a witness does"
         )
+    # limits of how the paper applies it
     if trees == 1 and profile.n_trees >= 3:
         flags.append(
             "[flag] K = 1 is the literal reading of eq (5), under which one head of global "
@@ -666,6 +671,7 @@ def _flag_result(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...
             )
         )
     if result.upper_information is not None:
+        # what the found schedule does, against what is proved to be needed
         made = model_comparisons(
             result.n_heads,
             result.n_tokens,

@@ -382,6 +382,7 @@ def _all_edges(
     """
     layers: list[Layer] = []
     edges: list[Strength] = []
+    # all keys are read, each as strongly as by the head that reads it most
     for layer, given in enumerate(() if strength is None else strength):
         if (
             not isinstance(given, Tensor)
@@ -414,6 +415,7 @@ def _strengths(
             "one for each; None where all edges have a strength of 1"
         )
     found = []
+    # one tensor is the strengths of a layer's only rule
     for layer, (rules, given) in enumerate(zip(by_layer, strength, strict=True)):
         each: Sequence[Tensor | None] = (given,) if isinstance(given, Tensor) else given or ()
         each = [None] * len(rules) if given is None else each

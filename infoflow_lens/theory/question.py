@@ -111,17 +111,21 @@ class Question:
                 f"task {name!r} has no comparison profile: expected `comparison`; "
                 "components_profile(name, components) derives one"
             )
+        # a profile that asks for less than a tuple's tokens would exclude too little
         longest = max([1, *(c.arity for c in components)])
         if components and longest > 1 and profile.dimension < longest:
             raise InfoFlowError(
                 f"task {name!r} has components of arity {longest}, but its profile says dimension "
                 f"{profile.dimension}: expected at least the arity; components_profile derives it"
             )
+        # at a larger T, samples show more ways in which the target is read; if that is not too much
+        # work
         samples = Samples.draw(task, _OBSERVED, seed, at=max(_OBSERVED_AT, task.n_tokens))
         if samples is not None and _OBSERVED * samples.n_scores > _MOST_SCORES:
             samples = Samples.draw(task, _OBSERVED, seed)
         if not components or samples is None:
             return cls(task, profile, (Reading(components),), reads, profile.n_trees)
+        # trees that no sample has active at once need not be counted apart
         active = samples.largest_active() if profile.n_trees > 1 else 1
         return cls(
             task, profile, tuple(_readings(samples, components)), reads,

@@ -118,9 +118,11 @@ def graph_of(
             part has both.
     """
     pairs = list(itertools.combinations(range(component.arity), 2))
+    # distinct places are compared with each other, whatever the score
     if component.distinct:
         return ScoreGraph(component.arity, frozenset(pairs))
     rest = lambda i, j: [k for k in range(component.arity) if k not in (i, j)]  # noqa: E731
+    # two places belong together if what is better at one changes with the token at the other
     asked = frozenset(
         (i, j)
         for i, j in pairs
@@ -132,6 +134,7 @@ def graph_of(
     if component.parts is None:
         return ScoreGraph(component.arity, asked)
     declared = {pair for part in component.parts for pair in itertools.combinations(part.places, 2)}
+    # what is declared may say more than what was seen, and never less
     unsaid = asked - declared
     if unsaid:
         i, j = min(unsaid)

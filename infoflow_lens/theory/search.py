@@ -527,6 +527,7 @@ def find(
             raise InfoFlowError(
                 f"tuples of {needed} tokens, but T is {n_tokens}: expected T >= {needed}"
             )
+    # what the search does not weigh, so that a failure is no proof
     left_out = []
     if causal and not max_position_only and any(c.arity > 1 for c in components):
         left_out.append("covers of all tuples by position in a causal model")
@@ -534,6 +535,7 @@ def find(
         left_out.append("single tokens retrieved by token queries of a causal model")
     if usable is not None and not all(usable):
         left_out.append("jobs for heads of local attention")
+    # heads of a model without positions cannot tell orders apart
     if needs_order(components, reads, n_tokens) and not (positional or causal):
         return Found(None, True, tuple(left_out))
     problem = _Problem(
@@ -559,6 +561,7 @@ def find(
         left_out.append("messages of longer tuples in a causal model")
     if causal:
         return Found(None, exhaustive, tuple(left_out))
+    # plans of several rounds, which the search layer by layer does not find
     planned = (_plan(plan, problem, components) for plan in plans())
     return Found(next(filter(None, planned), None), exhaustive, tuple(left_out))
 
