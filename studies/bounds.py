@@ -281,6 +281,7 @@ def kth_largest_collision(
     bound = kth_largest_bound(n_tokens, k, value(torch.zeros(1)).shape[-1])
     n = value(torch.zeros(1)).shape[-1]
     free = n_tokens - k + 1
+    # the proof's grid: so many points on each free coordinate that two sequences must share a cube
     points = math.floor(1 / (4 * (free + 1) * eps))
     if points < 2 or points**free > 10**6:
         raise InfoFlowError(
@@ -301,6 +302,7 @@ def kth_largest_collision(
         raise InfoFlowError(f"no two of {len(z)} sequences share a cube ({bound.reason})")
     sequences = torch.ones(2, n_tokens, dtype=z.dtype)
     differ = z[pair[0]] != z[pair[1]]
+    # where the two agree they may as well be 0, which changes no gap
     sequences[:, k - 1 :] = torch.where(differ, z[list(pair)], 0.0)
     outputs = attention_average(sequences, score, value)
     kth = sequences.sort(dim=1, descending=True).values[:, k - 1]

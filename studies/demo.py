@@ -245,6 +245,7 @@ def _report(
 ) -> Report:
     before: SetAgreement = stages[0].agreement.cls
     after: SetAgreement = stages[-1].agreement.cls
+    # how far training has lowered the recovery error, by rank
     ratios = {
         rank: _mean_error(summary, rank, "trained") / _mean_error(summary, rank, "initial")
         for rank in RANKS
@@ -323,10 +324,12 @@ def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -
     folder = out.path
     task = config.task()
     n_test = config.n_recovery + config.n_influence
+    # other sequences than the model was trained on, some for each kind of measurement
     test = task.dataset("test", n_test, seed=config.seed).with_format("torch")[:]["x"]
     recovery_inputs, inputs = test.split((config.n_recovery, config.n_influence))
     active = task.active_index_set(inputs)
 
+    # stages of training grow the sequences
     def data(n_tokens: int) -> tuple[Data, Data]:
         here = config.task(n_tokens)
         return (

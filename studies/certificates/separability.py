@@ -64,6 +64,7 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
         values = values.detach().cpu().numpy()
     if not isinstance(values, np.ndarray):
         values = list(values)
+        # rows of different lengths would become an array of lists
         if ndim == 2:
             for i, row in enumerate(values):
                 if isinstance(row, str) or not hasattr(row, "__len__"):
@@ -80,6 +81,7 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
     if values.ndim != ndim:
         axes = "[batch, pos]" if ndim == 2 else "[batch]"
         raise InfoFlowError(f"{name} has shape {tuple(values.shape)}: expected integers {axes}")
+    # numbers of another kind are named before they are rounded
     if values.dtype.kind not in "iu":
         flat = values.ravel().tolist()
         if not flat:
@@ -148,6 +150,7 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
             f"the dataset is an endless {type(dataset).__name__}: expected a finite set; take a "
             "datasets.Dataset, or list(dataset.take(n))"
         )
+    # a dataset, or a pair of arrays
     if hasattr(dataset, "column_names"):
         _check_number(len(dataset), max_sequences)
         x, y = _column(dataset, "x"), _column(dataset, "y")
@@ -168,6 +171,7 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
     sequences = _parse_tokens(x, max_sequences)
     labels, index = np.unique(_integers(y, "y", 1), return_inverse=True)
     problem = Problem(sequences, index.reshape(-1), len(labels))
+    # more weights than this take longer than anybody waits
     if (size := len(sequences.features) * len(labels)) > _MOST_WEIGHTS:
         raise InfoFlowError(
             f"{len(sequences.features)} pairs (position, token) times {len(labels)} classes are "
@@ -222,6 +226,7 @@ class OneLayerModel:
             )
         tokens = tokens.to(torch.int64).contiguous()
         index = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
+        # a token that was in no sequence has no weight, whatever the position
         unknown = tokens[self.vocabulary[index] != tokens]
         if len(unknown):
             raise InfoFlowError(
@@ -340,6 +345,7 @@ class OneLayerCertificate(Displayed):
             f"{self.n_sequences} sequences of {self.n_pos} tokens, {len(self.classes)} classes: "
             f"one attention layer {'fits' if self.feasible else 'cannot fit'} all labels."
         )
+        # three proofs: two equal sequences, integers that cancel, or a model
         if self.contradiction is not None:
             i, j = self.contradiction
             proof = (
@@ -460,6 +466,7 @@ def one_layer_certificate(
             torch.from_numpy(np.unique(sequences.tokens)),
             n_pos,
         )
+        # the weights are integers, so the margin is exact
         margin = exact_margin(problem, answer) if len(classes) > 1 else None
         advance(1, "feasible")
     return OneLayerCertificate(

@@ -242,6 +242,7 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
 
     matrix, variables = _pair_matrix(problem, rows, columns)
     n = len(variables)
+    # one slack for all pairs: at 0 all are separated, and multipliers show why not
     constraints = sparse.hstack([-matrix, -np.ones((len(rows), 1))]).tocsr()
     cost = np.zeros(n + 1)
     cost[-1] = len(rows)  # multipliers of about 1, well above the solver's tolerances
@@ -260,6 +261,7 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
             f"the linear program of {len(rows)} pairs and {n} weights was not solved "
             f"({found.message}): take fewer sequences"
         )
+    # the slack is 1 if no weights separate, and 0 if some do
     if found.x[-1] > 0.5:
         return False, np.maximum(-found.ineqlin.marginals, 0)
     weights = np.zeros(len(problem.sequences.features) * problem.n_classes)

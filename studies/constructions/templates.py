@@ -59,6 +59,7 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
     k, d, n = task.length, task.d_vocab, task.n_tokens
     words, same = range(task.n_words), _same_class(task)
     base = 2.0 if form == "binary" else 3.0
+    # words that are equal give equal digits, so a template is a number
     weights = base ** torch.arange(k - 1, -1, -1).double()
     if form == "binary":
         rows = Rows(d, n, padding=k)
@@ -168,6 +169,7 @@ def in_context_template_matching(
     Raises:
         InfoFlowError: for an unknown form, or a gain below 1.
     """
+    # pairs of question and answer in blocks of one length
     k, length, n = task.n_pairs, task.length, task.n_tokens
     step = length + 2
     rows = Rows(task.d_vocab, n, padding=step)

@@ -52,6 +52,7 @@ def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         InfoFlowError: without a model, or for models of different texts or tokens.
     """
+    # losses compare only on one text with one tokenizer
     texts = {
         (of["record"]["config"]["corpus"], of["record"]["config"]["tokens"])
         for of in measured.values()

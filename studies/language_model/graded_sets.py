@@ -185,6 +185,7 @@ class GradedSetsStudy(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Show how the strength was chosen; then all methods, a table for each model."""
+        # the strength is chosen on other text than the one that is judged on
         chosen = chosen_of(results)
         parts: list[Part] = [
             "Spearman's correlation with influence, and the share of influence inside the quarter "

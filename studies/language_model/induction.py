@@ -429,6 +429,7 @@ class _Seen:
         sums: dict[str, Any] = {}
         hooks: list[tuple[str, Callable[..., None]]] = []
 
+        # sums over batches, so that patterns of one batch are in memory
         def add(key: str, value: Tensor) -> None:
             sums[key] = sums.get(key, 0) + value.double()
 
@@ -449,6 +450,7 @@ class _Seen:
                         add(point, activation.detach().float().sum(dim=(0, 1)))
 
                 hooks.append((point, catch))
+        # one pass over all texts gives scores, mean outputs and losses
         with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
             self.log_probabilities = self._run()
         self.loss = self._loss(self.log_probabilities)

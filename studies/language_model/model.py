@@ -28,6 +28,7 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         n_embd=config.d_model,
         n_layer=config.n_layers,
         n_head=config.n_heads,
+        # GPT-2 has an MLP in every block; one of zeros adds nothing
         n_inner=1 if config.attention_only else 4 * config.d_model,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -38,6 +39,7 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         architectures=["GPT2LMHeadModel"],
     )
     settings._attn_implementation = "sdpa"
+    # from a generator of their own, whatever was drawn before
     with SeededRandom(derive_seed("weights", config.seed)):
         model = GPT2LMHeadModel(settings)
     if config.attention_only:

@@ -250,6 +250,7 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
     layer, number = head
     queries = torch.arange(half + 1, 2 * half + 1)
     keys = lines.keys[layer][:, number, queries]
+    # induction: the key behind the earlier copy of the query's token
     on_target = keys[..., 0] == queries - half + 1
     kept = on_target if kind == TRAINED else torch.ones_like(on_target)
     margins, second = lines.margins[layer][:, number, queries][kept], keys[kept][:, 1]
@@ -257,6 +258,7 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
         found[layer][:, number, queries][kept] for found in (lines.parts, lines.values)
     )
     n_parts = len(lines.part_names)
+    # parts by name, as each line lists its strongest ones only
     by_part = torch.zeros(len(margins), n_parts, dtype=values.dtype)
     by_part.scatter_add_(1, parts.clamp(min=0), values)
     largest = by_part.argmax(dim=1)

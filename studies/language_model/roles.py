@@ -87,9 +87,11 @@ class Roles(BesideUntrained):
         self, model: nn.Module, found: Sequence[Directions], windows: Tensor, seed: int
     ) -> tuple[list[Row], float, int]:
         """Make a row for each head; and the loss of the model as it is, and of how many tokens."""
+        # heads are described on one half of the windows, and judged on the other
         looked_at, judged = windows[0::2], windows[1::2]
         token = looked_at[:, 1:].flatten()
         place = torch.arange(1, looked_at.shape[1]).repeat(len(looked_at))
+        # the control: tokens that belong to other queries
         generator = torch.Generator().manual_seed(derive_seed("shuffled", seed))
         shuffled = token[torch.randperm(len(token), generator=generator)]
         (means,) = run_probes(

@@ -58,6 +58,8 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
         raise InfoFlowError(
             f"model is {model!r}, most is {most}: expected a folder or a name, and at least 1"
         )
+    # a model that comes with the package, a folder of checkpoints, revisions of the hub, or one
+    # model
     folder = find_model(model).path
     if shipped := find_package_folder(model):
         found = [(-1, str(shipped), _digest(shipped))]
@@ -76,6 +78,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
     else:
         found = [(-1, model, model)]
     name = folder.resolve().name if folder.is_dir() and not shipped else model
+    # spread over training, the first and the last among them
     chosen = [found[i] for i in _spread([step for step, _, _ in found], most)]
     last = len(chosen) - 1
     return [
