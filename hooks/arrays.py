@@ -45,10 +45,10 @@ class LabelledArray:
         by_layer = isinstance(self.values, tuple)
         found = {part.ndim for part in self.values} if by_layer else {self.values.ndim}  # type: ignore[union-attr]
         if found != {len(self.dims) - by_layer} or (by_layer and self.dims[0] != "layer"):
-            shown = [list(part.shape) for part in self._parts()]
+            shapes = [list(part.shape) for part in self._parts()]
             raise InfoFlowError(
                 f"{self.name} has axes {', '.join(self.dims) or 'without names'}, and its "
-                f"{'tensors, one a layer, have' if by_layer else 'tensor has'} shape {shown[0]}: "
+                f"{'tensors, one a layer, have' if by_layer else 'tensor has'} shape {shapes[0]}: "
                 f"expected a name for each axis{', layer first' if by_layer else ''}"
             )
 

@@ -75,8 +75,10 @@ class PatternsProbe(Probe[PatternsResult]):
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """Read the patterns and scores of a pass."""
         layers = range(seen.n_layers)
-        shown = [make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers]
-        host = to_host(shown)
+        attention = [
+            make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers
+        ]
+        host = to_host(attention)
         return {
             "patterns": host[: len(layers)],
             "scores": host[len(layers) :],

@@ -36,21 +36,21 @@ class ShardedResult(Result, Generic[PartT]):
 
     @classmethod
     def from_shards(
-        cls, path: str | os.PathLike[str], told: Sequence[Mapping[str, Any]], record: RunRecord
+        cls, path: str | os.PathLike[str], summaries: Sequence[Mapping[str, Any]], record: RunRecord
     ) -> "ShardedResult[PartT]":
         """Build the result whose parts :meth:`save_shard` has written.
 
         Args:
             path: as there.
-            told: what it has returned, of all parts in their order.
+            summaries: what it has returned, of all parts in their order.
             record: of the run.
         """
         result = cls(
-            n_sequences=sum(part["n_sequences"] for part in told),
-            n_shards=len(told),
-            digests=tuple(part["digest"] for part in told),
+            n_sequences=sum(part["n_sequences"] for part in summaries),
+            n_shards=len(summaries),
+            digests=tuple(part["digest"] for part in summaries),
             record=record,
-            notes=common_notes(part["notes"] for part in told),
+            notes=common_notes(part["notes"] for part in summaries),
         )
         return result._locate(path)
 

@@ -58,7 +58,7 @@ class State:
         """
         return self.merge(kept, part)
 
-    def merge(self, mine: Any, others: Any) -> Any:
+    def merge(self, first: Any, second: Any) -> Any:
         """Merge what is kept of two; either may be None for nothing."""
         raise NotImplementedError
 
@@ -76,12 +76,12 @@ class State:
 
 
 class _Summed(State):
-    def merge(self, mine: Any, others: Any) -> Any:
-        if others is None:
-            return mine
-        if mine is None:
-            return copy_values(others)
-        return _sum(mine, others, self.name)
+    def merge(self, first: Any, second: Any) -> Any:
+        if second is None:
+            return first
+        if first is None:
+            return copy_values(second)
+        return _sum(first, second, self.name)
 
 
 class _Concatenated(State):
@@ -93,8 +93,8 @@ class _Concatenated(State):
     def add(self, kept: Any, part: Any) -> Any:
         return [*(kept or []), part]
 
-    def merge(self, mine: Any, others: Any) -> Any:
-        return [*(mine or []), *(others or [])] or None
+    def merge(self, first: Any, second: Any) -> Any:
+        return [*(first or []), *(second or [])] or None
 
     def value(self, kept: Any) -> Any:
         return None if kept is None else self._join(kept)
@@ -110,12 +110,12 @@ class _Combined(State):
     def __init__(self, function: Reduction, of: type | None) -> None:
         self._function, self._of = function, of
 
-    def merge(self, mine: Any, others: Any) -> Any:
-        if others is None:
-            return mine
-        if mine is None:  # a copy, as the function may write to what is kept
-            return self.rebuild(copy_values(others))
-        return self._function(mine, others)
+    def merge(self, first: Any, second: Any) -> Any:
+        if second is None:
+            return first
+        if first is None:  # a copy, as the function may write to what is kept
+            return self.rebuild(copy_values(second))
+        return self._function(first, second)
 
     def rebuild(self, plain: Any) -> Any:
         return plain if self._of is None else _rebuilt(self._of, plain)
@@ -165,29 +165,29 @@ def states_of(kind: type) -> dict[str, State]:
     }
 
 
-def latest(mine: Any, others: Any) -> Any:
+def latest(first: Any, second: Any) -> Any:
     """A reduction: what came last."""
-    return others
+    return second
 
 
-def either(mine: Any, others: Any) -> Any:
+def either(first: Any, second: Any) -> Any:
     """A reduction: the first that is not empty."""
-    return mine or others
+    return first or second
 
 
-def _sum(mine: Any, others: Any, name: str) -> Any:
-    if isinstance(mine, Mapping):
-        return {key: _sum(part, others[key], name) for key, part in mine.items()}
-    if isinstance(mine, (list, tuple)):
-        return [_sum(one, other, name) for one, other in zip(mine, others, strict=True)]
-    if not isinstance(mine, Tensor) or not isinstance(others, Tensor):
-        return mine + others
-    if mine.ndim != others.ndim:
+def _sum(first: Any, second: Any, name: str) -> Any:
+    if isinstance(first, Mapping):
+        return {key: _sum(part, second[key], name) for key, part in first.items()}
+    if isinstance(first, (list, tuple)):
+        return [_sum(one, other, name) for one, other in zip(first, second, strict=True)]
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return first + second
+    if first.ndim != second.ndim:
         raise InfoFlowError(
-            f"{name} has {mine.ndim} axes in one pass and {others.ndim} in another: expected the "
+            f"{name} has {first.ndim} axes in one pass and {second.ndim} in another: expected the "
             "same axes in every pass"
         )
-    return add_with_padding(mine, others)
+    return add_with_padding(first, second)
 
 
 def add_with_padding(one: Tensor, other: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def _stage(
     progress: bool,
 ) -> Stage:
     """Probe and predict the model as it is."""
-    shown = inputs[: config.n_shown]
+    some = inputs[: config.n_shown]
     recovery, *_ = run_probes(model, recovery_inputs, [RecoveryProbe(RANKS)], progress=progress)
     positions, influence = run_probes(
         model, inputs, [PositionsProbe(), JacobianInfluence()], progress=progress
@@ -173,7 +173,7 @@ def _stage(
         JacobianInfluence(state="resid_post", source_layer=layer)
         for layer in range(len(config.n_heads))
     ]
-    edges = run_probes(model, shown, edge_probes, progress=False)
+    edges = run_probes(model, some, edge_probes, progress=False)
     # from the model's attention: rule (1) with its own argmax
     predicted = propagate(positions.argmax, n_sources=config.n_tokens)
     return Stage(

@@ -187,8 +187,8 @@ def markdown_table(
 
 
 def _line(cells: Sequence[object]) -> str:
-    shown = ("-" if cell is None else str(cell) for cell in cells)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in shown)} |"
+    texts = ("-" if cell is None else str(cell) for cell in cells)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in texts)} |"
 
 
 def spread(values: "pd.Series[float]", form: str = ".3g") -> str:

@@ -57,8 +57,8 @@ def _last_state(model: nn.Module, anatomy: Anatomy, given: Mapping[str, Any]) ->
         seen.append(tensor)
         return tensor
 
-    shown = anatomy.blocks[-1].axes is not None
-    names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if shown else []
+    has_stream = anatomy.blocks[-1].axes is not None
+    names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if has_stream else []
     with SiteRun(model, anatomy, names, keep).watching():
         output = model(**given)
     found = first_tensor(seen or output)

@@ -228,20 +228,20 @@ def visible_keys(
 
 
 def find_attended_keys(
-    model: nn.Module, layer: int, shown: Float[Tensor, "batch head query key"], by_weight: bool
+    model: nn.Module, layer: int, attention: Float[Tensor, "batch head query key"], by_weight: bool
 ) -> Bool[Tensor, "batch query key"]:
     """Find the keys that some head of a pass attends to.
 
     Args:
         model: the model.
         layer: whose attention it is.
-        shown: scores, or a pattern.
+        attention: scores, or a pattern.
         by_weight: whether it is a pattern.
     """
-    highest = shown.amax(dim=1)
+    highest = attention.amax(dim=1)
     if by_weight:
         return highest > 0
-    known = visibility(model, shown.shape[-1])
+    known = visibility(model, attention.shape[-1])
     return highest > (-torch.inf if known is None else known.bar[layer])
 
 

@@ -200,16 +200,16 @@ class SiteRun(Tap):
         return _swap(out, old, self._show_embedding(old))
 
     def _show_embedding(self, tensor: Tensor) -> Tensor:
-        shown = tensor
+        embedding = tensor
         if EMBED in self._names and self._anatomy.start.is_turned:
             turned = tensor.transpose(0, 1)
             answer = self._fire(EMBED, turned)
-            shown = tensor if answer is turned else answer.transpose(0, 1)
+            embedding = tensor if answer is turned else answer.transpose(0, 1)
         elif EMBED in self._names:
-            shown = self._fire(EMBED, tensor)
+            embedding = self._fire(EMBED, tensor)
         if POS_EMBED in self._names:
-            self._copies = {id(shown): shown}
-        return shown
+            self._copies = {id(embedding): embedding}
+        return embedding
 
     def _is_last(self) -> bool:
         return not self._is_inside and self._index == len(self._blocks) - 1
@@ -221,9 +221,9 @@ class SiteRun(Tap):
             new = out
             if SCALE in self._names:
                 scale = numbers.scale(args[0], out)
-                shown = self._fire(SCALE, scale)
-                if shown is not scale:
-                    new = (numbers.bias + (out - numbers.bias) * scale / shown).to(out.dtype)
+                fired = self._fire(SCALE, scale)
+                if fired is not scale:
+                    new = (numbers.bias + (out - numbers.bias) * scale / fired).to(out.dtype)
             return self._fire(NORMALIZED, new) if NORMALIZED in self._names else new
 
         return show
@@ -324,13 +324,13 @@ class SiteRun(Tap):
             return tensor
         assert self._shape is not None
         axes = self._block.axes or (0, 1, 2)
-        shown = tensor
+        state = tensor
         if tensor.ndim == 2:  # batch and positions in one axis
-            shown = tensor.unflatten(0, tuple(self._shape[:2]))
-        shown = shown.permute(axes) if axes != (0, 1, 2) else shown
-        shown = shown.clone() if place is not None and place.is_written else shown
-        answer = self._fire(f"blocks.{self._index}.{name}", shown)
-        if answer is shown:
+            state = tensor.unflatten(0, tuple(self._shape[:2]))
+        state = state.permute(axes) if axes != (0, 1, 2) else state
+        state = state.clone() if place is not None and place.is_written else state
+        answer = self._fire(f"blocks.{self._index}.{name}", state)
+        if answer is state:
             return tensor
         return answer.permute([axes.index(axis) for axis in range(3)]).reshape(tensor.shape)
 
@@ -392,9 +392,9 @@ class SiteRun(Tap):
         pair, place = list(args), self._anatomy.start.pos_embed
         at = 0 if id(args[1]) in self._copies else 1
         if place is not None and place.number == self._sums:
-            shown = pair[at].expand(pair[1 - at].shape)
-            answer = self._fire(POS_EMBED, shown)
-            pair[at] = pair[at] if answer is shown else answer
+            positions = pair[at].expand(pair[1 - at].shape)
+            answer = self._fire(POS_EMBED, positions)
+            pair[at] = pair[at] if answer is positions else answer
         self._sums += 1
         out: Tensor = func(*pair)
         self._copies[id(out)] = out
@@ -428,17 +428,17 @@ class SiteRun(Tap):
         if site == "scores":
             closed = ~call.visible()
             closed = closed.reshape(tensor.shape) if closed.numel() == tensor.numel() else closed
-            shown = tensor.masked_fill(closed, -torch.inf)
-            new = self._fire(name, shown)
+            value = tensor.masked_fill(closed, -torch.inf)
+            new = self._fire(name, value)
             # what stays closed has the number that the model gives it
-            return None if new is shown else torch.where(closed & (new == -torch.inf), tensor, new)
+            return None if new is value else torch.where(closed & (new == -torch.inf), tensor, new)
         if site == "pattern":
             return self._fire(name, tensor)
         has_copies = site in ("k", "v") and tensor.shape[1] == found.n_heads
         copies = found.n_heads // found.n_kv_heads if has_copies else 1
-        shown = tensor[:, ::copies].transpose(1, 2)
-        new = self._fire(name, shown)
-        return None if new is shown else new.transpose(1, 2).repeat_interleave(copies, 1)
+        value = tensor[:, ::copies].transpose(1, 2)
+        new = self._fire(name, value)
+        return None if new is value else new.transpose(1, 2).repeat_interleave(copies, 1)
 
     def _check_fits(
         self, call: AttentionCall, n: int, found: Attention, scores: Float[Tensor, "..."]

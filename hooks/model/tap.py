@@ -295,11 +295,13 @@ class Tap(TorchFunctionMode):
         part = tensor
         if site in ("scores", "pattern") and call.sinks:
             part = tensor[..., : tensor.shape[-1] - call.sinks]
-        shown, n = split_heads(part, self.batch), self.n_heads
-        if n and site not in ("k", "v") and shown.ndim == 4 and shown.shape[1] not in (n, 1):
-            shown = shown.reshape(shown.shape[0], n, -1, shown.shape[-1])  # one query, by groups
-        answer = self._watch(call, site, shown)
-        if answer is None or answer is shown:
+        by_head, n = split_heads(part, self.batch), self.n_heads
+        if n and site not in ("k", "v") and by_head.ndim == 4 and by_head.shape[1] not in (n, 1):
+            by_head = by_head.reshape(
+                by_head.shape[0], n, -1, by_head.shape[-1]
+            )  # one query, by groups
+        answer = self._watch(call, site, by_head)
+        if answer is None or answer is by_head:
             return tensor
         answer = answer.to(tensor.dtype).reshape(part.shape)
         return answer if part is tensor else torch.cat([answer, tensor[..., -call.sinks :]], -1)

@@ -164,10 +164,10 @@ def probe_cache(
 
 def _check_fits_cache(cache: Mapping[str, Tensor], given: Tensor | None, what: str) -> None:
     names = ("hook_tokens", "hook_embed", "blocks.0.hook_resid_pre")
-    shown = next((cache[name] for name in names if name in cache), None)
-    if given is not None and shown is not None and given.shape[:2] != shown.shape[:2]:
+    activation = next((cache[name] for name in names if name in cache), None)
+    if given is not None and activation is not None and given.shape[:2] != activation.shape[:2]:
         raise InfoFlowError(
-            f"{what} has shape {tuple(given.shape)}, the cache is of {tuple(shown.shape[:2])} "
+            f"{what} has shape {tuple(given.shape)}, the cache is of {tuple(activation.shape[:2])} "
             "sequences and positions: expected those of the same pass"
         )
 

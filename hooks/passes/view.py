@@ -401,16 +401,16 @@ class Pass:
 
     def _visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
         by_weight = self._shows_weights(layer)
-        shown = self.pattern(layer) if by_weight else self._read_scores(layer)
-        n_pos = shown.shape[-1]
+        attention = self.pattern(layer) if by_weight else self._read_scores(layer)
+        n_pos = attention.shape[-1]
         known = visibility(self.model, n_pos)
         if known is None:  # the call itself says which keys it has closed, in each sequence
-            keys = (shown > (0 if by_weight else -torch.inf)).any(dim=1)
+            keys = (attention > (0 if by_weight else -torch.inf)).any(dim=1)
         else:
-            keys = known.keys[layer][None, :n_pos, :n_pos].to(shown.device)
+            keys = known.keys[layer][None, :n_pos, :n_pos].to(attention.device)
         if self.lengths is None:
             return keys[:1] if bool((keys == keys[:1]).all()) else keys
-        real = self.is_real(n_pos).to(shown.device)
+        real = self.is_real(n_pos).to(attention.device)
         return keys & real[:, :, None] & real[:, None, :]
 
     def _rank(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:

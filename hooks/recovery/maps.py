@@ -74,27 +74,27 @@ class Maps:
 
     def merge(self, other: "Maps") -> None:
         """Add what others have seen."""
-        for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
-            mine.merge(theirs)
+        for buffer, more in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.merge(more)
         for features, labels in other.shown:
             room = ACCURACY_ROWS - sum(len(x) for x, _ in self.shown)
             if room > 0:
                 self.shown.append((features[:room], labels[:room]))
 
 
-def merge_layers(mine: list[list[Maps]], others: list[list[Maps]]) -> list[list[Maps]]:
+def merge_layers(layers: list[list[Maps]], others: list[list[Maps]]) -> list[list[Maps]]:
     """The maps of all layers, added up in place.
 
     Rows that wait are added first: only that can run out of memory, and then nothing is half done.
     """
-    for sets in mine:
+    for sets in layers:
         for maps in sets:
             for buffer in maps.buffers():
                 buffer.settle()
-    for sets, more in zip(mine, others, strict=True):
-        for maps, theirs in zip(sets, more, strict=True):
-            maps.merge(theirs)
-    return mine
+    for sets, more in zip(layers, others, strict=True):
+        for maps, other in zip(sets, more, strict=True):
+            maps.merge(other)
+    return layers
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ def _join(parts: list[Ratio]) -> Ratio:
     )
 
 
-def _accuracy(shown: Shown, fit: LinearFit, groups: slice) -> Float[Tensor, " group"]:
+def _accuracy(batches: Shown, fit: LinearFit, groups: slice) -> Float[Tensor, " group"]:
     """Share of rows, of those whose token is in the vocabulary, in which it is predicted."""
     device = fit.weight.device
-    x = torch.cat([x.to(device) for x, _ in shown])[:ACCURACY_ROWS].double()
-    labels = torch.cat([y.to(device) for _, y in shown])[:ACCURACY_ROWS, groups].T
+    x = torch.cat([x.to(device) for x, _ in batches])[:ACCURACY_ROWS].double()
+    labels = torch.cat([y.to(device) for _, y in batches])[:ACCURACY_ROWS, groups].T
     weight, bias = fit.weight[: len(labels)], fit.bias[: len(labels)]
     predicted = torch.stack(
         [(x @ w + b).argmax(dim=1) for w, b in zip(weight, bias, strict=True)]

@@ -48,9 +48,9 @@ class TargetOfMaps:
         elif not isinstance(target, str):
             known = callable(target)
         if not known:
-            shown = tuple(target.shape) if isinstance(target, Tensor) else repr(target)
+            form = tuple(target.shape) if isinstance(target, Tensor) else repr(target)
             raise InfoFlowError(
-                f"target is {shown}: expected 'embedding', 'identity', ('resid_pre', layer), a "
+                f"target is {form}: expected 'embedding', 'identity', ('resid_pre', layer), a "
                 "table [d_vocab, d] of numbers, or a function from tokens to [batch, pos, d]"
             )
         if vocabulary is not None and (not self.is_identity or not self.vocabulary):
@@ -106,12 +106,12 @@ class TargetOfMaps:
         self, seen: Pass, classes: Sequence[int]
     ) -> Float[Tensor, "batch source d_target"] | Int[Tensor, "batch source"]:
         """Targets of every token; with "identity" places in `classes`, -1 for other tokens."""
-        shown = seen.embedding()
-        n_source = shown.shape[1]
+        embedding = seen.embedding()
+        n_source = embedding.shape[1]
         if isinstance(self.target, tuple):
             return seen.state(self.target[1], "resid_pre")[:, :n_source]
         if self.target == "embedding" if isinstance(self.target, str) else False:
-            return shown
+            return embedding
         # all other targets are made of token ids
         tokens = seen.tokens
         if tokens is None:
@@ -125,11 +125,11 @@ class TargetOfMaps:
             return self._from_table(self.target, tokens)
         assert callable(self.target)
         made: Any = self.target(tokens)
-        if not isinstance(made, Tensor) or made.ndim != 3 or made.shape[:2] != shown.shape[:2]:
+        if not isinstance(made, Tensor) or made.ndim != 3 or made.shape[:2] != embedding.shape[:2]:
             shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise InfoFlowError(
                 f"target gave {shape} for tokens of shape {tuple(tokens.shape)}: expected a "
-                f"tensor [{shown.shape[0]}, {n_source}, d]"
+                f"tensor [{embedding.shape[0]}, {n_source}, d]"
             )
         return made.detach()
 

@@ -312,8 +312,8 @@ def _find_factor(parts: Parts, seen: Pass, layer: int) -> float:
     """Find what the model adds, over what the heads bring."""
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")
     real = seen.is_real(shows.shape[1]).to(shows.device)
-    ours, theirs = parts.total()[real].double(), shows[real].double()
-    factor = float((ours * theirs).sum() / ours.square().sum().clamp(min=1e-300))
+    parts_add, model_adds = parts.total()[real].double(), shows[real].double()
+    factor = float((parts_add * model_adds).sum() / parts_add.square().sum().clamp(min=1e-300))
     return 1.0 if abs(factor - 1) <= tolerance(shows) else factor
 
 

@@ -80,13 +80,13 @@ def _attention_points(writers: Writers) -> list[str]:
 
 
 def _split_by_key(
-    writers: Writers, value: Tensor, shown: dict[str, Tensor]
+    writers: Writers, value: Tensor, activations: dict[str, Tensor]
 ) -> Float[Tensor, "head key"]:
     """Split the shares of heads over the keys from which they took them; NaN where not shown."""
     rows = []
     for name, z, gradient in writers.gradients_of_heads(value):
         place = name.removesuffix("hook_z")
-        pattern, v = shown.get(f"{place}hook_pattern"), shown.get(f"{place}hook_v")
+        pattern, v = activations.get(f"{place}hook_pattern"), activations.get(f"{place}hook_v")
         n_heads = z.shape[2]
         if pattern is None or v is None:
             rows.append(torch.full((n_heads, z.shape[1]), torch.nan, dtype=torch.float64))

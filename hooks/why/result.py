@@ -135,8 +135,8 @@ class Why(Result):
         rows, query_parts = _strongest(self.pieces, self.query_parts)
         columns, key_parts = _strongest(rows.T, self.key_parts)
         coords = {"query_part": query_parts, "key_part": key_parts}
-        shown = LabelledArray("pieces", columns.T, ("query_part", "key_part"), coords)
-        figure = shown.plot(self.summary())
+        grouped = LabelledArray("pieces", columns.T, ("query_part", "key_part"), coords)
+        figure = grouped.plot(self.summary())
         for axes in figure.axes[:1]:
             axes.tick_params(axis="x", rotation=90)
         return figure

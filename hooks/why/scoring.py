@@ -147,13 +147,13 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
         name for layer in layers for side in ("q", "k") for name in _points(model, layer, side)
     ]
     scores = [attention_hook(model, layer) for layer in layers]
-    shown: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
     def keeper(name: str) -> HookFunction:
         def hook_fn(activation: Tensor, hook: Any) -> Tensor:
             # a copy goes on, on which scores depend even where the hook sees a view
-            shown[name] = activation.clone()
-            return shown[name]
+            activations[name] = activation.clone()
+            return activations[name]
 
         return hook_fn
 
@@ -161,7 +161,9 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
         cut = [*writers.cut(), *((name, keeper(name)) for name in sides)]
         own = call(model, batch, scores, edit=cut, keep_graph=True).activations
     chosen = {
-        (layer, side): _find_point(model, layer, side, shown) for layer in layers for side in "qk"
+        (layer, side): _find_point(model, layer, side, activations)
+        for layer in layers
+        for side in "qk"
     }
     used = list(chosen.values())
     nothing: list[NamedHook] = [*writers.pin(), *((name, _zeros) for name in used)]
@@ -170,7 +172,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
             silent = call(model, batch, [*used, *scores], edit=list(writers.silence())).activations
         bare = call(model, batch, scores, edit=nothing).activations
     for layer, point in zip(layers, scores, strict=True):
-        has_both = all(bool(shown[chosen[layer, side]].any()) for side in "qk")
+        has_both = all(bool(activations[chosen[layer, side]].any()) for side in "qk")
         if has_both and bare[point].equal(own[point]):
             raise InfoFlowError(
                 f"the scores of layer {layer} of the {type(model).__name__} do not depend on what "
@@ -180,7 +182,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
     seen = Pass(model, {name: activation.detach() for name, activation in own.items()})
     found = []
     for layer, point in zip(layers, scores, strict=True):
-        q, k = (Side(shown[chosen[layer, s]], silent[chosen[layer, s]]) for s in "qk")
+        q, k = (Side(activations[chosen[layer, s]], silent[chosen[layer, s]]) for s in "qk")
         found.append(
             LayerScores(
                 layer,
@@ -202,10 +204,10 @@ def _points(model: nn.Module, layer: int, side: str) -> list[str]:
     return [name for name in tried if name in hook_points(model)]
 
 
-def _find_point(model: nn.Module, layer: int, side: str, shown: dict[str, Tensor]) -> str:
+def _find_point(model: nn.Module, layer: int, side: str, activations: dict[str, Tensor]) -> str:
     """Find the hook point that showed queries or keys, as close to their product as any."""
     for name in _points(model, layer, side):
-        if name in shown:
+        if name in activations:
             return name
     raise InfoFlowError(
         f"attention layer {layer} of the {type(model).__name__} shows no "
@@ -214,13 +216,13 @@ def _find_point(model: nn.Module, layer: int, side: str, shown: dict[str, Tensor
     )
 
 
-def _as_scores(model: nn.Module, layer: int, shown: Tensor) -> Float[Tensor, "head query key"]:
+def _as_scores(model: nn.Module, layer: int, attention: Tensor) -> Float[Tensor, "head query key"]:
     """Scores, or where the pattern stands in their place, its logarithm."""
     if hook_semantics(model).scores[layer] == "scores":
-        return shown
+        return attention
     # closed keys have no logarithm, and no derivative that is not NaN
-    is_open = shown > 0
-    return shown.where(is_open, 1).log().masked_fill(~is_open, -torch.inf)
+    is_open = attention > 0
+    return attention.where(is_open, 1).log().masked_fill(~is_open, -torch.inf)
 
 
 def _index(*places: Any) -> Any:

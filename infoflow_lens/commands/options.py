@@ -25,9 +25,9 @@ def options_of(
     """
     kinds, texts = get_type_hints(config), help_texts(config)
     repeated = [name for name, parts in _read_annotations(config).items() if Repeated() in parts]
-    shown = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
+    option_kinds = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
     parameters = [
-        _parameter(item, shown[item.name], texts[item.name], item.name in arguments)
+        _parameter(item, option_kinds[item.name], texts[item.name], item.name in arguments)
         for item in fields(config)
     ]
 
@@ -80,8 +80,8 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     choices = _choices(kind)
     if choices:  # checked by the dataclass, which knows what was meant
         kind = str | None if type(None) in get_args(kind) else str
-    shown = "|".join(choices) or None
-    info = typer.Argument(help=text) if is_argument else typer.Option(help=text, metavar=shown)
+    metavar = "|".join(choices) or None
+    info = typer.Argument(help=text) if is_argument else typer.Option(help=text, metavar=metavar)
     return inspect.Parameter(
         item.name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -204,14 +204,14 @@ def run_with_bar(
     width = _width(model)
     # passes differ in length from text to text, so the bar counts work
     costs = [_passes(model, measure, len(row), width) for row in inputs.rows]
-    total, seen, shown = max(1, round(sum(costs))), 0.0, 0
+    total, seen, advanced = max(1, round(sum(costs))), 0.0, 0
     with progress_bar("passes for influence", total, progress) as advance:
 
         def show(done: float) -> None:
-            nonlocal shown
-            steps = min(total, round(done)) - shown
+            nonlocal advanced
+            steps = min(total, round(done)) - advanced
             if steps > 0:
-                shown += steps
+                advanced += steps
                 advance(steps)
 
         def watch(share: float) -> None:

@@ -66,15 +66,15 @@ def hide_library_bars() -> Iterator[None]:
     import datasets
     from transformers.utils import logging
 
-    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    before = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if not shown[0]:
+        if not before[0]:
             datasets.enable_progress_bars()
-        if shown[1]:
+        if before[1]:
             logging.enable_progress_bar()
 
 

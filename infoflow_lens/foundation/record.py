@@ -299,8 +299,8 @@ def is_same(before: Any, now: Any) -> bool:
     if None not in known and before.get("environment") == now["environment"]:
         return known[0] == known[1]
     try:
-        numbers, mine = (torch.tensor(each.get("numbers")).double() for each in (before, now))
-        return bool((numbers - mine).abs().max() <= now["tolerance"] * mine.abs().max())
+        numbers, current = (torch.tensor(each.get("numbers")).double() for each in (before, now))
+        return bool((numbers - current).abs().max() <= now["tolerance"] * current.abs().max())
     except (TypeError, ValueError, RuntimeError):  # it is not of our making
         return False
 

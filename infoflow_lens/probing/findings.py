@@ -104,10 +104,10 @@ class Findings:
         rows = []
         for rule, found in self.last.items():
             numbers = (found.inside, found.chance, found.auroc)
-            shown = (
+            cells = (
                 [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
             )
-            rows.append([rule, *shown, f"{found.size:.1f} of {found.others:.1f}"])
+            rows.append([rule, *cells, f"{found.size:.1f} of {found.others:.1f}"])
         states = next((str(found.states) for found in self.last.values()), "")
         title = f"{states[:1].upper()}{states[1:]}: measured against predicted"
         return {"sentences": self.sentences(), "title": title, "rows": rows}

@@ -140,14 +140,14 @@ def measure_parts(
     for which in ("all", "detail"):  # probes of several parts share their passes
         wanted: dict[str, Probe[Any]] = {}
         for part in parts.values():
-            mine = _probes_of(part, context) if part.sequences == which else {}
-            twice = ", ".join(wanted.keys() & mine.keys())
+            of_part = _probes_of(part, context) if part.sequences == which else {}
+            twice = ", ".join(wanted.keys() & of_part.keys())
             if twice:
                 raise InfoFlowError(
                     f"{type(part).__name__} names a probe {twice!r}, as another part does: "
                     "expected a name of its own; rename it in the package that adds it"
                 )
-            wanted |= mine
+            wanted |= of_part
         found |= _run_together(folder, which, wanted, context, say)
     for name, part in parts.items():
         if name not in found:

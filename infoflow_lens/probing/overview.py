@@ -45,14 +45,14 @@ _COLUMNS = {
 
 def overview_table(rows: Rows) -> Table:
     """The table of all rules: the first row, and the rows that have a meaning."""
-    shown: list[list[object]] = []
+    cells: list[list[object]] = []
     reasons: dict[tuple[int, int], str] = {}
     first = next(iter(rows), None)
     # the first row stays, so that the reader sees why it says nothing
     kept = {at: row for at, row in rows.items() if not row.reason() or at == first}
     for index, ((states, rule), row) in enumerate(kept.items()):
         size = f"{row.size:.1f} of {row.others:.1f}" if row.n_states else ""
-        shown.append(
+        cells.append(
             [states, rule, row.n_states, row.n_informative, size, row.inside, row.chance, row.auroc]
         )
         if row.reason():
@@ -65,4 +65,4 @@ def overview_table(rows: Rows) -> Table:
             f"{len(left)} more rows are left out, as nothing can be said where every set is empty "
             f"or holds everything: {some}; explained.csv has them"
         )
-    return Table(_COLUMNS, shown, reasons, caption)
+    return Table(_COLUMNS, cells, reasons, caption)

@@ -304,7 +304,7 @@ def _table(chart: Table) -> Markup:
             # a reason for a missing value stands once for neighbours that share it
             reason = chart.reasons.get((i, j))
             repeated = reason is not None and chart.reasons.get((i, j - 1)) == reason
-            shown = (
+            text = (
                 Markup('<span title="{}">{}<small>{}</small></span>').format(
                     reason, MISSING, "" if repeated else f" {reason}"
                 )
@@ -312,7 +312,7 @@ def _table(chart: Table) -> Markup:
                 else escape(number(value))
             )
             key = "" if reason or number(value) == MISSING else value
-            cells.append(Markup('<td data-value="{}">{}</td>').format(key, shown))
+            cells.append(Markup('<td data-value="{}">{}</td>').format(key, text))
         anchor = Markup(' id="{}"').format(chart.anchors[i]) if chart.anchors else ""
         rows.append(Markup("<tr{}>{}</tr>").format(anchor, Markup("").join(cells)))
     return Markup(

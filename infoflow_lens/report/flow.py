@@ -79,8 +79,8 @@ def picture_data(view: FlowView) -> str:
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
         first += count
-    shown = view.inputs[view.first]
-    n_layers, n_pos = len(shown.ranked), shown.n_queries
+    opened = view.inputs[view.first]
+    n_layers, n_pos = len(opened.ranked), opened.n_queries
     # opens at the last state of the last layer
     layer, position = view.selected or (n_layers - 1, n_pos - 1)
     return str(

@@ -135,17 +135,17 @@ def picture_of(report: Report) -> FlowView:
     for stage in reversed(report.stages):
         n_source, n_pos = stage.predicted.n_sources, stage.predicted.members.shape[2]
         groups.append((stage.name, len(report.active)))
-        for shown, active in enumerate(report.active):
+        for number, active in enumerate(report.active):
             inputs.append(
                 ViewedInput(
                     tokens=[f"x{position}" for position in range(n_source)],
                     n_queries=n_pos,
-                    ranked=[chosen[shown][..., None] for chosen in stage.positions],
-                    influence=stage.influence[:, shown],
-                    edges=[edges[shown] for edges in stage.edges],
+                    ranked=[chosen[number][..., None] for chosen in stage.positions],
+                    influence=stage.influence[:, number],
+                    edges=[edges[number] for edges in stage.edges],
                     marked=active.nonzero().flatten().tolist(),
                     causal=False,
-                    name=f"input {shown}",
+                    name=f"input {number}",
                 )
             )
     return FlowView(

@@ -101,8 +101,8 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
 
 
 def _few(values: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, values[:5]))
-    return shown + (", ..." if len(values) > 5 else "")
+    first = ", ".join(map(str, values[:5]))
+    return first + (", ..." if len(values) > 5 else "")
 
 
 def _column(dataset: Any, name: str) -> Any:

@@ -200,8 +200,8 @@ def in_context_template_matching(
         context = rows.units([rows.positions[p] for p in task.word_places()[:-1].flatten()])
         everywhere = context.sum(dim=1, keepdim=True) / (4 * gain * length)
         third = [
-            (torch.cat([shown, everywhere], dim=1), torch.cat([asked, last], dim=1))
-            for shown, asked in third
+            (torch.cat([key, everywhere], dim=1), torch.cat([query, last], dim=1))
+            for key, query in third
         ]
     key, query = rows.score_positions(alpha)
     tokens = rows.units(rows.tokens)
@@ -213,7 +213,7 @@ def in_context_template_matching(
         write=torch.cat([tokens, -others], dim=1),
     )
     heads = tuple(
-        Head(shown, asked, rows.units(range(rows.d_model)), subtract) for shown, asked in third
+        Head(key, query, rows.units(range(rows.d_model)), subtract) for key, query in third
     )
     return AttentionOnly(rows, ((first,), (second,), heads), answers.T)
 

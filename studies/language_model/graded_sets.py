@@ -222,8 +222,8 @@ class GradedSetsStudy(LanguageModelStudy):
         ]
         of_model = TableSpec(("method",), (Column("", _format_interval, across="place"),))
         for (model,), rows in groups(_test(results), ("model",)):
-            shown = _select_layers(rows)
-            parts += [f"### {model}", of_model.render(shown), _sizes(shown)]
+            selected = _select_layers(rows)
+            parts += [f"### {model}", of_model.render(selected), _sizes(selected)]
         return render(parts, results)
 
     def plots(self) -> FigureSpec:

@@ -374,11 +374,11 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
 
 def _take_over(model: TokenTransformer, before: TokenTransformer) -> None:
     """The weights of a shallower model; the layers above begin with a tenth of W_V."""
-    theirs = dict(before.named_parameters())
+    smaller = dict(before.named_parameters())
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            if name in theirs:
-                weights.copy_(theirs[name])
+            if name in smaller:
+                weights.copy_(smaller[name])
         for block in model.blocks[len(before.blocks) :]:
             block.attn.W_V.mul_(0.1)
 

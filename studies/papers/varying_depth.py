@@ -181,10 +181,10 @@ class VaryingDepth(tokens.TokenStudy):
         solved = _read_layers(
             noisy, lambda rows: (rows["test_accuracy"] >= tokens.SOLVED).sum(), few=False
         )
-        shown = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
+        cells = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
         seeds = results["seed"].nunique()
         remarks = [
-            f"seeds that reach {tokens.SOLVED} with just enough layers: {shown}",
+            f"seeds that reach {tokens.SOLVED} with just enough layers: {cells}",
             f"power of the rule there: {tokens.chance_to_see(seeds, len(solved))}",
         ]
         still = results[(results["start"] == tokens.PAPER) & (results["layers"] == 1)]

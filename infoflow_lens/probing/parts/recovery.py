@@ -67,8 +67,8 @@ class RecoveryPart(Part):
         labels = {rank: f"rank {rank}" for rank in result.ranks}
         wide = wide.reset_index().rename(columns=labels)
         wide.loc[wide["layer"].isin(too_few_rows(result)), list(labels.values())] = math.nan
-        shown = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
-        return by_head(wide, shown, most=1.0)
+        titles = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
+        return by_head(wide, titles, most=1.0)
 
     def remarks(self, result: RecoveryResult) -> str:
         """The layers that are not shown because their maps fit any target."""
