@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.display import plain_label
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +25,7 @@ _COLUMNS = 4  # of panels
 _TICKS = 40  # at most, that have names
 
 
+@refuse_names(filled="to_tensor", of_layer="take_layer")
 @dataclass(frozen=True, eq=False)
 class LabelledArray:
     """A tensor, or a tensor for each layer, with names on the axes.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar, dataclass_transform
 
 from infoflow_lens.foundation.code import code_digest, is_own
-from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
+from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError, refuse_names
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
@@ -83,6 +83,7 @@ class Split:
         return indices // self.every if self.mode == "by_index" else indices
 
 
+@refuse_names(filled="make_result")
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 class Probe(ABC, Generic[ResultT]):
     """Measures something of every sequence that passes through a model.

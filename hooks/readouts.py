@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import gives_logits
 
@@ -62,6 +62,7 @@ class Readout(ABC):
         return self
 
 
+@refuse_names(spelled="spell_ids")
 @dataclass(frozen=True)
 class LogitDifference(Readout):
     """The logit of an answer minus that of another; of several on a side, their mean.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel
 from infoflow_lens.foundation.documents import check_name
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
@@ -51,6 +51,7 @@ fingerprint of the model.
 ResultT = TypeVar("ResultT", bound="Result")
 
 
+@refuse_names(stored="to_parts", of_stored="from_parts")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result(Displayed):
     """Measured numbers, with what is needed to reproduce them.

@@ -10,7 +10,7 @@ from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import Distinct
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.model.points import position_count
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Asked = Annotated[tuple[int, ...], MinLen(1), Distinct()]  # positions; negative ones from the end
 
 
+@refuse_names(scattered="scatter")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StateScores(Result):
     """A score of every source for every state, [layer, batch, pos, source].

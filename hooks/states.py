@@ -11,13 +11,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.hooks.passes.view import pad_and_join
 
 Reduction = Callable[[Any, Any], Any]
 
 
+@refuse_names(added="add", merged="merge", rebuilt="rebuild")
 class State:
     """A named part of what a probe has measured; read it as an attribute, return it from `update`.
 

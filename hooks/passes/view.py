@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
@@ -116,6 +116,7 @@ def _check_are_its_own(model: nn.Module, activations: Mapping[str, Tensor], n: i
             )
 
 
+@refuse_names(counted="renumber")
 class Pass:
     """One complete forward pass.
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.errors import refuse_names
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.positions.summary import column_of_first, summary_of
 from infoflow_lens.hooks.result import Result
@@ -29,6 +30,7 @@ FILL = {
 }
 
 
+@refuse_names(joined="join")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PositionsResult(Result):
     """Attended positions, one tensor for each layer.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import MinLen
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.names import check_known
 from infoflow_lens.foundation.settings import (
     Count,
@@ -171,6 +171,7 @@ class Architecture(_OfLayers):
         return cls(d_token=d_token, n_tokens=n_tokens, **{**own, **settings})
 
 
+@refuse_names(of_layers="from_layers")
 @dataclass(frozen=True, kw_only=True)
 class TokenArchitecture(_OfLayers):
     """An attention-only Transformer over token ids, read at the last position (eq 2).

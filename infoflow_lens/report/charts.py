@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from markupsafe import Markup, escape
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,6 +80,7 @@ class Lines:
     most: float | None = None
 
 
+@refuse_names(of_frame="from_frame")
 @dataclass(frozen=True)
 class Table:
     """A table; one press on a column's name sorts it.
