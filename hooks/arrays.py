@@ -70,7 +70,7 @@ class LabelledArray:
         return max(part.shape[axis - 1] for part in self.values)
 
     def select(self, **where: Any) -> "LabelledArray":
-        """The array at one place of some axes, which it then no longer has.
+        """Return the array at one place of some axes, which it then no longer has.
 
         Args:
             where: places by the names of axes, such as ``layer=0, rank=2``.
@@ -138,7 +138,7 @@ class LabelledArray:
 
 
 def frame_of(columns: Sequence[LabelledArray], rows: LabelledArray | None = None) -> "pd.DataFrame":
-    """A table with a column for each axis and for each array.
+    """Return a table with a column for each axis and for each array.
 
     Args:
         columns: the first has all axes; those with fewer are repeated. If there are others, each

@@ -102,7 +102,7 @@ class AttendedProbe(Probe[AttendedResult]):
     lengths = concatenated()
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The keys of a pass."""
+        """Return the keys of a pass."""
         layers = []
         for layer in range(seen.n_layers):
             pattern = seen.pattern(layer)

@@ -207,7 +207,7 @@ class _Trial:
         return self.measure(0, self.n).result()
 
     def alone(self) -> list[Probe[Any]]:
-        """A probe of each sequence."""
+        """Return a probe of each sequence."""
         return [self.measure(index, index + 1) for index in range(self.n)]
 
     def measure(self, start: int, end: int, probe: Probe[Any] | None = None) -> Probe[Any]:

@@ -55,7 +55,7 @@ class PatternsResult(Result):
         )
 
     def plot(self, layer: int = 0, sample: int = 0) -> "Figure":
-        """The patterns of one sequence, a panel for each head."""
+        """Return the patterns of one sequence, a panel for each head."""
         return super().plot("patterns", layer=layer, sample=sample)
 
 

@@ -79,7 +79,7 @@ class Split:
         return int(self.held_out(self.indices(0, n)).sum())
 
     def turns(self, indices: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Numbers by which held-out sequences are dealt to blocks in turn."""
+        """Return numbers by which held-out sequences are dealt to blocks in turn."""
         return indices // self.every if self.mode == "by_index" else indices
 
 
@@ -161,7 +161,7 @@ class Probe(ABC, Generic[ResultT]):
         cls._states = states_of(cls)
 
     def __new__(cls: type[ProbeT], *args: Any, **kwargs: Any) -> ProbeT:
-        """A probe that has measured nothing.
+        """Return a probe that has measured nothing.
 
         Raises:
             InfoFlowError: for a class that lacks a method.
@@ -217,7 +217,7 @@ class Probe(ABC, Generic[ResultT]):
         )
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values; without those that change no result.
+        """Return the settings, as JSON-compatible values; without those that change no result.
 
         Fields are left out that are declared by ``field(compare=False)``.
         """
@@ -509,7 +509,7 @@ class Probe(ABC, Generic[ResultT]):
         return kind(**{"record": self.run_record(), "notes": self.notes(), **values, **more})
 
     def run_record(self) -> RunRecord:
-        """The record of the run, for the result."""
+        """Return the record of the run, for the result."""
         assert self._record is not None
         return self._record
 

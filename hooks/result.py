@@ -88,7 +88,7 @@ class Result(Displayed):
         return found
 
     def _coords(self) -> Mapping[str, Sequence[Any]]:
-        """The names of places on the axes, where they are not 0, 1 and so on."""
+        """Return the names of places on the axes, where they are not 0, 1 and so on."""
         given = {dim: getattr(self, name, None) for dim, name in _COORDINATES.items()}
         return {dim: places for dim, places in given.items() if isinstance(places, tuple)}
 
@@ -108,7 +108,7 @@ class Result(Displayed):
         return self.arrays[name].select(**where)
 
     def to_frame(self) -> "pd.DataFrame":
-        """A table of all arrays: a row for each number, with its places on the axes."""
+        """Return a table of all arrays: a row for each number, with its places on the axes."""
         return frame_of(sorted(self.arrays.values(), key=lambda array: -len(array.dims)))
 
     def plot(self, *args: Any, **where: Any) -> "Figure":
@@ -160,7 +160,7 @@ class Result(Displayed):
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
-        """The result that :meth:`save` wrote. Nothing that the files name is called.
+        """Return the result that :meth:`save` wrote. Nothing that the files name is called.
 
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
@@ -286,7 +286,7 @@ class Result(Displayed):
 
 
 def hub_card(title: str, load: str, text: str = "") -> str:
-    """The README.md of a dataset with results: what they are, and how they are loaded.
+    """Return the README.md of a dataset with results: what they are, and how they are loaded.
 
     Args:
         title: of the page.
@@ -309,7 +309,7 @@ class LabelledResult(Result):
     axes: Mapping[str, Sequence[str]]
 
     def __getitem__(self, name: str) -> Tensor | tuple[Tensor, ...]:
-        """The values of an array."""
+        """Return the values of an array."""
         return self.array(name).values
 
     @property
@@ -397,7 +397,7 @@ _OF_SEQUENCES = ("sample", "batch", "sequence")
 
 @functools.cache
 def _axes_of(kind: Any) -> dict[str, tuple[str, ...]]:
-    """The names of axes in the annotations of a result, by field; without that of layers."""
+    """Return the names of axes in the annotations of a result, by field; without that of layers."""
     found = {}
     for name, hint in get_type_hints(kind).items():
         for part in (hint, *get_args(hint)):
@@ -427,7 +427,7 @@ def _layers_as_tuples(value: Any) -> Any:
 
 
 def digest_of_result(path: str | os.PathLike[str]) -> str:
-    """A digest of a saved result: that of its json file, which holds one of the tensors.
+    """Return a digest of a saved result: that of its json file, which holds one of the tensors.
 
     Raises:
         InfoFlowError: if the file cannot be read.

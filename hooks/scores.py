@@ -61,7 +61,7 @@ class StateScores(Result):
         return asked
 
     def full(self) -> Float[Tensor, "layer batch position source"]:
-        """The scores of every position, 0 where a position was not asked for."""
+        """Return the scores of every position, 0 where a position was not asked for."""
         return self.scatter(self.values)
 
     def scatter(
@@ -152,7 +152,7 @@ class StateScoresProbe(Probe[ScoresT]):
             )
 
     def place(self, n_states: Int[Tensor, " batch"], n_pos: int) -> Int[Tensor, "batch asked"]:
-        """The positions of the asked states in each sequence; -1 where it has none."""
+        """Return the positions of the asked states in each sequence; -1 where it has none."""
         asked = torch.arange(n_pos) if self.positions is None else torch.tensor(self.positions)
         ends = n_states[:, None]
         place = torch.where(asked < 0, ends + asked, asked)

@@ -74,7 +74,7 @@ class ShardedResult(Result, Generic[PartT]):
         }
 
     def shards(self) -> Iterator[PartT]:
-        """The results of the parts, read one after the other.
+        """Yield the results of the parts, read one after the other.
 
         Raises:
             InfoFlowError: if one is gone or spoiled, or is not the one that was measured.
@@ -97,7 +97,7 @@ class ShardedResult(Result, Generic[PartT]):
         """Join the results of several parts."""
 
     def first(self, n: int) -> PartT:
-        """The result of the first `n` sequences.
+        """Return the result of the first `n` sequences.
 
         Raises:
             InfoFlowError: as for :meth:`shards`.
@@ -112,7 +112,7 @@ class ShardedResult(Result, Generic[PartT]):
         return found
 
     def whole(self) -> PartT:
-        """The result of all sequences, in memory.
+        """Return the result of all sequences, in memory.
 
         Raises:
             InfoFlowError: if it does not fit in what is free; and as for :meth:`shards`.
@@ -198,6 +198,6 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def common_notes(all_notes: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """The notes of every part: what one says of its own sequences is not said of all."""
+    """Return the notes of every part: what one says of its own sequences is not said of all."""
     notes = list(all_notes)
     return tuple(note for note in notes[0] if all(note in others for others in notes))

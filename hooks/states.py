@@ -68,7 +68,7 @@ class State:
         return kept
 
     def bytes_of(self, kept: Any) -> int:
-        """Bytes of what grows with the sequences."""
+        """Return bytes of what grows with the sequences."""
         return bytes_in(kept) if self.grows else 0
 
     def rebuild(self, plain: Any) -> Any:
@@ -132,7 +132,7 @@ def summed() -> Any:
 
 
 def concatenated(*axes: int, fill: float | int = 0) -> Any:
-    """A state with the rows of all sequences, one behind the other on axis 0.
+    """Return a state with the rows of all sequences, one behind the other on axis 0.
 
     It is a tensor, or a list with one for each layer, and grows with the sequences.
 
@@ -144,7 +144,7 @@ def concatenated(*axes: int, fill: float | int = 0) -> Any:
 
 
 def combined(function: Reduction, of: type | None = None) -> Any:
-    """A state of which a function makes one from two.
+    """Return a state of which a function makes one from two.
 
     Args:
         function: from what is kept and what comes next, in the order of the sequences, to what is
@@ -157,7 +157,7 @@ def combined(function: Reduction, of: type | None = None) -> Any:
 
 
 def states_of(kind: type) -> dict[str, State]:
-    """The states that a class declares, by name, those of its bases first."""
+    """Return the states that a class declares, by name, those of its bases first."""
     return {
         name: part
         for place in reversed(kind.__mro__)
@@ -167,12 +167,12 @@ def states_of(kind: type) -> dict[str, State]:
 
 
 def latest(first: Any, second: Any) -> Any:
-    """A reduction: what came last."""
+    """Return a reduction: what came last."""
     return second
 
 
 def either(first: Any, second: Any) -> Any:
-    """A reduction: the first that is not empty."""
+    """Return a reduction: the first that is not empty."""
     return first or second
 
 
@@ -220,7 +220,7 @@ def copy_values(value: Any) -> Any:
 
 
 def _rebuilt(kind: type, plain: Any) -> Any:
-    """A dataclass of which :func:`copy_values` has given the fields; or lists of such."""
+    """Return a dataclass of which :func:`copy_values` has given the fields; or lists of such."""
     if not isinstance(plain, Mapping):
         return [_rebuilt(kind, part) for part in plain]
     inner = getattr(kind, "made_of", {})

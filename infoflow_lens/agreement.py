@@ -106,7 +106,7 @@ class Agreement(Savable):
     numbers: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON-compatible values."""
+        """Return the numbers as JSON-compatible values."""
         return asdict(self)
 
     def to_frame(self) -> "pd.DataFrame":
@@ -207,7 +207,7 @@ class Explained(Savable):
         return ", ".join(f"{words} ({n})" for words, n in found.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON-compatible values."""
+        """Return the numbers as JSON-compatible values."""
         return {**asdict(self), "n_informative": self.n_informative, "reason": self.reason()}
 
     def __str__(self) -> str:
@@ -380,7 +380,7 @@ def compare_by_position(
     threshold: float = 0.1,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> "pd.DataFrame":
-    """The agreement of every layer and position, a row each, without each position itself.
+    """Return the agreement of every layer and position, a row each, without each position itself.
 
     Args:
         predicted, measured, threshold, lengths: as for :func:`compare`. Positions at which nothing
@@ -754,7 +754,7 @@ def coverage_curve(
     lengths: Int[Tensor, " batch"] | None = None,
     without: BothEnds = (),
 ) -> CoverageCurve:
-    """The share of influence inside the sets when every head passes its k largest positions.
+    """Return the share of influence inside the sets when every head passes its k largest positions.
 
     Args:
         positions: for every layer the positions of ranks 1, 2, .., in this order, as

@@ -172,7 +172,7 @@ class RankingAgreement(Savable):
         return pd.DataFrame(rows)
 
     def plot(self, size_of: str | None = None, metric: str = "auroc") -> "Figure":
-        """A metric of every method by layer, with intervals, at the sizes of one set.
+        """Return a metric of every method by layer, with intervals, at the sizes of one set.
 
         Args:
             size_of: the set; default, the first.
@@ -382,7 +382,7 @@ def compare_rankings(
 def _full(
     values: Any, lengths: Tensor | None, name: str, measured: Any = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values of all positions, the lengths of the sequences, and which states have values.
+    """Return values of all positions, the lengths of the sequences, and which states have values.
 
     Args:
         values: scores or sets.
@@ -454,7 +454,7 @@ class _Cut(NamedTuple):
         return cls(sure + tied * (left / among)[:, None], tied, left, among)
 
     def both(self) -> Float[Tensor, "state source source"]:
-        """The probability that two sources are in the set together."""
+        """Return the probability that two sources are in the set together."""
         pairs = self.member[:, :, None] * self.member[:, None]
         # two of the tied ones, drawn without replacement
         alike = self.left * (self.left - 1) / (self.among * (self.among - 1)).clamp(min=1)

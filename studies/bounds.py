@@ -261,7 +261,7 @@ def kth_largest_collision(
     k: Count,
     eps: Precision,
 ) -> Collision:
-    """The pair of sequences on which Theorem 2's proof rests, found by its pigeonhole.
+    """Return the pair of sequences on which Theorem 2's proof rests, found by its pigeonhole.
 
     k - 1 coordinates stay at 1; the others run over ordered grids with spacing 4 eps. All grid
     sequences fall into cubes of (n + 1) weighted averages; two in one cube differ in the k-th
@@ -318,7 +318,7 @@ def kth_largest_collision(
 
 
 def cells_of(sequences: int, dimensions: int) -> int:
-    """The most cells an axis can have so that all cells are fewer than the sequences."""
+    """Return the most cells an axis can have so that all cells are fewer than the sequences."""
     return max(1, root_ceiling(sequences, dimensions) - 1)
 
 

@@ -95,7 +95,7 @@ class DemoConfig:
             )
 
     def task(self, n_tokens: int | None = None) -> VectorTask:
-        """The target and its inputs, of `n_tokens` or another length."""
+        """Return the target and its inputs, of `n_tokens` or another length."""
         return DRetrieval(
             n_tokens=n_tokens or self.n_tokens,
             d_token=self.d_token,
@@ -106,7 +106,7 @@ class DemoConfig:
         )
 
     def architecture(self) -> Architecture:
-        """The model's config."""
+        """Return the model's config."""
         return Architecture(
             n_heads=self.n_heads,
             d_model=self.d_model,
@@ -127,7 +127,7 @@ class DemoConfig:
         )
 
     def training(self) -> TrainingConfig:
-        """The training settings."""
+        """Return the training settings."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,

@@ -258,7 +258,7 @@ class FigureSpec:
     rows: Rows = _all
 
     def draw(self, results: "pd.DataFrame") -> "Figure":
-        """The figure of some rows."""
+        """Return the figure of some rows."""
         from matplotlib.figure import Figure
 
         rows = self.rows(results)

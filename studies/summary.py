@@ -159,7 +159,7 @@ def _insert_summary(page: Path, text: str | None, summary: str) -> str:
 
 
 def language_model_runs(folder: Path) -> list[Path]:
-    """The folders of runs of language-model studies below the folder of all studies."""
+    """Return the folders of runs of language-model studies below the folder of all studies."""
     return [path.parent for path in sorted((folder / "language_model").glob("*/record.json"))]
 
 
@@ -197,7 +197,7 @@ def _page(
         return study, read_run(study, beside / run)
 
     def numbers(run: str, place: int) -> Numbers:
-        """The numbers of a claim of a study."""
+        """Return the numbers of a claim of a study."""
         study, recorded = find_run(run)
         return study.claims()[place].numbers(recorded.finished)
 
@@ -241,7 +241,7 @@ def _summary_row(
 
 
 def _deciding(study: Study, run: "RecordedRun") -> tuple[str, str]:
-    """The number that decides, and its bound; without it why there is none."""
+    """Return the number that decides, and its bound; without it why there is none."""
     if not run.has_verdict:
         return run.verdict.reasons[0], "-"
     return deciding_number(study.claims(), run.finished)
@@ -327,7 +327,7 @@ def _rows_path(folder: Path) -> Path:
 
 
 def _config(record: Path) -> dict[str, Any]:
-    """The settings of a recorded run.
+    """Return the settings of a recorded run.
 
     Raises:
         InfoFlowError: if the file is not the record of a study.

@@ -207,7 +207,7 @@ class _Stack:
             _note(run, partial(run.ledger.note_training, own, lr))
 
     def _step(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
-        """A step of all seeds; what it measures before the update."""
+        """Return a step of all seeds; what it measures before the update."""
         measures = torch.func.vmap(self.objective.measures)(self.readout(self.weights, x), y)
         self.optimizer.zero_grad(set_to_none=True)
         measures["train_loss"].sum().backward()

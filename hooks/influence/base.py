@@ -75,7 +75,7 @@ class InfluenceResult(StateScores):
 def influence_sets(
     influence: Float[Tensor, "layer batch pos source"], threshold: Threshold
 ) -> InformationSets:
-    """The sources of at least `threshold` times the largest influence on each state.
+    """Return the sources of at least `threshold` times the largest influence on each state.
 
     A state without any influence has the empty set.
 
@@ -184,7 +184,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return layers
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The influence of every source of a pass."""
+        """Return the influence of every source of a pass."""
         model = seen.model
         check_accepts_padding(model, seen.lengths)
         layers = self._find_layers(model)

@@ -244,7 +244,7 @@ class _Some:
         self._rerun, self._chosen = rerun, chosen.to(start.device)
 
     def states(self, start: Tensor) -> tuple[Tensor, ...]:
-        """The states as a function of the sources."""
+        """Return the states as a function of the sources."""
         return self._rerun(start, self._chosen)
 
 

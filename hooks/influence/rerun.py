@@ -23,7 +23,7 @@ def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.devic
 
 
 def start_point(model: nn.Module, source_layer: int | None) -> str:
-    """The hook point where sources enter."""
+    """Return the hook point where sources enter."""
     if source_layer is None and reads_vectors(model):
         return token_hook(model)
     return hook_name(model, f"blocks.{source_layer or 0}.hook_resid_pre")
@@ -59,7 +59,7 @@ class Rerun:
         start: Float[Tensor, "row position d_source"],
         sequences: Int[Tensor, " row"] | None = None,
     ) -> tuple[Tensor, ...]:
-        """The states of all wanted layers.
+        """Return the states of all wanted layers.
 
         Args:
             start: what enters at the sources.

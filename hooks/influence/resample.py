@@ -75,7 +75,7 @@ class ResampleInfluence(StateInfluence):
             )
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values; of donors their number and a digest."""
+        """Return the settings, as JSON-compatible values; of donors their number and a digest."""
         digest = fingerprint({"donors": self.donors})
         return {**super().config(), "n_donors": len(self.donors), "donors": digest}
 
@@ -174,7 +174,7 @@ class ResampleInfluence(StateInfluence):
 def donors_from(
     batches: Batches, n_measured: int, length: int
 ) -> Shaped[Tensor, "donor pos *token"]:
-    """Tokens that take the place of others: of sequences that are not measured, if possible.
+    """Return tokens that take the place of others: of sequences that are not measured, if possible.
 
     Where sequences differ in length, a donor's later tokens come from other sequences than its
     first: what enters at a position is its token alone.

@@ -115,7 +115,7 @@ def call(
 
 
 def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:
-    """The output of a model on a batch, which attached probes do not see."""
+    """Return the output of a model on a batch, which attached probes do not see."""
     return call(model, batch, output=True).output
 
 
@@ -150,7 +150,7 @@ def _call_model(
 
 
 def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
-    """The block of an opened model at which a pass may begin; 0 where it has to run whole.
+    """Return the block of an opened model at which a pass may begin; 0 where it has to run whole.
 
     It does where somebody looks at what stands before: `seen`, or hooks of the user's.
     """
@@ -278,7 +278,7 @@ def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]
 
 
 def _within(placed: Any) -> Any:
-    """The hook that a hook point of TransformerLens 3 wraps."""
+    """Return the hook that a hook point of TransformerLens 3 wraps."""
     return inspect.getclosurevars(placed).nonlocals.get("hook") if placed else None
 
 

@@ -106,7 +106,7 @@ class ModelCapabilities:
     normalization: Mapping[str, Any]
 
     def problems(self) -> tuple[str, ...]:
-        """The things that cannot be measured on this model, why, and what to do."""
+        """Return the things that cannot be measured on this model, why, and what to do."""
         by_text: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for text in _problems_of(layer):

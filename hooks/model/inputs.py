@@ -64,7 +64,7 @@ class Batch:
         return len(self.tokens)
 
     def halves(self) -> tuple["Batch", "Batch"]:
-        """The first and the second half."""
+        """Return the first and the second half."""
         middle = len(self) // 2
         return self.take(slice(0, middle)), self.take(slice(middle, None))
 
@@ -93,7 +93,7 @@ class Batch:
         return model(self.tokens.to(device), **more)
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
-        """The mask of real tokens, False on padding."""
+        """Return the mask of real tokens, False on padding."""
         if self.lengths is None:
             return torch.ones(self.tokens.shape[:2], dtype=torch.bool)
         return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
@@ -162,11 +162,11 @@ class Batches:
         return self.rows
 
     def first(self, n: int) -> "Batches":
-        """The first `n` sequences."""
+        """Return the first `n` sequences."""
         return self.part(0, n)
 
     def part(self, start: int, stop: int | None = None, longest: int | None = None) -> "Batches":
-        """The sequences from `start` to before `stop`, cut to `longest` tokens."""
+        """Return the sequences from `start` to before `stop`, cut to `longest` tokens."""
 
         def cut(rows: Any) -> Any:
             rows = rows[start:stop]
@@ -199,7 +199,7 @@ class Batches:
         return fingerprint(named)
 
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
-        """The batches, without the first `skip` sequences."""
+        """Yield the batches, without the first `skip` sequences."""
         rows = self.rows[skip:]
         if isinstance(rows, Tensor):
             for start in range(0, len(rows), batch_size):
@@ -757,7 +757,7 @@ def _is_transposed(given: Any, loader: Any) -> bool:
 
 
 def _first_of(given: Any, loader: Any) -> Any:
-    """The inputs of a batch (inputs, targets); all else as it is.
+    """Return the inputs of a batch (inputs, targets); all else as it is.
 
     A list may also be several batches, except from a loader, which collates pairs into lists.
 
@@ -833,7 +833,7 @@ def _as_tensors(given: Any, name: str) -> Any:
 
 
 def _tensor(values: Any, name: str, expected: str) -> Tensor:
-    """Values as a tensor, integers as int64.
+    """Return values as a tensor, integers as int64.
 
     Raises:
         InfoFlowError: for what is no numbers, or a tensor without ordinary ones.
@@ -855,7 +855,7 @@ def _describe_type(given: Any) -> str:
 
 
 def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
-    """A mask as booleans, True where positions are real.
+    """Return a mask as booleans, True where positions are real.
 
     Raises:
         InfoFlowError: for other values than 0 and 1, and for sequences without real tokens or whose
@@ -904,7 +904,7 @@ def call_columns(
 def call_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor | None, Bool[Tensor, "batch pos"] | None]:
-    """The token ids of a call of the model, and which of them are real (None: all).
+    """Return the token ids of a call of the model, and which of them are real (None: all).
 
     Raises:
         InfoFlowError: for leading padding that the model masks without being told, and for cached

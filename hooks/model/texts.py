@@ -217,7 +217,7 @@ def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tupl
 def readable_spans(
     model: nn.Module, tokens: Int[Tensor, " pos"], spans: Iterable[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """The tokens of each span of ids together, as :func:`readable_tokens` has them alone."""
+    """Return the tokens of each span of ids together, as :func:`readable_tokens` has them alone."""
     tokenizer, ids = getattr(model, "tokenizer", None), tokens.tolist()
     if tokenizer is None:
         return tuple(" ".join(map(str, ids[start:stop])) for start, stop in spans)

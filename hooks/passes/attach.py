@@ -46,7 +46,7 @@ class AttachedProbes(Sequence[Probe[Any]]):
         return len(self._session.probes)
 
     def results(self) -> tuple[Result, ...]:
-        """Every probe's result."""
+        """Return every probe's result."""
         return tuple(probe.result() for probe in self)
 
     @contextmanager

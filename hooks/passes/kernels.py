@@ -69,7 +69,7 @@ def largest_keys(
 
 @cache
 def ranking_kernel() -> Any:
-    """The kernel, compiled by Triton when it is first called."""
+    """Return the kernel, compiled by Triton when it is first called."""
     import triton
     import triton.language as tl
 

@@ -30,7 +30,7 @@ class TakesPasses(Protocol):
 
 
 def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook]:
-    """Hooks that give a probe every pass whose activations have all fired.
+    """Return hooks that give a probe every pass whose activations have all fired.
 
     They do not see the call: a pass begins where the tokens enter.
 

@@ -33,7 +33,7 @@ def rank_keys(
     *,
     are_weights: bool = False,
 ) -> Ranked:
-    """The keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
+    """Return the keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
 
     Scores are compared in float32; ties go to the lowest position. Keys that are not visible, or
     whose score is -inf, are never chosen: a rank beyond the visible keys is undefined.
@@ -77,7 +77,7 @@ def largest_keys(
     visible: Bool[Tensor, "*query key"] | None = None,
     closed: float = -torch.inf,
 ) -> tuple[Float[Tensor, "*query n"], Int[Tensor, "*query n"], Int[Tensor, "*query n"]]:
-    """The `n` largest scores of each row, their positions, and how many others equal each.
+    """Return the `n` largest scores of each row, their positions, and how many others equal each.
 
     The largest comes first, the lowest position among equals; keys that are not visible count as
     -inf. Others that equal `closed`, the score of keys that nobody may see, are not counted; nor

@@ -82,7 +82,7 @@ class Needs:
         return cls(tuple(dict.fromkeys(names)), depths)
 
     def __or__(self, other: "Needs") -> "Needs":
-        """The needs of both."""
+        """Return the needs of both."""
         keys = {**self.ranks, **other.ranks}
         depths = {k: max(self.ranks.get(k, 0), other.ranks.get(k, 0)) for k in keys}
         return Needs(tuple(dict.fromkeys((*self.points, *other.points))), depths)
@@ -209,7 +209,7 @@ class Pass:
         return None if self.tokens is None else Batch(self.tokens, self.lengths, self.columns)
 
     def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
-        """The hook points among these that did not fire."""
+        """Return the hook points among these that did not fire."""
         return tuple(name for name in points if name not in self._raw)
 
     @property
@@ -223,7 +223,7 @@ class Pass:
         return layer_count(self.model)
 
     def lengths_of(self, n_pos: int) -> Int[Tensor, " batch"]:
-        """The positions of each sequence, `n_pos` where nothing is padding."""
+        """Return the positions of each sequence, `n_pos` where nothing is padding."""
         return torch.full((len(self),), n_pos) if self.lengths is None else self.lengths
 
     def places(self, asked: Sequence[int], n_pos: int) -> Bool[Tensor, "batch pos"]:
@@ -254,11 +254,11 @@ class Pass:
         )
 
     def embedding(self) -> Float[Tensor, "batch pos d_token"]:
-        """The tokens as vectors: vector tokens themselves, or the embeddings of ids."""
+        """Return the tokens as vectors: vector tokens themselves, or the embeddings of ids."""
         return self.activation(token_hook(self.model))
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention pattern, 0 for padding.
+        """Return the attention pattern, 0 for padding.
 
         Raises:
             InfoFlowError: for attention over other keys than this pass has.
@@ -266,7 +266,7 @@ class Pass:
         return self._cache(("pattern", layer), lambda: self._pattern(layer))
 
     def scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention scores, -inf for keys that a query may not see.
+        """Return the attention scores, -inf for keys that a query may not see.
 
         Where a model shows the pattern in their place they are its logarithm: a softmax keeps the
         order, and the logarithm of its weights differs from the scores by a constant in each row.
@@ -297,7 +297,7 @@ class Pass:
         return Ranked(*(part[..., columns] for part in every))
 
     def state(self, layer: int, point: str = "post_attention") -> Float[Tensor, "batch pos *d"]:
-        """A state of a layer; padding holds anything.
+        """Return a state of a layer; padding holds anything.
 
         Args:
             layer: the layer.
@@ -309,7 +309,7 @@ class Pass:
     # Reductions for probes, which leave padding out
 
     def sum_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
-        """The sum over the real queries of each sequence, as :meth:`mean_over_queries`."""
+        """Return the sum over the real queries of each sequence, as :meth:`mean_over_queries`."""
         return sum_over(values, self.is_real(first + values.shape[2])[:, first:], 2)
 
     def mean_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
@@ -326,11 +326,11 @@ class Pass:
         return self.is_real(first + values.shape[2])[:, first:].sum(dim=1)
 
     def sum_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
-        """The sum over the real positions of values [batch, pos, ...], as above."""
+        """Return the sum over the real positions of values [batch, pos, ...], as above."""
         return sum_over(values, self.is_real(first + values.shape[1])[:, first:], 1)
 
     def mean_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
-        """The mean over the real positions of values [batch, pos, ...], as above."""
+        """Return the mean over the real positions of values [batch, pos, ...], as above."""
         return mean_over(values, self.is_real(first + values.shape[1])[:, first:], 1)
 
     # How it is made
@@ -517,7 +517,7 @@ def _to_padding(mask: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch query ke
 def _attention_shown(
     model: nn.Module, activations: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, bool, Tensor]]:
-    """The scores and patterns among activations, and which are patterns."""
+    """Yield the scores and patterns among activations, and which are patterns."""
     for name, seen in activations.items():
         if name.endswith(_QUERY_BY_KEY):
             scores = hook_semantics(model).scores[layer_of(name) or 0] == "scores"
@@ -595,7 +595,7 @@ def pad_and_join(parts: list[Tensor], axes: tuple[int, ...], value: float | int)
 
 
 def sum_over(values: Tensor, real: Bool[Tensor, "batch pos"], axis: int) -> Tensor:
-    """The sum over the real positions of each sequence, in float32 or more.
+    """Return the sum over the real positions of each sequence, in float32 or more.
 
     Args:
         values: [batch, ...] with positions on `axis`; padding may hold anything, also NaN.
@@ -609,7 +609,7 @@ def sum_over(values: Tensor, real: Bool[Tensor, "batch pos"], axis: int) -> Tens
 
 
 def mean_over(values: Tensor, real: Bool[Tensor, "batch pos"], axis: int) -> Tensor:
-    """The mean over the real positions of each sequence; NaN where it has none."""
+    """Return the mean over the real positions of each sequence; NaN where it has none."""
     total = sum_over(values, real, axis)
     count = real.sum(dim=1).to(values.device)
     return total / count.view(-1, *[1] * (total.ndim - 1))

@@ -64,7 +64,7 @@ class PositionsProbe(Probe[PositionsResult]):
         return Needs.of(model, ranks=self.ranks, without=self.without, pattern=self.spread)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The ranked keys of a pass."""
+        """Return the ranked keys of a pass."""
         layers = range(seen.n_layers)
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
         spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []

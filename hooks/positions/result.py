@@ -97,7 +97,7 @@ class PositionsResult(Result):
         return len(self.lengths)
 
     def first(self, n: int) -> "PositionsResult":
-        """The result of the first `n` sequences."""
+        """Return the result of the first `n` sequences."""
         layers: dict[str, Any] = {
             name: tuple(layer[:n] for layer in getattr(self, name)) for name in FILL
         }
@@ -133,7 +133,7 @@ class PositionsResult(Result):
 
 
 def _frequencies(chosen: Int[Tensor, "sample head query"]) -> Float[Tensor, "head query key"]:
-    """The share of samples in which a query chooses a key."""
+    """Return the share of samples in which a query chooses a key."""
     n_sample, n_head, n_query = chosen.shape
     counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
     keys = chosen.clamp(min=0).permute(1, 2, 0)

@@ -34,7 +34,7 @@ class RankedKeys(Protocol):
 
 
 def column_of_first(part: RankedKeys) -> int:
-    """The place of rank 1."""
+    """Return the place of rank 1."""
     if 1 not in part.ranks:
         raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
     return part.ranks.index(1)

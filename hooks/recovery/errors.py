@@ -81,7 +81,7 @@ class Picked:
         self.each = each
 
     def __call__(self, blocks: Float[Tensor, "block group target"]) -> Tensor:
-        """The sums, [group, target] or [block, group, target]."""
+        """Return the sums, [group, target] or [block, group, target]."""
         total = blocks.sum(dim=0)
         return total - blocks if self.each else total
 

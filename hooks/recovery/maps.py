@@ -83,7 +83,7 @@ class Maps:
 
 
 def merge_layers(layers: list[list[Maps]], others: list[list[Maps]]) -> list[list[Maps]]:
-    """The maps of all layers, added up in place.
+    """Return the maps of all layers, added up in place.
 
     Rows that wait are added first: only that can run out of memory, and then nothing is half done.
     """

@@ -123,7 +123,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         self._described = describe_setting(self.target)
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
+        """Return the settings, as JSON-compatible values."""
         return {**super().config(), "target": self._described}
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
@@ -148,7 +148,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         )
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The rows of a pass."""
+        """Return the rows of a pass."""
         classes = self._targets.classes(seen.model) if self._targets.is_identity else ()
         values = self._targets.values(seen, classes)
         if values.is_floating_point() and not isinstance(self.target, (str, tuple)):

@@ -191,11 +191,11 @@ class RegressionStatistics:
             raise RuntimeError("statistics of no rows; update() first")
 
     def fit(self, ridge: Ridge = None) -> LinearFit:
-        """The map of all groups; see :class:`NormalEquations`."""
+        """Return the map of all groups; see :class:`NormalEquations`."""
         return self.fit_groups(self.normal_equations(ridge), ALL)
 
     def normal_equations(self, ridge: Ridge = None) -> NormalEquations:
-        """The Gram matrix, factored for all groups."""
+        """Return the Gram matrix, factored for all groups."""
         self._check()
         mean = self.sum_x / self.n
         gram = self.gram - self.n * torch.outer(mean, mean)
@@ -203,7 +203,7 @@ class RegressionStatistics:
         return NormalEquations(gram, raw.clamp(min=0).sqrt(), self.n, ridge)
 
     def fit_groups(self, equations: NormalEquations, groups: slice) -> LinearFit:
-        """The maps of some groups."""
+        """Return the maps of some groups."""
         mean_x, sum_y = self.sum_x / self.n, self.sum_y[groups]
         moment = self.cross[:, groups] - torch.einsum("f,gt->fgt", mean_x, sum_y)
         squares = (self.squares[groups] - sum_y.square() / self.n).sum(dim=1)

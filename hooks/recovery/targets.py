@@ -64,7 +64,7 @@ class TargetOfMaps:
         return isinstance(self.target, str) and self.target == "identity"
 
     def points(self, model: nn.Module) -> tuple[str, ...]:
-        """The hook points that targets come from.
+        """Return the hook points that targets come from.
 
         Raises:
             InfoFlowError: if the model lacks one, or has no ids or too many.
@@ -81,7 +81,7 @@ class TargetOfMaps:
         return ()
 
     def classes(self, model: nn.Module) -> tuple[int, ...]:
-        """The token ids of the vocabulary.
+        """Return the token ids of the vocabulary.
 
         Raises:
             InfoFlowError: if nobody stated it and the model's is large or unknown.
@@ -177,7 +177,7 @@ def random_keys(
     seed: int,
     indices: Sequence[int],
 ) -> Int[Tensor, "batch query"]:
-    """A random allowed key for each query, -1 where there is none.
+    """Return a random allowed key for each query, -1 where there is none.
 
     Args:
         allowed: the keys that may be attended to.

@@ -29,7 +29,7 @@ class OverHeadsProbe(RoutesProbe):
     heads: OverHeads = "mean"
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The pattern of a layer, its heads put together."""
+        """Return the pattern of a layer, its heads put together."""
         pattern = seen.pattern(layer).float()
         weights = pattern.mean(dim=1) if self.heads == "mean" else pattern.amax(dim=1)
         return add_residual(weights) if self.residual else weights
@@ -54,7 +54,7 @@ class AttentionWeight(OverHeadsProbe):
     residual = False
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """Each layer for itself."""
+        """Return each layer for itself."""
         return rows_at(edges, place)
 
 
@@ -78,5 +78,5 @@ class AttentionRollout(OverHeadsProbe):
     """
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The sum over all paths."""
+        """Return the sum over all paths."""
         return propagate_edges(edges, "sum-product", queries=place)

@@ -69,7 +69,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         )
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The routes of a pass."""
+        """Return the routes of a pass."""
         layers = range(seen.n_layers)
         n_source = seen.activation(start_point(seen.model, None)).shape[1]
         edges = torch.stack([self.edges(seen, layer) for layer in layers]).float().cpu()

@@ -109,7 +109,7 @@ class ContributionRoutes(RoutesProbe):
         return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The widest path, or the sum over all paths."""
+        """Return the widest path, or the sum over all paths."""
         semiring: Semiring = "sum-product" if self.combine == "rollout" else "max-min"
         return propagate_edges(edges, semiring, queries=place)
 
@@ -247,7 +247,7 @@ class Parts:
         )
 
     def strengths(self) -> Float[Tensor, "batch head query key"]:
-        """The length of what each head brings from each key, over that of what stood there.
+        """Return the length of what each head brings from each key, over that of what stood there.
 
         1 where it is as long, or longer.
         """
@@ -294,7 +294,7 @@ class Parts:
         return near / scale[:, None, :, None], torch.where(total > 0, itself / scale, 1)
 
     def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
-        """The edges: importances summed over heads, the residual's on the diagonal."""
+        """Return the edges: importances summed over heads, the residual's on the diagonal."""
         near, itself = self.proximities(heads_apart)
         edges = near.sum(dim=1)
         edges.diagonal(dim1=1, dim2=2).add_(itself)

@@ -25,7 +25,7 @@ def baselines(
     positions: Asked | None = None,
     cheap: bool = False,
 ) -> dict[str, Probe[Any]]:
-    """Other measures of what a state depends on, as probes for one call of ``run_probes``.
+    """Return other measures of what a state depends on, as probes for one call of ``run_probes``.
 
     Args:
         model: a TransformerLens model; one whose states cannot be decomposed has no contribution

@@ -119,7 +119,7 @@ class GradedSetsProbe(RoutesProbe):
         return found
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The strengths of the strongest heads."""
+        """Return the strengths of the strongest heads."""
         if self.strength == "norm":
             parts = Parts.read(seen, layer, self._additions[layer])
             return parts.strengths().amax(dim=1).where(parts.add_up(seen, layer), torch.nan)
@@ -143,7 +143,7 @@ class GradedSetsProbe(RoutesProbe):
         return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The best path."""
+        """Return the best path."""
         return propagate_edges(add_own(edges), BEST[self.path], queries=place)
 
     def compute(self) -> GradedSetsResult:

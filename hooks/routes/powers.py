@@ -139,7 +139,7 @@ class PowerRollout(RoutesProbe):
         return needs
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The sizes of what is taken."""
+        """Return the sizes of what is taken."""
         parts = Parts.read(seen, layer, self._additions[layer])
         path, reader = self._readers[layer], None
         if path is not None:
@@ -152,14 +152,14 @@ class PowerRollout(RoutesProbe):
         return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The sum over all paths of the products of powers."""
+        """Return the sum over all paths of the products of powers."""
         p, own = SETTINGS[self.question]
         kept = edges.clone()
         kept.diagonal(dim1=2, dim2=3).mul_(own ** (1 / p))
         return propagate_edges(kept, "power", p, queries=place)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The scores of a pass, and how peaked its attention is."""
+        """Return the scores of a pass, and how peaked its attention is."""
         found = [peakedness(seen, layer) for layer in range(seen.n_layers)]
         return {**super().update(seen), "peaks": torch.stack(found).sum(dim=0)}
 
@@ -187,7 +187,7 @@ class PowerRollout(RoutesProbe):
 
 
 def sizes(parts: Parts, reader: NormNumbers | None, size: Size) -> Float[Tensor, "batch query key"]:
-    """The size of what each query takes from each key, heads together, its own state on top.
+    """Return the size of what each query takes from each key, heads together, its own state on top.
 
     Args:
         parts: of a layer's sums.
@@ -240,7 +240,7 @@ def _measure_products(
 
 
 def peakedness(seen: Pass, layer: int) -> Float[Tensor, "2"]:
-    """The sum of 1 - entropy / log(visible keys) over heads and queries, and their number.
+    """Return the sum of 1 - entropy / log(visible keys) over heads and queries, and their number.
 
     Queries that see one key have no choice and are left out, and so are those that look nowhere.
     """

@@ -62,7 +62,7 @@ class Shares(Result):
         return LabelledArray("share", self.values.sum(-1), ("writer",), {"writer": self.writers})
 
     def table(self) -> "pd.DataFrame":
-        """A row for each writer, the largest first, and what it takes most from (heads)."""
+        """Return a row for each writer, the largest first, and what it takes most from (heads)."""
         import pandas as pd
 
         shares = self.values.sum(-1)

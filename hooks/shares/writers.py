@@ -183,7 +183,7 @@ class Writers:
 def differentiate(
     read: Tensor, by: Sequence[Tensor], weights: Float[Tensor, "readout ..."], **graph: bool
 ) -> list[Tensor]:
-    """The derivatives of weighted sums of what was read, [readout, *shape] for each tensor.
+    """Return the derivatives of weighted sums of what was read, [readout, *shape] for each tensor.
 
     Args:
         read: what is differentiated.

@@ -127,7 +127,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
 
 
 def place(asked: int, n: int, name: str, what: str) -> int:
-    """A place from 0.
+    """Return a place from 0.
 
     Raises:
         InfoFlowError: for one that is not there.
@@ -189,7 +189,7 @@ def _chosen(
     query: int,
     keys: tuple[int, int] | None,
 ) -> tuple[int, int]:
-    """The two keys.
+    """Return the two keys.
 
     Raises:
         InfoFlowError: if the query does not see two keys, or not these.
@@ -218,7 +218,7 @@ def _chosen(
 def _lines(
     layer: LayerScores, special: Bool[Tensor, " pos"], names: Sequence[str], strongest: int
 ) -> dict[str, Any]:
-    """The lines of all heads and queries of a layer, with parts numbered by their names."""
+    """Return the lines of all heads and queries of a layer, with parts numbered by their names."""
     scores = layer.open_scores
     chosen = _two_best(scores, find_sinks(scores, special)).to(scores.device)
     none = (chosen < 0).any(dim=-1)

@@ -126,7 +126,7 @@ class Why(Result):
         return sentence
 
     def plot(self, *args: Any, **where: Any) -> "Figure":
-        """A heat map of the pieces: the strongest parts, and the sum of the others.
+        """Return a heat map of the pieces: the strongest parts, and the sum of the others.
 
         Arguments are those of :meth:`array`; with any the array is shown as it is.
         """
@@ -150,7 +150,7 @@ class Why(Result):
 def _strongest(
     values: Float[Tensor, "part other"], names: tuple[str, ...]
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """The strongest rows in their order, and the sum of the others."""
+    """Return the strongest rows in their order, and the sum of the others."""
     if len(names) <= _SHOWN:
         return values, names
     kept = values.abs().sum(dim=1).topk(_SHOWN).indices.sort().values

@@ -198,7 +198,7 @@ def cut_lines(
 
 
 def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -> NamedModel:
-    """The model as it is; a bridge in memory by what it computes."""
+    """Return the model as it is; a bridge in memory by what it computes."""
     with nullcontext() if progress else hide_library_bars():
         found = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend="opened")
     assert isinstance(found.model, NamedModel)
@@ -284,7 +284,7 @@ def _place(model: NamedModel, ids: Tensor) -> int:
 def _answers(
     model: NamedModel, ids: Tensor, answer: Any, against: Any
 ) -> tuple[int, int, list[int]]:
-    """Two token ids, and the ids that stand before both where answers are several tokens.
+    """Return two token ids, and the ids that stand before both where answers are several tokens.
 
     Raises:
         InfoFlowError: for words without a tokenizer, and answers of which one begins the other.

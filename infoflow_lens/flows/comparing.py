@@ -24,7 +24,7 @@ _NAME = 40  # characters of a text that names its side [chosen]
 def compare_flows(
     first: Flow, second: Flow, names: tuple[str, str] | None = None
 ) -> "FlowComparison":
-    """Two flows side by side, with the positions that stand for each other.
+    """Return two flows side by side, with the positions that stand for each other.
 
     Positions stand for each other where the tokens of both are the same in the same order, or where
     as many tokens of one take the place of as many of the other; inserted tokens have no
@@ -205,7 +205,7 @@ class FlowComparison:
 
 
 def align(first: Flow, second: Flow) -> tuple[tuple[int, int], ...]:
-    """Positions of one input of each that stand for each other, in order."""
+    """Return positions of one input of each that stand for each other, in order."""
     (one,), (other,) = first.tokens, second.tokens
     pairs = align_tokens(one, other)
     states = [each.sets.members.shape[2] for each in (first, second)]
@@ -239,6 +239,6 @@ def _names(first: Flow, second: Flow) -> tuple[str, str]:
 
 
 def _short(tokens: Sequence[str], start: int) -> str:
-    """The text from a token on, with a sign where something is left out."""
+    """Return the text from a token on, with a sign where something is left out."""
     text = "…" * (start > 0) + "".join(tokens[start:]).strip()
     return text if len(text) <= _NAME else text[: _NAME - 1] + "…"

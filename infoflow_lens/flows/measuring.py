@@ -114,7 +114,7 @@ def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) 
 
 
 def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
-    """Tokens that replace the tokens of the inputs, [donor, pos] or [donor, pos, d_token].
+    """Return tokens that replace the tokens of the inputs, [donor, pos] or [donor, pos, d_token].
 
     They are those of the reference, or other tokens of the inputs.
 
@@ -163,7 +163,7 @@ def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
 
 
 def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
-    """The positions at which every donor has the same token as the input."""
+    """Return the positions at which every donor has the same token as the input."""
     same = donors[:, : len(row)] == row.to(donors.device)
     return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
 

@@ -38,7 +38,7 @@ class Replaced:
 
 
 def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, ...] | None:
-    """The most probable next tokens of every position, as pairs of token and probability.
+    """Return the most probable next tokens of every position, as pairs of token and probability.
 
     Returns:
         For each sequence and position the first five; None where the model gives no logits of its
@@ -99,7 +99,7 @@ def _call_each(
 def _chances(
     model: nn.Module, batch: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch pos token"] | None:
-    """The probabilities of all next tokens; None where the model gives none."""
+    """Return the probabilities of all next tokens; None where the model gives none."""
     with eval_mode(model), torch.no_grad():
         output = run(model, batch, output=True).output
     logits = getattr(output, "logits", output)

@@ -468,7 +468,7 @@ def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechan
 
 
 def _keys_of(rule: Rule, index: int, n_states: int) -> Int[Tensor, "pos k"]:
-    """The keys that a rule moves in one input; -1 for none."""
+    """Return the keys that a rule moves in one input; -1 for none."""
     keys = rule.describe(index)[:n_states]
     keys = torch.where(keys < n_states, keys, -1)
     return keys[:, (keys >= 0).any(dim=0)]

@@ -55,7 +55,7 @@ class _Reader:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def read(self, value: Any) -> Any:
-        """A value for JSON that is another where `value` does something else."""
+        """Return a value for JSON that is another where `value` does something else."""
         # plain values by what they are
         if isinstance(value, _CONSTANTS):
             return repr(value)
@@ -108,7 +108,7 @@ class _Reader:
 
 
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The names that code looks up, also in the functions inside of it."""
+    """Return the names that code looks up, also in the functions inside of it."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     return (*code.co_names, *(name for part in inner for name in _names(part)))
 

@@ -68,7 +68,7 @@ class SeededRandom(TorchDispatchMode):
         return func(*args, **{**kwargs, "generator": self.generator(_device_of(args, kwargs))})
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The generator of a device."""
+        """Return the generator of a device."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]

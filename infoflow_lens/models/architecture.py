@@ -51,7 +51,7 @@ class _OfLayers:
         return len(self.n_heads)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-compatible values, and the ``kind``, if there is one."""
+        """Return the fields as JSON-compatible values, and the ``kind``, if there is one."""
         kind = {} if self.kind is None else {"kind": self.kind}
         values = {
             name: list(value) if isinstance(value, tuple) else value
@@ -61,7 +61,7 @@ class _OfLayers:
 
     @classmethod
     def from_dict(cls: type[ArchitectureT], values: Mapping[str, Any]) -> ArchitectureT:
-        """The inverse of :meth:`to_dict`.
+        """Return the inverse of :meth:`to_dict`.
 
         Raises:
             InfoFlowError: for a name that is no field, or a field that is missing.
@@ -141,7 +141,7 @@ class Architecture(_OfLayers):
 
     @classmethod
     def like(cls, model: Any, *, d_token: int, n_tokens: int, **settings: Any) -> Architecture:
-        """Heads, widths and positions of another model, over vector tokens: to be trained.
+        """Return heads, widths and positions of another model, over vector tokens: to be trained.
 
         Masks are not kept: tokens see all tokens, and CLS is read. The theory asks about the model
         as it is; see :func:`infoflow_lens.theory.shapes.shape_of`.

@@ -57,7 +57,7 @@ class KeptScores(HookPoint):
         return {name: value for name, value in self.__dict__.items() if name != "kept"}
 
     def take(self) -> Tensor:
-        """The scores of this pass, once."""
+        """Return the scores of this pass, once."""
         if self.kept is None:
             raise InfoFlowError(
                 f"{self.name} did not run before the pattern: expected a forward pass through the "
@@ -78,7 +78,7 @@ class PatternOfScores(HookPoint):
         self._scores = (scores,)
 
     def __call__(self, softmax: Tensor) -> Tensor:
-        """The pattern, as the hooks on it leave it.
+        """Return the pattern, as the hooks on it leave it.
 
         It enters the hook point as its input, so that backward hooks see, and can change, its
         gradient.

@@ -27,7 +27,7 @@ class TokenEmbed(nn.Module):
         self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model))
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """The row of each token."""
+        """Return the row of each token."""
         return self.W_E[tokens, :]
 
 
@@ -105,7 +105,7 @@ class MLP(nn.Module):
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Two layers with the activation between."""
+        """Return two layers with the activation between."""
         before = self.hook_pre(_affine(x, self.W_in, self.b_in))
         return _affine(self.hook_post(self.act_fn(before)), self.W_out, self.b_out)
 
@@ -254,7 +254,7 @@ class Block(nn.Module):
         resid_pre: Float[Tensor, "batch pos d_model"],
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream after the block."""
+        """Return the residual stream after the block."""
         resid_pre = self.hook_resid_pre(resid_pre)
         query, key, value = (self.ln1(x) for x in self._attention_inputs(resid_pre))
         resid = resid_pre + self.hook_attn_out(self.attn(query, key, value, attention_mask))

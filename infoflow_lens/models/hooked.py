@@ -53,7 +53,7 @@ _INITIALISATIONS: dict[str, Callable[[Tensor, float], Any]] = {
 
 
 def make_config(**settings: Any) -> Any:
-    """The config of TransformerLens that goes with a hosted model.
+    """Return the config of TransformerLens that goes with a hosted model.
 
     A HookedTransformerConfig where it exists, else a TransformerBridgeConfig, which has the same
     names; with both, sizes are those of the first layer.
@@ -83,7 +83,7 @@ class MixedHeadsCache(ActivationCache):
 
 
 def _parameter_of(module: str, name: str, what: str) -> property:
-    """A parameter of the model, as an attribute of it."""
+    """Return a parameter of the model, as an attribute of it."""
     return property(lambda model: getattr(getattr(model, module), name), doc=f"{name} {what}.")
 
 
@@ -108,7 +108,7 @@ def _stack_layers(part: str, name: str, shape: str) -> property:
 
 
 def _setter(flag: str, doc: str) -> Callable[[Any, bool], None]:
-    """A method that sets a flag of the config."""
+    """Return a method that sets a flag of the config."""
 
     def set_flag(model: Any, value: bool) -> None:
         setattr(model.cfg, flag, value)
@@ -269,7 +269,7 @@ class HookedModel(_Base):
         stop: int | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream after the blocks from `start` up to, but not with, `stop`."""
+        """Return the residual stream after the blocks from `start` up to, but not with, `stop`."""
         for block in list(self.blocks)[start:stop]:
             residual = block(residual, attention_mask)
         return residual
@@ -277,7 +277,7 @@ class HookedModel(_Base):
     def read_out(
         self, residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_output"]:
-        """The output at every position of a residual stream that has passed all blocks."""
+        """Return the output at every position of a residual stream that has passed all blocks."""
         if self.cfg.normalization_type is not None:
             residual = self.ln_final(residual)
         output: Tensor = self.unembed(residual)
@@ -448,7 +448,7 @@ class HookedModel(_Base):
     def tokens_to_residual_directions(
         self, tokens: int | Int[Tensor, "..."]
     ) -> Float[Tensor, "... d_model"]:
-        """Columns of W_U: directions that outputs are read from.
+        """Return columns of W_U: directions that outputs are read from.
 
         Args:
             tokens: numbers of outputs; a single one gives a vector, whatever its shape.

@@ -207,7 +207,7 @@ _HOSTS: Mapping[Any, Any] = {
 def build_model(
     architecture: Architecture, seed: Seed = 0, device: str | torch.device = "cpu"
 ) -> VectorTransformer:
-    """A freshly initialised model; the same seed gives the same weights.
+    """Return a freshly initialised model; the same seed gives the same weights.
 
     The global random state is left as it was.
 
@@ -226,7 +226,7 @@ def build_model(
 
 
 def zero_model(architecture: Architecture | TokenArchitecture) -> HookedModel:
-    """A model whose weights are all zero, for weights that are set by hand."""
+    """Return a model whose weights are all zero, for weights that are set by hand."""
     model: HookedModel = _HOSTS[type(architecture)](architecture)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -379,7 +379,7 @@ def save_model(
 
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:
-    """The architecture, with the attention that `set_attention` may have changed since."""
+    """Return the architecture, with the attention that `set_attention` may have changed since."""
     kinds: set[Any] = {
         getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks
     }
@@ -394,7 +394,7 @@ def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | Tok
 def load_model(
     folder: str | os.PathLike[str], device: str | torch.device = "cpu"
 ) -> VectorTransformer | TokenTransformer:
-    """The model that :func:`save_model` wrote to `folder`.
+    """Return the model that :func:`save_model` wrote to `folder`.
 
     Raises:
         InfoFlowError: if the folder holds no such model.
@@ -465,7 +465,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
 
 
 def _model_of(settings: dict[str, Any]) -> VectorTransformer | TokenTransformer:
-    """A model of the sizes that were saved, with weights of any value."""
+    """Return a model of the sizes that were saved, with weights of any value."""
     kind = settings.get("kind")
     for architecture, host in _HOSTS.items():
         if architecture.kind == kind:

@@ -296,7 +296,7 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
 
 
 def _from_gguf(path: Path, place: Place) -> LoadedModel:
-    """A model of llama.cpp, with the tokenizer that its file holds, opened.
+    """Return a model of llama.cpp, with the tokenizer that its file holds, opened.
 
     Raises:
         InfoFlowError: without the package that reads it, for an adapter beside it, which

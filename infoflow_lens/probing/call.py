@@ -157,7 +157,7 @@ def probe(
 
 
 def _name_devices(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with PyTorch's devices and number types by name, as records keep them."""
+    """Return the settings with PyTorch's devices and number types by name, as records keep them."""
     named = dict(settings)
     if isinstance(named.get("device"), torch.device):
         named["device"] = str(named["device"])
@@ -237,7 +237,7 @@ def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
 
 
 def _texts(data: Any, column: str | None) -> list[str] | None:
-    """The texts among data in memory; None for ids and vectors."""
+    """Return the texts among data in memory; None for ids and vectors."""
     names = getattr(data, "column_names", None)
     if names is not None or isinstance(data, Mapping):
         names = list(names or data)

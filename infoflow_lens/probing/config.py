@@ -129,7 +129,7 @@ class ProbingConfig:
             )
 
     def single_settings(self) -> tuple[OwnSetting, ...]:
-        """The settings of single probes.
+        """Return the settings of single probes.
 
         Raises:
             InfoFlowError: for a text that is not NAME.FIELD=VALUE.
@@ -143,7 +143,7 @@ class ProbingConfig:
         return values
 
     def sources(self) -> dict[str, Path]:
-        """The paths of "model", "data" and the code of probes that other packages add.
+        """Return the paths of "model", "data" and the code of probes that other packages add.
 
         A name that is no path gives a path that is missing.
         """

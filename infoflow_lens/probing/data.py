@@ -183,7 +183,7 @@ def check_data(data: str, column: str | None = None) -> None:
 
 
 def read_texts(data: str, column: str | None = None) -> list[str] | None:
-    """The texts that a user names, in memory; None for what holds ids or vectors.
+    """Return the texts that a user names, in memory; None for what holds ids or vectors.
 
     Raises:
         InfoFlowError: as for :func:`stream_texts`; and for a text file that holds no text.
@@ -198,7 +198,7 @@ def read_texts(data: str, column: str | None = None) -> list[str] | None:
 def stream_texts(
     data: str, column: str | None = None, scratch: Path | None = None
 ) -> Iterator[str] | None:
-    """The texts that a user names, as they are read; None for what holds ids or vectors.
+    """Return the texts that a user names, as they are read; None for what holds ids or vectors.
 
     Args:
         data: a text file, which is one text, given in pieces that end with a line; rows with a
@@ -234,7 +234,7 @@ def stream_texts(
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """A text file in pieces that end with a line, or with a word where lines are very long.
+    """Yield a text file in pieces that end with a line, or with a word where lines are very long.
 
     Raises:
         InfoFlowError: if it is not UTF-8, or holds nothing but blanks.
@@ -287,7 +287,7 @@ def _columns_read(column: str | None) -> tuple[str, ...]:
 
 
 def _split_rows(table: Any) -> Iterator[Any]:
-    """A table, some rows at a time."""
+    """Yield a table, some rows at a time."""
     for start in range(0, len(table), _ROWS):
         yield table.select(range(start, min(start + _ROWS, len(table))))
 
@@ -318,7 +318,7 @@ def _rows_of(path: Path, scratch: Path | None = None, columns: Sequence[str] = (
 
 
 def _lines_of(path: Path) -> Iterator[list[str]]:
-    """The lines of a text file, without blank ones, which part paragraphs."""
+    """Yield the lines of a text file, without blank ones, which part paragraphs."""
     try:
         with path.open(encoding=_UTF_8) as file:
             lines = (line.rstrip("\n") for line in _read_lines(file))
@@ -583,7 +583,7 @@ def _read_tensor(path: Path) -> Iterator[Tensor]:
 
 
 def _native(array: Any) -> Any:
-    """A copy of an array, with its bytes in the order of this machine."""
+    """Return a copy of an array, with its bytes in the order of this machine."""
     return array.astype(array.dtype.newbyteorder("="))
 
 

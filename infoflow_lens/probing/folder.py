@@ -27,7 +27,7 @@ _WORDS_OF_MODEL = {
 
 
 def settings_identity(config: ProbingConfig) -> dict[str, Any]:
-    """The settings on which numbers depend, by what errors call them."""
+    """Return the settings on which numbers depend, by what errors call them."""
     settings = asdict(config).items()
     return {f"settings ({name})": v for name, v in settings if name not in _IGNORED_SETTINGS}
 

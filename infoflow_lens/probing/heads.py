@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 def heads_table(result: Findings) -> Table | None:
-    """A row for each head; None where nothing that concerns heads was measured."""
+    """Return a row for each head; None where nothing that concerns heads was measured."""
     recovery = result.recovery
     if result.positions is None and result.mechanisms is None and recovery is None:
         return None

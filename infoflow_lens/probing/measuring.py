@@ -50,7 +50,7 @@ def possible_parts(
 def parts_with_enough_data(
     parts: Mapping[str, Part], context: RunContext, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
-    """The parts that the sequences are enough for, with settings that these parts accept.
+    """Return the parts that the sequences are enough for, with settings that these parts accept.
 
     Args:
         parts: by name, those that the model can give.
@@ -79,7 +79,7 @@ def parts_with_enough_data(
 
 
 def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
-    """The probes of a part, with the settings that the run has for them."""
+    """Return the probes of a part, with the settings that the run has for them."""
     return apply_settings(part.probes(context), context.config.single_settings(), part.fixed)
 
 

@@ -44,7 +44,7 @@ _COLUMNS = {
 
 
 def overview_table(rows: Rows) -> Table:
-    """The table of all rules: the first row, and the rows that have a meaning."""
+    """Return the table of all rules: the first row, and the rows that have a meaning."""
     cells: list[list[object]] = []
     reasons: dict[tuple[int, int], str] = {}
     first = next(iter(rows), None)

@@ -116,7 +116,7 @@ class Part:
         self.probes(context)
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """Probes by the names of their results; none if the part measures by itself."""
+        """Return probes by the names of their results; none if the part measures by itself."""
         return {}
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result | None:
@@ -124,7 +124,7 @@ class Part:
         return None
 
     def table(self, result: Any) -> "pd.DataFrame":
-        """The numbers, for a csv file."""
+        """Return the numbers, for a csv file."""
         frame: pd.DataFrame = result.to_frame()
         return frame
 
@@ -176,11 +176,11 @@ class ProbePart(Part):
         return ""
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """A copy of the probe."""
+        """Return a copy of the probe."""
         return {self.name: copy.deepcopy(self._probe)}
 
     def figures(self, result: Any) -> Sequence[Any]:
-        """The plot of the result."""
+        """Return the plot of the result."""
         return (result.plot(),)
 
 
@@ -208,7 +208,7 @@ Say = Callable[[str], None]
 
 
 def load_part(name: str) -> Part:
-    """The part of that name.
+    """Return the part of that name.
 
     Raises:
         InfoFlowError: for an unknown name, or an entry point that is no part.

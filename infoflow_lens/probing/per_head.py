@@ -14,7 +14,7 @@ _HEAD = ["layer", "head"]
 
 
 def per_head(result: Findings) -> "pd.DataFrame":
-    """A row for each layer and head, with the columns of the parts that were measured.
+    """Return a row for each layer and head, with the columns of the parts that were measured.
 
     ``mechanism``, ``sufficient``, all ideals that suffice (with commas), and for every ideal
     ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal

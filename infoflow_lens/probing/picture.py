@@ -17,7 +17,7 @@ _HOW = {
 
 
 def build_flow_view(result: Findings) -> FlowView | None:
-    """The picture of the first sequences of a run; None if influence was not measured."""
+    """Return the picture of the first sequences of a run; None if influence was not measured."""
     positions, influence = result.found.get("influence_positions"), result.influence
     if influence is None or not isinstance(positions, PositionsResult):
         return None
@@ -53,7 +53,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
 
 
 def _from_afar(viewed: ViewedInput) -> float:
-    """The largest influence on the last state from beyond its neighbour, over the total."""
+    """Return the largest influence on the last state from beyond its neighbour, over the total."""
     assert viewed.influence is not None
     last = viewed.n_queries - 1
     found = viewed.influence[-1, last].nan_to_num(0)

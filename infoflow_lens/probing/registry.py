@@ -37,7 +37,7 @@ def register_parts(parts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def part_names() -> tuple[str, ...]:
-    """The names of all parts.
+    """Return the names of all parts.
 
     Raises:
         InfoFlowError: if two packages add the same name.

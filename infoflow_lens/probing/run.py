@@ -195,7 +195,7 @@ def _run(
 def _parts(
     model: nn.Module, config: ProbingConfig, scratch: Path, batches: Batches | None
 ) -> Iterator[Rows]:
-    """The sequences in memory, or those that the settings name, some at a time."""
+    """Yield the sequences in memory, or those that the settings name, some at a time."""
     if batches is None:
         names = ("column", "n", "max_length", "window", "seed")
         settings = {name: getattr(config, name) for name in names}

@@ -101,18 +101,18 @@ class ShardSums:
         return self.extent.n_sequences - self.n_seen
 
     def missing_shards(self) -> Iterator[int]:
-        """The numbers of the shards that are not measured."""
+        """Yield the numbers of the shards that are not measured."""
         for index in range(self._n_in_all):
             if index >= self.n_shards and not self._waits(index // self.stride):
                 yield index
 
     def part(self, shards: range) -> Batches:
-        """The sequences of shards in a row."""
+        """Return the sequences of shards in a row."""
         stop = min(shards.stop * self.size, self.extent.n_sequences)
         return self.batches.part(shards.start * self.size, stop)
 
     def begin(self) -> Probes:
-        """The probes for the next shard: those that have begun it, or new ones."""
+        """Return the probes for the next shard: those that have begun it, or new ones."""
         self.begun = self.begun or self._new()
         return self.begun
 
@@ -131,7 +131,7 @@ class ShardSums:
         self._add_waiting()
 
     def missing_stretches(self) -> Iterator[tuple[int, range, Probes, Probes]]:
-        """The stretches that are still to be measured.
+        """Yield the stretches that are still to be measured.
 
         Yields:
             Number, shards, begun probes, and the sum so far, as in :class:`StretchTask`.
@@ -169,7 +169,7 @@ class ShardSums:
             self.clean_up()
 
     def result(self, name: str) -> Any:
-        """The result of a probe.
+        """Return the result of a probe.
 
         Raises:
             NothingMeasuredError: if it saw nothing that it could measure.
@@ -182,7 +182,7 @@ class ShardSums:
         return kind.from_shards(path, manifests, kind.of.load(path / "000000").record)
 
     def results(self) -> dict[str, Any]:
-        """The results of all probes; see :meth:`result`."""
+        """Return the results of all probes; see :meth:`result`."""
         return {name: self.result(name) for name in self.fresh}
 
     # How it is kept

@@ -69,7 +69,7 @@ class StoredSequences(Sequence[Tensor]):
                 yield row[: self._longest]
 
     def cut(self, longest: int) -> "StoredSequences":
-        """The same sequences, of at most so many tokens each."""
+        """Return the same sequences, of at most so many tokens each."""
         most, least = min(self.extent.longest, longest), min(self.extent.shortest, longest)
         return StoredSequences(self._file, Extent(len(self), most, least), self._start, longest)
 
@@ -91,11 +91,11 @@ class _ArrowFile:
         self._n_read = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """The path alone, as another process opens the file by itself."""
+        """Return the path alone, as another process opens the file by itself."""
         return {"path": self.path, "_table": None, "_n_read": 0}
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        """The sequences from `start` to before `stop`.
+        """Return the sequences from `start` to before `stop`.
 
         Raises:
             InfoFlowError: if the file is spoiled or gone.
@@ -120,7 +120,7 @@ class _ArrowFile:
         return Extent(n, *self.lengths(0, n))
 
     def lengths(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens of the longest and of the shortest of some sequences; 0 for none."""
+        """Return the tokens of the longest and of the shortest of some sequences; 0 for none."""
         with self._reading(start, stop) as (_, column):
             found = pc.min_max(pc.list_value_length(column)).as_py()
             return found["max"] or 0, found["min"] or 0
@@ -267,7 +267,7 @@ def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
 
 
 def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBatch:
-    """Sequences, one behind the other in `numbers`, as rows of an Arrow table."""
+    """Return sequences, one behind the other in `numbers`, as rows of an Arrow table."""
     kept = numbers.float() if numbers.dtype == torch.bfloat16 else numbers
     values = pa.array(kept.flatten().numpy())
     if not numbers.is_floating_point():

@@ -74,7 +74,7 @@ def windows(
     one_text: bool = False,
     scratch: Path | None = None,
 ) -> Iterator[Int[Tensor, "window length"]]:
-    """The windows of :func:`spread_windows` over a :func:`token_stream`, some at a time.
+    """Yield the windows of :func:`spread_windows` over a :func:`token_stream`, some at a time.
 
     Args:
         model: with a tokenizer.
@@ -171,7 +171,7 @@ def _prefix_and_stream(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces that end with a line, or with a word where lines are very long."""
+    """Yield a text in pieces that end with a line, or with a word where lines are very long."""
     start = 0
     while len(text) - start > _PIECE:
         stop = text.rfind("\n", start, start + _PIECE) + 1

@@ -112,7 +112,7 @@ Chart: TypeAlias = "HeatMap | NameMap | Lines | Table | Figure"
 
 
 def render_chart(chart: Any) -> Markup:
-    """A chart as HTML.
+    """Return a chart as HTML.
 
     Raises:
         InfoFlowError: for anything that is no chart.
@@ -134,7 +134,7 @@ def render_chart(chart: Any) -> Markup:
 
 
 def number(value: Any) -> str:
-    """A number with three digits, a dash for what is missing, other things as they are."""
+    """Return a number with three digits, a dash for what is missing, other things as they are."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return MISSING
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -235,12 +235,12 @@ _COLOURS = 8  # line colours in the style sheet
 
 
 def _colour(index: int, n: int) -> str:
-    """The class of a line's colour, where there are few lines."""
+    """Return the class of a line's colour, where there are few lines."""
     return f" s{index}" if n <= _COLOURS else ""
 
 
 def _ramp(index: int, n: int) -> str:
-    """A colour of its own for each of many lines, from blue by way of green to red."""
+    """Return a colour of its own for each of many lines, from blue by way of green to red."""
     if n <= _COLOURS:
         return ""
     colour = f"hsl({220 - 220 * index / (n - 1):.0f}, 65%, {45 + 8 * (index % 2)}%)"

@@ -39,7 +39,7 @@ _SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
 
 
 def render_flow(view: FlowView, fragment: bool = False) -> str:
-    """The interactive picture, with all that it needs in itself.
+    """Return the interactive picture, with all that it needs in itself.
 
     Args:
         view: what it shows.
@@ -74,7 +74,7 @@ def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool 
 
 
 def picture_data(view: FlowView) -> str:
-    """The JSON that the page's script reads, safe inside a script element."""
+    """Return the JSON that the page's script reads, safe inside a script element."""
     groups, first = [], 0
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
@@ -138,7 +138,7 @@ def _describe_influence(view: FlowView) -> list[str]:
 
 
 def picture_element(data: str, inside: str = "") -> str:
-    """The element that a picture is mounted on; `inside` is shown where no script runs."""
+    """Return the element that a picture is mounted on; `inside` is shown where no script runs."""
     return (
         f'<div data-infoflow="{identity(data)}">{inside}'
         f'<script type="application/json">{data}</script></div>'
@@ -146,12 +146,12 @@ def picture_element(data: str, inside: str = "") -> str:
 
 
 def identity(data: str) -> str:
-    """A name for a picture: pictures of the same content share it."""
+    """Return a name for a picture: pictures of the same content share it."""
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 def mounting_script(pictures: Sequence[str]) -> str:
-    """The script that mounts pictures.
+    """Return the script that mounts pictures.
 
     Args:
         pictures: as :func:`picture_data` gives them.

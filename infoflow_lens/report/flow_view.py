@@ -35,7 +35,7 @@ class Move:
     keys: Int[Tensor, "pos k"] | None = None
 
     def rule(self, ranked: Int[Tensor, "_head pos k"], view: "ViewedInput", k: int) -> Rule:
-        """The update rule of `propagate` for this move.
+        """Return the update rule of `propagate` for this move.
 
         Args:
             ranked: the ranked keys of the heads.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def _grid(frame: "pd.DataFrame", column: str, missing: Any) -> list[list[Any]]:
-    """A column by layer and head; layers may have their own numbers of heads."""
+    """Return a column by layer and head; layers may have their own numbers of heads."""
     grid: list[list[Any]] = [[] for _ in range(int(frame["layer"].max()) + 1)]
     for layer, head, value in zip(frame["layer"], frame["head"], frame[column], strict=True):
         row = grid[int(layer)]

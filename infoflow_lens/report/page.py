@@ -80,7 +80,7 @@ METRICS = {
 
 
 def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[str, Any]]:
-    """Rows of the table of agreement: by place, then by what the agreements are called."""
+    """Return rows of the table of agreement: by place, then by what the agreements are called."""
     rows = []
     n_layers = max((len(each.layers) for each in agreement.values()), default=0)
     for index in range(n_layers + 1):
@@ -129,7 +129,7 @@ def render_report(report: Report) -> str:
 
 
 def picture_of(report: Report) -> FlowView:
-    """The shown inputs of every stage, the last stage first."""
+    """Return the shown inputs of every stage, the last stage first."""
     inputs, groups = [], []
     # the trained stage is what one looks at first
     for stage in reversed(report.stages):

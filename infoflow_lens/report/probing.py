@@ -80,7 +80,7 @@ class ProbingReport:
 
 
 def render_probing(report: ProbingReport) -> str:
-    """The report as one HTML page without references to anything that it would fetch."""
+    """Return the report as one HTML page without references to anything that it would fetch."""
     # a picture that is too large for a page is left out, and the page says so
     flow = None if report.flow is None else fit_into_page(report.flow, PICTURE_BYTES)
     data = None if flow is None else picture_data(flow)

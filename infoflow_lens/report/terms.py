@@ -21,7 +21,7 @@ TERMS = {
 
 
 def term(name: str, words: str | None = None) -> Markup:
-    """A word with its meaning on hover and focus."""
+    """Return a word with its meaning on hover and focus."""
     return Markup('<span class="term" tabindex="0">{}<span role="tooltip">{}</span></span>').format(
         words or name, TERMS[name]
     )

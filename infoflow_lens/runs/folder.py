@@ -199,7 +199,7 @@ class RunFolder:
         return self.path / name
 
     def names(self, below: str = "") -> list[str]:
-        """The files of the run, all or those in one of its folders."""
+        """Return the files of the run, all or those in one of its folders."""
         self._read()
         beginning = f"{below}/" if below else ""
         return sorted(name for name in self._digests if name.startswith(beginning))
@@ -234,7 +234,7 @@ class RunFolder:
         return scratch
 
     def temporary(self, target: Path) -> Path:
-        """A path of its own for what will replace `target`.
+        """Return a path of its own for what will replace `target`.
 
         Raises:
             InfoFlowError: where links lead to `target`, or it is somebody else's.
@@ -295,7 +295,7 @@ class RunFolder:
     # The manifest
 
     def _digests_of(self, name: str) -> list[str]:
-        """The digests that a file of the run may have; none for what is not the run's."""
+        """Return the digests that a file of the run may have; none for what is not the run's."""
         if name not in self._digests:
             self._read()  # a worker may have written it
         return self._digests.get(name, [])

@@ -141,7 +141,7 @@ def design(
     seed: Seed = 0,
     advance: Advance | None = None,
 ) -> Design:
-    """The smallest architectures that the theory allows for a target.
+    """Return the smallest architectures that the theory allows for a target.
 
     Args:
         task: the target; its T is replaced by those asked, where it has one of its own.

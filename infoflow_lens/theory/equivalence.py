@@ -59,7 +59,7 @@ def readings(
     outer: Outer | None = None,
     values: Float[Tensor, "batch component"] | None = None,
 ) -> list[Reading]:
-    """The target's own list, and those that serve it as well.
+    """Return the target's own list, and those that serve it as well.
 
     Args:
         components: the target's list.
@@ -269,7 +269,7 @@ def _split(
 
 
 def _part(component: Component, places: Sequence[int], tokens: Tensor) -> Component:
-    """A component of its own for a part of a score's graph."""
+    """Return a component of its own for a part of a score's graph."""
     inside = [p for p in component.parts or () if set(p.places) <= set(places)]
     return replace(
         component,

@@ -63,7 +63,7 @@ class Answer:
         return held == 1.0 or (held is None and not self.reading.notes and not asked)
 
     def describe(self) -> str:
-        """The schedule and its list, in words."""
+        """Return the schedule and its list, in words."""
         assert self.schedule is not None
         notes = "".join(f"; {note}" for note in self.reading.notes)
         return f"{self.schedule.describe()}{notes}"
@@ -145,7 +145,7 @@ class Question:
     def answers(
         self, shape: ModelShape, n_tokens: int, max_position_only: bool = False
     ) -> Iterator[Answer]:
-        """The best schedule for each list of components that has one, its own list first."""
+        """Yield the best schedule for each list of components that has one, its own list first."""
         for reading in self.readings:
             found = self.search(shape, n_tokens, max_position_only, reading=reading)
             if found.schedule is not None:
@@ -159,7 +159,7 @@ class Question:
         roles: Sequence[int] | int = 1,
         reading: Reading | None = None,
     ) -> Found:
-        """The best schedule for a list of components, by default its own."""
+        """Return the best schedule for a list of components, by default its own."""
         usable = shape.usable(n_tokens)
         return find(
             (reading or self.readings[0]).components,
@@ -176,7 +176,7 @@ class Question:
         )
 
     def profile_of(self, reading: Reading) -> ComparisonProfile:
-        """The counts of a list of components; the target's own for its own list."""
+        """Return the counts of a list of components; the target's own for its own list."""
         if not reading.notes:
             return self.profile
         return components_profile(self.profile.name, reading.components)

@@ -97,7 +97,7 @@ class ScoreGraph:
         return {other for p in reached for other in self.neighbours(p)} - gone
 
     def among(self, places: Sequence[int]) -> "ScoreGraph":
-        """The graph of some places, numbered anew."""
+        """Return the graph of some places, numbered anew."""
         new = {place: number for number, place in enumerate(places)}
         kept = frozenset((new[i], new[j]) for i, j in self.edges if i in new and j in new)
         return ScoreGraph(len(places), kept)
@@ -201,7 +201,7 @@ def reverses(
 
 
 def _step(score: Score, one: Tensor, two: Tensor) -> Tensor:
-    """The sign of a difference, 0 within rounding of its terms."""
+    """Return the sign of a difference, 0 within rounding of its terms."""
     a, b = score(one).double(), score(two).double()
     rounding = _ROUNDING * (a.abs() + b.abs() + a.abs().median() / 10)
     return torch.where((a - b).abs() > rounding, (a - b).sign(), torch.zeros_like(a))

@@ -349,7 +349,7 @@ class _Problem:
         )
 
     def schedule(self, state: _State) -> Schedule:
-        """The jobs that led to a state."""
+        """Return the jobs that led to a state."""
         before, layers = _State(), []
         for layer, (tokens, cls) in enumerate(state.actions):
             layers.append(self._jobs(before, layer, tokens, cls))
@@ -441,7 +441,7 @@ def _spread(states: Sequence[_State], most: int) -> list[_State]:
 
 
 def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, bool]:
-    """The best schedule, and whether all were weighed; costs above `bound` are dropped."""
+    """Return the best schedule, and whether all were weighed; costs above `bound` are dropped."""
     states, exhaustive, weighed = [_State()], True, 0
     for layer in range(len(problem.n_heads)):
         candidates = []
@@ -481,7 +481,7 @@ def find(
     usable: Sequence[bool] | None = None,
     plans: Callable[[], Iterable[Plan]] = tuple,
 ) -> Found:
-    """The schedule that resolves every component with the smallest largest |I|.
+    """Return the schedule that resolves every component with the smallest largest |I|.
 
     Exact among the schedules that combine these rules [derived]: a head retrieves a single token,
     for CLS or for all tokens (R1); a token head pairs every token with its best partner and a CLS
@@ -624,6 +624,6 @@ def search(
     cls_hidden: bool = True,
     max_position_only: bool = False,
 ) -> Schedule | None:
-    """The schedule of :func:`find`, or None if there is none."""
+    """Return the schedule of :func:`find`, or None if there is none."""
     heads = tuple(n_heads)
     return find(components, heads, n_tokens, positional, cls_hidden, max_position_only).schedule

@@ -117,7 +117,7 @@ class ModelShape:
         return replace(self, n_tokens=n_tokens)
 
     def describe(self) -> str:
-        """The sizes in words."""
+        """Return the sizes in words."""
         heads = _run_lengths(self.n_heads)
         widths = _run_lengths(self.d_model)
         words = [f"{self.n_layers} layers", f"heads {heads}", f"E = {widths}"]
@@ -142,7 +142,7 @@ def _run_lengths(values: Sequence[int]) -> str:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """The shape of a model, by what it is.
+    """Return the shape of a model, by what it is.
 
     Args:
         model: a `ModelShape`; an `Architecture` or `TokenArchitecture`; a TransformerLens config or

@@ -140,7 +140,7 @@ def _parse_tokens(values: Any, max_sequences: int) -> Sequences:
 
 
 def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
-    """The problem and its labels, sorted."""
+    """Return the problem and its labels, sorted."""
     if isinstance(dataset, dict) and hasattr(dataset, "column_names"):
         raise InfoFlowError(
             f"the dataset is a {type(dataset).__name__} of {list(dataset)}: expected one of them"
@@ -214,7 +214,7 @@ class OneLayerModel:
         return len(self.vocabulary) + self.n_pos + self.weights.shape[1]
 
     def __call__(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch n_class"]:
-        """The logits of the classifier on the last position, float64.
+        """Return the logits of the classifier on the last position, float64.
 
         Raises:
             InfoFlowError: for another length, or a token that the vocabulary does not have.
@@ -340,7 +340,7 @@ class OneLayerCertificate(Displayed):
         return 1 - Fraction(1, len(self.witness.support))
 
     def describe(self) -> str:
-        """The verdict, its proof and its reach, in a few lines."""
+        """Return the verdict, its proof and its reach, in a few lines."""
         head = (
             f"{self.n_sequences} sequences of {self.n_pos} tokens, {len(self.classes)} classes: "
             f"one attention layer {'fits' if self.feasible else 'cannot fit'} all labels."

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
-    """A model with initial weights, which depend on the config alone.
+    """Return a model with initial weights, which depend on the config alone.
 
     GPT-2's format has no block without an MLP. The blocks of an attention-only model have one of
     width 1 whose weights are zero and are not trained: it adds exactly nothing. Embedding and

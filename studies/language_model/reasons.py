@@ -98,7 +98,7 @@ class Reasons(OnRepeats):
         )
 
     def plots(self) -> FigureSpec:
-        """Shares of all parts of the keys, trained and untrained."""
+        """Return shares of all parts of the keys, trained and untrained."""
         return FigureSpec(
             (Panel((_draw_shares,), y=Axis("share of the margin", levels=(0,)), title=model_of),),
             per="model",
@@ -149,7 +149,7 @@ class Reasons(OnRepeats):
 
 
 def _parts(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The parts of the keys of induction heads, with the heads' names."""
+    """Return the parts of the keys of induction heads, with the heads' names."""
     return add_names(results[results["kind"] == kind].dropna(subset=["head"]))
 
 
@@ -242,7 +242,7 @@ def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head
 
 
 def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about: Row) -> list[Row]:
-    """The parts of the keys of a head, over the queries whose next token is known.
+    """Return the parts of the keys of a head, over the queries whose next token is known.
 
     Those of a trained head are the lines whose first key is the token behind the earlier
     occurrence; an untrained head has no such preference, and all its lines count.

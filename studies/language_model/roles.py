@@ -59,7 +59,7 @@ class Roles(BesideUntrained):
     draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
 
     def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:
-        """The longest context."""
+        """Return the longest context."""
         longest = 24 if preset == "smoke" else self.longest(moment)
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
@@ -274,7 +274,7 @@ def _random(own: Directions, rank: int, seed: int) -> Tensor:
 
 
 def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    """The rise of the loss in percent, by the number of directions."""
+    """Return the rise of the loss in percent, by the number of directions."""
     curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
     return curve.assign(percent=100 * curve["rise"])
 
@@ -321,7 +321,7 @@ def _correlation(rows: "pd.DataFrame") -> float:
 
 
 def _level(rows: "pd.DataFrame") -> float:
-    """The share of permutations of the costs whose correlation is smaller."""
+    """Return the share of permutations of the costs whose correlation is smaller."""
     values = _average_heads(rows).rank()
     roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
     roles, cost = roles - roles.mean(), cost - cost.mean()

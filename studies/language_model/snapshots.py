@@ -116,7 +116,7 @@ def _digest(folder: Path) -> str:
 
 
 def _spread(steps: Sequence[int], most: int | None) -> list[int]:
-    """The indices of at most `most` steps, spread evenly over the list from step 64 on."""
+    """Return the indices of at most `most` steps, spread evenly over the list from step 64 on."""
     n = len(steps)
     if most is None or n <= most:
         return list(range(n))

@@ -100,7 +100,7 @@ class Softness(BesideUntrained):
         return rows
 
     def tables(self) -> Sequence[Part]:
-        """Shares of heads; then every head of the last snapshots."""
+        """Return shares of heads; then every head of the last snapshots."""
         return (
             TableSpec(
                 ("model", "step", "kind"),

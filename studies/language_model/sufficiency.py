@@ -82,7 +82,7 @@ class Sufficiency(LanguageModelStudy):
         return cases
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Rows of assignments and of heads; or of the two ways to choose on few windows."""
+        """Return rows of assignments and of heads; or of the two ways to choose on few windows."""
         model = load_snapshot(self.source_of(settings), device)
         if settings["part"] == "windows":
             n_draws = _n_draws(settings["n_windows"])
@@ -182,7 +182,7 @@ class Sufficiency(LanguageModelStudy):
 
 
 def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
-    """The random deals of the mechanisms among some assignments."""
+    """Return the random deals of the mechanisms among some assignments."""
     return tuple(name for name in dict.fromkeys(assignments) if str(name).startswith(RANDOM))
 
 

@@ -141,7 +141,7 @@ class AttentionMaps(tokens.TokenStudy):
         return [{**about, **row} for row in rows]
 
     def tables(self) -> Sequence[Part]:
-        """Shares by operation and model, and the mechanisms of heads."""
+        """Return shares by operation and model, and the mechanisms of heads."""
         shares = (
             Column("", "share", across="model"),
             Column("by chance", lambda rows: spread(_after_training(rows)["chance"])),
@@ -369,7 +369,7 @@ def _mean_maps(run: tokens.TokenRun) -> list[Row]:
 
 
 def _examples(task: TokenTask, x: Tensor) -> dict[str, Bool[Tensor, " sample"]]:
-    """The first and the second pair asked about; templates aab and abb."""
+    """Return the first and the second pair asked about; templates aab and abb."""
     if isinstance(task, InContextQA):
         asked = (x[:, 0:-2:3] == x[:, -2:-1]).to(torch.int64).argmax(dim=1)
         context = " ".join(f"{chr(65 + i)} = {i + 1}" for i in range(task.n_pairs))
@@ -397,7 +397,7 @@ def _after_training(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _map(example: int, layer: int, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The cells of a layer's map of one of the examples, of the first run."""
+    """Return the cells of a layer's map of one of the examples, of the first run."""
     names = list(dict.fromkeys(results["example"]))
     here = (results["example"] == names[example]) & (results["layer"] == layer)
     return results[here & (results["run"] == results["run"].min())]
@@ -431,7 +431,7 @@ def _shares(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
 
 
 def _gains(results: "pd.DataFrame") -> Numbers:
-    """The least gain by training, of the models whose start does not do it already."""
+    """Return the least gain by training, of the models whose start does not do it already."""
     found = {}
     for name, shares in _shares(results):
         moved = shares[shares["initial"] < _OFTEN]

@@ -132,7 +132,7 @@ class HeadCount(TrainedStudy):
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
-        """The best validation error of one model."""
+        """Return the best validation error of one model."""
         y = self.data(settings, seed)[1][1].double()
         of_second_moment = float(y.var(correction=0) / y.square().mean())
         return [
@@ -228,14 +228,14 @@ def _factor(rows: "pd.DataFrame", column: str) -> float:
 
 
 def _times(factor: float) -> str | None:
-    """A factor as it stands in the table."""
+    """Return a factor as it stands in the table."""
     if math.isnan(factor):
         return None
     return f"{factor:.2g} times" if factor < 100 else f"{factor:.0f} times"
 
 
 def _ours(rows: "pd.DataFrame") -> str:
-    """The least error by second moment, or that there is none."""
+    """Return the least error by second moment, or that there is none."""
     least = rows["relative"].min()
     return "not run" if math.isnan(least) else f"{least:.2e}"
 
@@ -264,7 +264,7 @@ def _how_far(results: "pd.DataFrame") -> str:
 
 
 def _run_of_table(rows: "pd.DataFrame") -> str:
-    """A published table, and how many of its cells were run."""
+    """Return a published table, and how many of its cells were run."""
     cells = rows.groupby(_CELL)["nmse"].count()
     return f"Table {rows['table'].iloc[0]}: {(cells > 0).sum()} of {len(cells)} cells run"
 

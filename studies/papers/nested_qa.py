@@ -196,7 +196,7 @@ class NestedQuestions(tokens.TokenStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """The plateau that growing distances avoid, what is learnt of chains, and noise."""
+        """Return the plateau that growing distances avoid, what is learnt of chains, and noise."""
 
         def sizes(hops: float, layers: float) -> str:
             return (
@@ -301,7 +301,7 @@ class NestedQuestions(tokens.TokenStudy):
         shared &= results["layers"] == _JUDGED_HOPS + 1
 
         def only(asked: str) -> "pd.DataFrame":
-            """The runs of one way of asking, told as those of either."""
+            """Return the runs of one way of asking, told as those of either."""
             import pandas as pd
 
             rows = results[shared & (results["asked"] == asked)]

@@ -112,7 +112,7 @@ class SeparatedPairs(FreshStudy):
         return two_layers(settings, settings["encoder"] == _LINEAR, init_mode="kaiming_uniform")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
-        """The target, which is the same for all models of a D, kind of matrices and draw."""
+        """Return the target, which is the same for all models of a D, kind of matrices and draw."""
         return IntrinsicDimension(
             n_tokens=settings["n_tokens"],
             d_token=settings["d_token"],
@@ -285,7 +285,7 @@ def _place(d: int, n_tokens: int, matrices: str, encoder: str, heads: str) -> st
 
 
 def _every_seed(rows: "pd.DataFrame") -> str:
-    """The errors of a cell, draw by draw."""
+    """Return the errors of a cell, draw by draw."""
     draws = groups(rows, ["draw"], sort=True)
     return "; ".join(", ".join(f"{error:.2g}" for error in draw["nmse"]) for _, draw in draws)
 

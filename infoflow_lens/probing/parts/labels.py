@@ -57,7 +57,7 @@ class LabelsPart(Part):
         )
 
     def figures(self, result: HeadLabels) -> Sequence["Chart"]:
-        """The label of every head, what it is worth, and all heads at once."""
+        """Return the label of every head, what it is worth, and all heads at once."""
         frame = result.to_frame()
         hover = [
             f"{row['label']} {row['name']}\nfixed {row['fixed']:.2f} +- {row['fixed_error']:.2f}, "

@@ -81,7 +81,7 @@ class MechanismsPart(Part):
             raise
 
     def figures(self, result: MechanismsResult) -> Sequence["Chart"]:
-        """The mechanism of every head, its damages on hover; and which heads matter."""
+        """Return the mechanism of every head, its damages on hover; and which heads matter."""
         frame = result.to_frame()
         hover = [
             "\n".join(
@@ -97,7 +97,7 @@ class MechanismsPart(Part):
         return (names, *by_head(frame.assign(own_position=frame["own_position"].clip(0)), lost))
 
     def sentences(self, result: MechanismsResult) -> Sequence[str]:
-        """The heads of each mechanism, and all heads for which an ideal suffices."""
+        """Return the heads of each mechanism, and all heads for which an ideal suffices."""
         frame = result.to_frame()
         heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
         found = {name: heads[frame["mechanism"] == name] for name in frame["mechanism"]}

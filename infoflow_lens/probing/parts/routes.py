@@ -58,7 +58,7 @@ class RoutesComparison(Result):
         return pd.DataFrame(list(self.rows))
 
     def plot(self, metric: str = "auroc") -> "Figure":
-        """A metric of every method by layer, a panel for each set that gives the sizes."""
+        """Return a metric of every method by layer, a panel for each set that gives the sizes."""
         from matplotlib.figure import Figure
 
         frame = self.to_frame()
@@ -133,7 +133,7 @@ class RoutesPart(Part):
         )
 
     def figures(self, result: RoutesComparison) -> Sequence["Chart"]:
-        """The last layer's methods at the sizes of the first sets; and AUROC over layers."""
+        """Return the last layer's methods at the sizes of the first sets; and AUROC over layers."""
         frame = result.to_frame()
         rows = frame[frame["size_of"] == frame["size_of"].iloc[0]]
         last = rows[rows["layer"] == rows["layer"].max()]
@@ -161,7 +161,7 @@ class RoutesPart(Part):
         return " ".join(f"{note[0].upper()}{note[1:]}." for note in result.notes)
 
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
-        """The best method of the last layer, at the sizes of each set."""
+        """Return the best method of the last layer, at the sizes of each set."""
         return [
             f"routes: {rank.states}: sets {rank.size_of} have AUROC {rank.own:.3f}; best at their "
             f"size: {rank.best}, {rank.most:.3f}"

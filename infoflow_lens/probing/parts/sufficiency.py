@@ -123,7 +123,7 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def facts(self, result: SufficiencyResult) -> Sequence[tuple[str, str]]:
-        """The loss, and what it rises by."""
+        """Return the loss, and what it rises by."""
         return (
             ("loss (nats a token)", f"{result.loss:.3f}"),
             ("with all heads replaced", f"{float(result.excess()[0, -1]):+.3f}"),
@@ -131,5 +131,5 @@ class SufficiencyPart(NextTokenPart):
 
 
 def _excess(result: SufficiencyResult) -> dict[str, float]:
-    """The rise of the loss with all heads replaced, in nats a token, by assignment."""
+    """Return the rise of the loss with all heads replaced, in nats a token, by assignment."""
     return dict(zip(result.assignments, result.excess()[:, -1].tolist(), strict=True))
