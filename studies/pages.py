@@ -47,6 +47,7 @@ def render_page(page: str, more: Mapping[str, Any]) -> str:
     Raises:
         InfoFlowError: if it cannot be filled, naming the template.
     """
+    # templates of the package alone, and names that are not there are errors, not blanks
     environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,

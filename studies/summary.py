@@ -189,6 +189,7 @@ def _page(
             raise KeyError(f"{heading} in table.md of {run}")
         return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
 
+    # a run of its own folder, or one that another page has
     @cache
     def find_run(run: str) -> tuple[Study, RecordedRun]:
         if beside / run in runs:
@@ -350,6 +351,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
     Raises:
         InfoFlowError: naming the run and the column.
     """
+    # the rows that the recorded settings give, by the number of the run
     cases, seeds = config["cases"], config["seeds"]
     expected = {
         index * len(seeds) + place: {**case, "seed": seed}
@@ -375,6 +377,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
     if rows.duplicated().any():
         run = rows["run"][rows.duplicated()].iloc[0]
         raise InfoFlowError(f"{str(path)!r} has a row of run {run} twice: {_RUN_AGAIN}")
+    # columns that a row was measured in are not settings
     settings = dict.fromkeys(name for case in cases for name in case)
     names = ["seed", *(name for name in settings if name not in _MEASURED)]
     missing = [name for name in names if name not in rows]

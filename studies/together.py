@@ -99,6 +99,7 @@ def train_together(
     config = config or TrainingConfig()
     if not seeds or len(set(seeds)) < len(seeds):
         raise InfoFlowError(f"seeds is {list(seeds)!r}: expected different seeds, at least one")
+    # fresh models, or those of the caller, one for each seed
     if isinstance(architecture, Architecture):
         models = [build_model(architecture, seed=seed, device=device) for seed in seeds]
     else:
@@ -112,6 +113,7 @@ def train_together(
                 "a model is given for two seeds, which would be trained over each other: expected "
                 "different ones; copy.deepcopy makes another"
             )
+    # models that differ in shape cannot be one tensor
     check_stackable(models)
     runs = []
     for seed, model in zip(seeds, models, strict=True):
@@ -123,6 +125,7 @@ def train_together(
     _check_equal([len(run.data.x) for run in runs], "training sequences", seeds)
     _check_equal([len(run.data.validation_x) for run in runs], "validation sequences", seeds)
     stack = _Stack(runs, config, compiled)
+    # seeds that have stopped leave the stack
     with progress_bar("training", config.epochs, progress) as advance:
         while stack.runs:
             stack.epoch()

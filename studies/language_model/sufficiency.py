@@ -237,6 +237,7 @@ def _list_heads(mechanisms: MechanismsResult, others: Mapping[str, Any]) -> list
 
 def _measure_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
     """Measure mechanisms of half of the windows, with and without their own mean patterns."""
+    # mechanisms are chosen on one half of the windows, and their loss is judged on the other
     choosing, judged = windows[0::2], windows[1::2]
     rows: list[Row] = []
     for measure in (_SAME, _OTHERS):

@@ -181,6 +181,7 @@ class _Run:
         if self.step == 0:
             self._evaluate()
         config = self.config
+        # which texts a step sees depends on its number alone, so that a run goes on with the same
         ids = training_batch(self.streams["train"], config, self.step).to(self.model.device)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate(self.step)

@@ -121,6 +121,7 @@ class AgreementOverTraining(VectorStudy):
             after_epoch=look,
             progress=False,
         )
+        # how far training has lowered the errors of recovery, by checkpoint
         ratios = [
             {f"ratio_rank{rank}": row[f"rank{rank}"] / rows[0][f"rank{rank}"] for rank in RANKS}
             for row in rows

@@ -124,6 +124,8 @@ class AttentionMaps(tokens.TokenStudy):
         if settings["start"] == tokens.PAPER:
             models["construction"] = _construction(run.task).to(device, print_details=False)
         rows: list[Row] = []
+        # the same operations in the model before and after training, and in the paper's
+        # construction
         for name, model in models.items():
             found = find_operations(model, run.task, run.x, derive_seed(self.name, "keys", seed))
             for operation, happens in found.happens.items():

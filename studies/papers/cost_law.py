@@ -88,6 +88,7 @@ class CostLaw(Study):
         }
         widths = {"smoke": (3, 12), "quick": (3, 6, 12, 24), "full": (2, 3, 4, 6, 8, 12, 24)}
         of_states = [dict(zip(_SIZES, sizes, strict=True)) for sizes in states[preset]]
+        # where all coordinates fit, there is nothing to code
         coded = [s for s in of_states if _exponent(s) > 1]
         return [
             *({"model": _CODE, **s, "bits": bits} for s in coded for bits in _bits(s)),

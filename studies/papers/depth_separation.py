@@ -117,6 +117,7 @@ class DepthSeparationStudy(VectorStudy):
         if settings["model"] == _BUILT:
             validation = self._data(settings["n_tokens"], 2000, "validation", seed)
             return [_built(settings["n_tokens"], settings["eps"], validation)]
+        # twice through the data before the rate is at its full height
         steps = math.ceil(settings["n_train"] / _BATCH)
         config = TrainingConfig(
             epochs=settings["epochs"],
@@ -134,6 +135,7 @@ class DepthSeparationStudy(VectorStudy):
 
         architecture = self.architecture(settings)
         model: nn.Module
+        # long sequences are trained by growing them
         if "lengths" in settings:
             staged = train_in_stages(
                 architecture, data, Stages.read(settings), config, model_seed=seed, device=device

@@ -161,6 +161,7 @@ def recovery_rows(
     entropies = {
         queries: [after.entropy(head, queries) for head in range(n_heads)] for queries in QUERIES
     }
+    # the control: the model before training with attention as peaked as after it
     peaked = first_layer(initial, x, before.temper(entropies))
     rows: list[Row] = []
     for head in range(n_heads):

@@ -256,6 +256,7 @@ class NestedQuestions(tokens.TokenStudy):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Accuracies by depth and place, longer chains, and constructions with noise."""
+        # of each kind of run the numbers that no claim has
         runs = tokens.last_epochs(results)
         remarks = []
         few = runs[runs["layers"] < runs["hops"].map(fewest_layers)]
@@ -345,6 +346,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
     model: TokenTransformer | None = None
     training: TrainingResult | None = None
     history: list[Mapping[str, float | int]] = []
+    # one hop more in each stage, and a layer more until all are there
     for stage in range(1, hops + 1):
         last = stage == hops
         depth = layers if last else min(layers, stage + 1)
@@ -355,6 +357,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
         rows = task.dataset("validation", settings["n_test"], seed).with_format("torch")[:]
         x, y = rows["x"], rows["y"]
         config = tokens.training_config(settings, derive_seed("stage", seed, stage))
+        # stages before the last are short, and keep the rate
         if not last:
             config = replace(config, epochs=settings["stage"], lr_end=config.lr)
         training = train(
@@ -368,6 +371,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
         history += [{**row, "epoch": int(row["epoch"]) + done} for row in training.history]
     assert model is not None
     assert training is not None
+    # one history, as of one training
     whole = replace(training, history=tuple(history), best_epoch=training.best_epoch + done)
     return tokens.TokenRun(model, task, whole, *tokens.draw_test(study, task, settings, seed))
 

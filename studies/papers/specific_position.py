@@ -98,6 +98,7 @@ class SpecificPosition(VectorStudy):
             for part, n in (("train", settings["n_train"]), ("validation", 2000), ("test", 1000))
         ]
         config = TrainingConfig(epochs=settings["epochs"], batch_size=128, lr=3e-3, seed=seed)
+        # a tail of small steps, where the preset has one
         plan = [config]
         if tail := settings["tail_epochs"]:
             plan.append(replace(config, epochs=tail, lr=_TAIL_RATE, lr_end=_TAIL_RATE))

@@ -194,6 +194,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     task: Any = load_settings_task(settings)
     if settings["start"] == CONSTRUCTED:
         return _perturb(task, settings, seed)
+    # the paper's start: the first layer's scores as constructed, the others scaled down
     paper = settings["start"] in (PAPER, SUMMED, NOISY, NOISY_SUMMED)
     construction = _first_layer(task, _parameters(settings)) if paper else None
     d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
@@ -218,6 +219,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
         with torch.no_grad():
             for block in model.blocks[1:]:
                 block.attn.W_Q.mul_(settings["scale"])
+            # heads are summed and not averaged
             for block in model.blocks if settings["start"] in (SUMMED, NOISY_SUMMED) else ():
                 block.attn.W_O.mul_(len(block.attn.W_O))
     if settings["start"] in (NOISY, NOISY_SUMMED):

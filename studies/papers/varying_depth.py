@@ -266,6 +266,7 @@ def _training(preset: str, start: str, task: str) -> dict[str, Any]:
         "scale": paper["scale"],
         "epochs": 10,
     }
+    # starts differ in noise, and some tasks in the optimiser that the paper names
     if start != tokens.WHOLE:
         settings["noise"] = 0.02 if start == tokens.NOISY else 0.0
         if task in ("memorization", "template_matching"):
