@@ -163,6 +163,7 @@ def _columns(
 ) -> Iterator[tuple[str, Any]]:
     main = columns[0]
     values, dims = main.take_layer(layer)
+    # all places of the main column, or those that the mask of rows has
     kept = torch.ones_like(values, dtype=torch.bool)
     if rows is not None:
         kept &= _align(rows, layer, dims)
@@ -171,6 +172,7 @@ def _columns(
         yield "layer", np.full(len(index[0]), main.places("layer")[layer])
     for axis, dim in zip(index, dims, strict=bool(dims)):
         yield dim, np.asarray(main.places(dim))[axis.cpu().numpy()]
+    # other columns may lack an axis, and stand for all its places
     for column in columns:
         found = _align(column, layer, dims).expand_as(values)
         found = torch.atleast_1d(found)[index].detach().cpu()

@@ -146,12 +146,14 @@ class Probe(ABC, Generic[ResultT]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = {*inspect.get_annotations(cls), *(k for k, v in vars(cls).items() if _is_state(v))}
+        # methods and attributes of Probe, which a field would hide
         taken = sorted(name for name in own if callable(getattr(Probe, name, None)))
         if taken or own & {"n_sequences", "pending", "is_attached", "kept"}:
             raise InfoFlowError(
                 f"{cls.__name__} declares {', '.join(taken or own)}, which every probe has: "
                 "expected another name"
             )
+        # settings must be known, as probes merge and go on only with the same
         if "__init__" in vars(cls) and "config" not in vars(cls):
             raise InfoFlowError(
                 f"{cls.__name__} writes __init__, so nobody knows its settings: expected them as "
@@ -260,11 +262,13 @@ class Probe(ABC, Generic[ResultT]):
             raise InfoFlowError(
                 f"{type(self).__name__}.needs gave {type(needs).__name__}: expected Needs"
             )
+        # refused before the pass, if the model has no such point
         for point in needs.points:
             hook_name(model, point)
         record = RunRecord.from_model(model, self._settings(), fingerprint_of_model=fingerprint)
         self._same_model(record)
         self._finish_pending()
+        # hooks of an earlier call measure nothing any more
         self.pending = None
         self._record, self._points = record, needs.points
         return needs
@@ -457,6 +461,7 @@ class Probe(ABC, Generic[ResultT]):
                 f"{name} has measured nothing: run the model on at least one batch while the probe "
                 "is attached"
             )
+        # plain arrays get names on their axes
         found = self.compute()
         if not isinstance(found, Result):
             found = label_arrays(name, found, self.dims, self.run_record(), self.notes())
@@ -535,6 +540,7 @@ class Probe(ABC, Generic[ResultT]):
                 "total = summed()"
             )
         for method, n_arguments in (("update", 1), ("compute", 0)):
+            # bound to nothing, to see whether it takes as many arguments
             try:
                 inspect.signature(getattr(self, method)).bind(*[None] * n_arguments)
             except TypeError as error:
@@ -614,6 +620,7 @@ def _gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     distributed = torch.distributed
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     sent = torch.frombuffer(bytearray(state_to_bytes(state)), dtype=torch.uint8).to(device)
+    # processes send as many bytes as the longest has, as all_gather takes equal sizes
     length = torch.tensor([len(sent)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(distributed.get_world_size())]
     distributed.all_gather(lengths, length)

@@ -257,6 +257,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     ) -> None:
         """Every state of every sequence must come out again, not only the large ones."""
         for layer, value, state in zip(layers, values, expected, strict=True):
+            # small states count, too: each against its own norm
             gap = (value - state).float().norm(dim=-1)
             allowed = tolerance(state) * state.float().norm(dim=-1) + _TINY
             fits = gap <= allowed

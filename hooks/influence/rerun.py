@@ -68,6 +68,7 @@ class Rerun:
         wanted = [state_hooks(self.model, layer, self.state) for layer in self.layers]
         names = dict.fromkeys(name for names in wanted for name in names)
         batch = self.batch
+        # a model that starts at its residual stream looks at the tokens' shape alone
         if batch is None:
             batch = Batch(torch.zeros(start.shape[:2], dtype=torch.long))
         elif sequences is not None:

@@ -187,6 +187,7 @@ def donors_from(
     Raises:
         InfoFlowError: if some position has no other sequence's token.
     """
+    # the last tokens of other sequences at each position, and of all, as few have others
     others: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
     every: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
     for index, row in enumerate(batches.sequences()):
@@ -203,5 +204,6 @@ def donors_from(
                 f"has a token {position}: expected at least 2; give more sequences, cut them with "
                 "max_length, or choose influence 'estimate'"
             )
+        # fewer than asked for are used again, so that all positions have as many
         donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
     return torch.stack(donors, dim=1)

@@ -110,6 +110,7 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
     given = list(tensors_in(example))
     log = PassLog(batch=given[0].shape[0])
     with eval_mode(model):
+        # the same random numbers in both runs: a model may draw some in evaluation, too
         with SeededRandom(0), log.watching(model):
             watched = _run(model, example)
         check_gives_numbers(model, first_tensor(watched))
@@ -133,6 +134,7 @@ def _check_is_visible(model: nn.Module) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and compiled code "
                 "cannot be watched: expected the model itself; give what was given to torch.compile"
             )
+    # flex attention compiles only when it is called
     kinds = [kind for kind in _kinds_of_attention(list(modules_of(model))) if kind is not None]
     flex = next((kind for kind in kinds if "flex" in str(kind)), None)
     if flex is not None:
@@ -197,6 +199,7 @@ def _attentions_of(log: PassLog, kind: str) -> list[AttentionCall]:
     Raises:
         InfoFlowError: if there is none.
     """
+    # softmaxes that a product reads: others are of experts, or of the vocabulary
     calls = [call for call in log.calls if call.is_read and id(call) in log.places]
     if calls:
         return calls

@@ -372,6 +372,7 @@ def restore_module_tensors(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for values, kept in before:
+            # tensors that were not there, then those that were replaced
             for name in [k for k, v in values.items() if is_tensor(v) and k not in kept]:
                 del values[name]
             values.update(kept)

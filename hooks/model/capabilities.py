@@ -417,8 +417,10 @@ def _kind_of(
     scores: Float[Tensor, "batch head query key"] | None,
 ) -> str:
     total = pattern.float().sum(dim=-1)
+    # half precision rounds each weight of a row
     tolerance = 1e-4 if pattern.dtype in (torch.float32, torch.float64) else 2e-2
     if scores is not None:
+        # what the pattern would be for each kind that TransformerLens knows
         expected = {
             "softmax": scores.float().softmax(dim=-1).nan_to_num(),
             "relu": scores.float().relu(),
@@ -428,6 +430,7 @@ def _kind_of(
                 return kind
         if bool(((pattern == 0) | (pattern == 1)).all()) and bool((total <= 1).all()):
             return "hardmax"
+    # less than 1 goes somewhere else: to a sink
     if bool((total < 1 - tolerance).any()) and bool((total <= 1 + tolerance).all()):
         return "softmax with sinks"
     return "softmax" if bool(((total - 1).abs() <= tolerance).all()) else "unknown"

@@ -127,15 +127,18 @@ def read_end(log: PassLog, output: Sequence[Tensor], last: ModuleCall) -> End:
     stream = last.stream()
     assert stream is not None  # the block has states
     state, norm = stream[1], None
+    # a norm behind the last block is the final norm; some models have none
     call = _reader(log, state, last.end, lambda call: is_plain_norm(call.module, call.inputs[0]))
     start = last.end
     if call is not None:
         norm = Norm(call.path, state.shape[-1])
         state, start = call.outputs[0], call.end
+    # what reads the norm, or the state itself, and gives an output is the unembedding
     call = _reader(log, state, start, lambda call: is_linear(call.module, call.inputs[0]))
     if call is None or not any(t.shape == call.outputs[0].shape for t in output):
         return End(norm)  # a head of several layers
     same = list(call.outputs)
+    # casts and shifts by a constant do not change which matrix it is
     for op in log.operations[call.end :]:
         if op.name in UNCHANGED and any(is_among(t, same) for t in op.inputs):
             same += op.outputs

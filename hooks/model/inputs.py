@@ -444,12 +444,14 @@ def read_inputs(
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
             that are too long, masks of another shape, or what :func:`check_inputs` refuses.
     """
+    # read before: nothing is read twice
     if isinstance(inputs, Batches):
         return inputs
     reader = _Reader(model, name, column, max_length)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
         return Batches(model, read.rows, name, read.columns)
+    # what holds no sequences itself may give them batch by batch
     if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
         raise InfoFlowError(
             f"{name} is {_describe_type(inputs)}: expected a tensor, strings, a list of token ids, "
@@ -766,6 +768,7 @@ def _first_of(given: Any, loader: Any) -> Any:
     """
     if not (isinstance(given, (tuple, list)) and given and isinstance(given[0], Tensor)):
         return given
+    # a batch of a loader is (inputs, targets); a list of tensors may be inputs alone
     inputs, *others = given
     is_pair = loader is not None and isinstance(given, tuple)
     if inputs.ndim > 1:

@@ -278,6 +278,7 @@ def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
     if not is_bridge(model) and middle in known:
         return (middle,)
     attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
+    # with a norm in between, attention's own output is the state
     adds = hook_semantics(model).adds
     if adds is None:
         raise InfoFlowError(

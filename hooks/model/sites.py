@@ -101,6 +101,7 @@ class SiteRun(Tap):
         self._model, self._anatomy, self._blocks = model, anatomy, anatomy.blocks
         self._names, self._fire_point = set(names), fire
         self._thread = threading.get_ident()
+        # looked up in every block, so by block once
         self._by_block: list[set[str]] = [set() for _ in self._blocks]
         for name in self._names:
             if name.startswith("blocks."):
@@ -343,11 +344,13 @@ class SiteRun(Tap):
         name = getattr(func, "__name__", "")
         if self._is_aside or name not in _NOTED:
             return func(*args, **(kwargs or {}))
+        # norms, dropout and casts of the state are still the state
         if name in SAME and args and id(args[0]) in self._copies:
             out = super().__torch_function__(func, types, args, kwargs)
             if isinstance(out, Tensor):
                 self._copies[id(out)] = out
             return out
+        # sums of the state with something: attention first, then the MLP
         if self._copies and name in ADDITIONS and len(args) > 1:
             if self._is_inside and self._adds_to_state(args):
                 return self._sum(func, args)
@@ -368,10 +371,12 @@ class SiteRun(Tap):
     def _sum(self, func: Any, args: tuple[Any, ...]) -> Tensor:
         """Run the sum of a state with what attention or the MLP adds."""
         pair = list(args)
+        # the summand that is not the state is what is shown
         place = 0 if id(args[1]) in self._copies else 1
         name = "hook_attn_out" if self._stage == 0 else "hook_mlp_out"
         pair[place] = self._show_state(name, pair[place])
         out: Tensor = func(*pair)
+        # the first sum of a block ends attention, the second ends the block
         if self._stage == 0:
             self._stage = 1
             mid = self._block.mid

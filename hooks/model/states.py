@@ -141,6 +141,7 @@ class StateFinder:
         for op in self._operations[after:]:
             if op.name == "__get__" or not is_among(tensor, op.inputs):
                 continue
+            # a module that was entered after the tensor was made reads it as a whole
             calls = [
                 call
                 for call in (op.call.enclosing() if op.call else ())
@@ -186,6 +187,7 @@ class StateFinder:
             if later.name in SAME and later.inputs and id(later.inputs[0]) in same:
                 same |= {id(t) for t in later.outputs}
             if self._is_sum(later) and any(id(t) in same for t in later.inputs):
+                # with a second attention, the sum may be that of the other one
                 if len(self._attentions) > 1:
                     why = "several attentions in this block: the next sum is that of another one"
                     self._lack("mlp_out", why=why)
@@ -203,6 +205,7 @@ class StateFinder:
         """Find the last matrix of an MLP: what it adds is the output of that, or a norm of it."""
         block, tensor = self._block, contribution
         for _ in range(4):
+            # up from the sum: a matrix is the last one, a norm or a copy is passed by
             made = [c for c in self._inner if tensor is not None and is_among(tensor, c.outputs)]
             for call in made:
                 read = [t for t in call.inputs if t.is_floating_point()]

@@ -189,6 +189,7 @@ def suspend_compiler() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
         yield
         return
+    # blocks may be nested and in several threads, and the stance is the process's
     with _stances_lock:
         if not _watching:
             _stances.enter_context(torch.compiler.set_stance("force_eager"))
@@ -293,9 +294,11 @@ class Tap(TorchFunctionMode):
     def _show(self, call: AttentionCall, site: Site, tensor: Tensor) -> Tensor:
         """Return the tensor to go on with, the same object if nobody replaces it."""
         part = tensor
+        # sinks are no keys
         if site in ("scores", "pattern") and call.sinks:
             part = tensor[..., : tensor.shape[-1] - call.sinks]
         by_head, n = split_heads(part, self.batch), self.n_heads
+        # heads in groups: one query axis for several, as in multi-query models
         if n and site not in ("k", "v") and by_head.ndim == 4 and by_head.shape[1] not in (n, 1):
             by_head = by_head.reshape(
                 by_head.shape[0], n, -1, by_head.shape[-1]
@@ -443,6 +446,7 @@ class Tap(TorchFunctionMode):
         layout = Layout.parse_values(operands.equation, swapped)
         pattern, values = reversed(operands.pair) if swapped else operands.pair
         v = layout.right(values)
+        # other products read a pattern as well, such as those of masks
         if v.shape[-2] not in (pattern.shape[-1], pattern.shape[-1] - call.sinks):
             return operands.run(func)
         call.is_read = True
@@ -518,6 +522,7 @@ def _mask(
         return scores.masked_fill(later, -torch.inf), None
     if mask is None:
         return scores, None
+    # a mask of booleans says what is open; one of numbers is added
     if mask.dtype == torch.bool:
         call.closings = (_Closing(~mask, scores.shape, fill=-torch.inf),)
         scores = scores.masked_fill(~mask, -torch.inf)

@@ -186,12 +186,14 @@ def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[i
     cfg: Any = model.cfg
     wanted = not bare and getattr(cfg, "default_prepend_bos", True)
     has_bos = getattr(cfg, "tokenizer_prepends_bos", True)
+    # TransformerLens puts BOS before the text where the tokenizer does not
     if wanted and not has_bos:
         bos = tokenizer.bos_token or ""
         is_one = len(tokenizer(bos, add_special_tokens=False)["input_ids"]) == 1
         texts = [bos + text for text in texts] if is_one else texts
     with panics_as_errors("the tokenizer"):
         rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    # TransformerLens takes EOS off the end
     if getattr(cfg, "tokenizer_appends_eos", False):
         for row in rows:
             while len(row) > 1 and row[-1] == tokenizer.eos_token_id:

@@ -91,9 +91,11 @@ def largest_keys(
         scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
     values, places = scores.topk(n, dim=-1)
     ties = torch.zeros_like(places)
+    # equal scores among the largest; keys that are closed are equal, too, and do not count
     equal = (values[..., :-1] == values[..., 1:]) & (values[..., 1:] > closed)
     tied = equal.any(dim=-1)
     if tied.any():  # topk breaks ties as it likes
+        # sorted anew where it matters: the first of equals comes first
         rows = scores[tied]
         order = rows.sort(dim=-1, descending=True, stable=True).indices[:, :n]
         places[tied] = order

@@ -347,10 +347,12 @@ def _measure_parts(
     needs = prepare(model, probes, weights)
     halved = False
     with progress_bar("probing", total, progress, done=skip) as advance:
+        # batches of evaluation follow those of the fit
         for index, (mode, part) in enumerate(parts):
             split.mode = mode
             for batch in part.batches(batch_size, 0 if index else skip):
                 weights.check()
+                # halved once, halved from then on
                 for piece in batch.halves() if halved and len(batch) > 1 else (batch,):
                     halved = _measure(model, piece, probes, split, needs, halved)
                 advance(len(batch))

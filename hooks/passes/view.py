@@ -437,9 +437,11 @@ class Pass:
         names = [n for n, part in self._raw.items() if part.is_floating_point() and part.numel()]
         if not names:
             return
+        # a sum is not finite if a part is not: one number for each, read from the device at once
         doubts = [self._doubt(name, mask).flatten() for name in names]
         if torch.cat(doubts).isfinite().all():
             return
+        # a sum may overflow although no part has: look at the parts
         for name, doubt in zip(names, doubts, strict=True):
             if not doubt.isfinite() and not self._doubt(name, mask, exactly=True).isfinite():
                 what = "NaN" if doubt.isnan() else "infinity"

@@ -69,6 +69,7 @@ class PositionsProbe(Probe[PositionsResult]):
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
         spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
         measured = [*zip(*ranked, strict=True), *zip(*spread, strict=True)]
+        # all numbers come to the host in one go
         host = iter(to_host([tensor for of_layers in measured for tensor in of_layers]))
         names = ("positions", "margins", "ties", "entropy", "concentration")
         by_name = {name: [next(host) for _ in found] for name, found in zip(names, measured)}

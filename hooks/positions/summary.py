@@ -95,6 +95,7 @@ class _Choices:
         places = (keys >= 0) & ~tied
         head = torch.arange(n_head)[:, None].expand_as(keys)
         query = torch.arange(n_query).expand_as(keys)
+        # one number for each (head, query, key), to be counted at once
         flat = ((head * n_query + query) * n_key + keys)[places]
         counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
         self._counts = add_with_padding(self._counts, counts.view(n_head, n_query, n_key))

@@ -60,6 +60,7 @@ class NormalEquations:
         gram = (gram + gram.T) / 2
         unit = torch.where(unit > 0, unit, 1)
         self._n, self._ridge = n, ridge
+        # scaled to units, so that features of different size do not decide the rank
         eigenvalues, vectors = torch.linalg.eigh(gram / torch.outer(unit, unit))
         keep = eigenvalues > len(gram) * _EPS * 4
         self.rank = int(keep.sum())

@@ -155,6 +155,7 @@ class RecoveryResult(Result):
             *(LabelledArray(name, torch.tensor(n), ("layer",)) for name, n in rows),
             *(arrays[name] for name in _OPTIONAL if name in arrays),
         ]
+        # each control has its two columns behind the heads' own
         for control in self.controls:
             for error in ("second_moment", "fvu"):
                 array = arrays[f"control_{error}"].select(control=control)

@@ -69,6 +69,7 @@ class RegressionStatistics:
         shifted = x.double() - self.shift_x
         targets = values.double() - self.shift_y
         sums = (shifted.sum(dim=0), _gram(shifted), counts @ targets, counts @ targets.square())
+        # sums in float64, products in the precision that the device is fast in
         dtype = self._product_dtype(x, values)
         features, targets = shifted.to(dtype), targets.to(dtype)
         if values.shape[1] < _WIDE or x.is_cuda:
@@ -93,6 +94,7 @@ class RegressionStatistics:
         self._begin(x, x.new_zeros(n_classes, dtype=torch.float64), chosen.shape[1])
         shifted = x.double() - self.shift_x
         labels = classes.to(chosen.device)[chosen.long()].long()
+        # tokens that are no class have a row of their own, which is left out
         labels = torch.where(labels < 0, n_classes, labels)
         counts = _counts(labels, n_classes + 1)[:, :n_classes]
         sums = (shifted.sum(dim=0), _gram(shifted), counts, counts)

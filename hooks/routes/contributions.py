@@ -333,6 +333,7 @@ def _find_proximities(
     """Return the proximities of what a sequence's keys bring, by head or for all heads."""
     n_heads, n_query, n_key = pattern.shape
     found = []
+    # some queries at a time: vectors of all pairs of tokens would not fit
     for queries in torch.arange(n_query).split(max(1, _ROOM // (n_key * whole.shape[-1]))):
         weights, target = pattern[:, queries], whole[queries, None]
         if heads_apart:
