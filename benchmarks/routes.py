@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import baselines, run_probes
-from infoflow_lens.hooks.routes.paths import with_residual
+from infoflow_lens.hooks.routes.paths import add_residual
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back, propagate_edges
 
 
@@ -47,7 +47,7 @@ def best_path_rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, float]]:
     scores = torch.randn(n_layers, 1, n_pos, n_pos, generator=generator) * 2
     future = torch.ones(n_pos, n_pos, dtype=torch.bool).triu(1)
     edges = scores.masked_fill_(future, -torch.inf).softmax(dim=-1)
-    states, with_half = torch.arange(n_pos)[None], with_residual(edges)
+    states, with_half = torch.arange(n_pos)[None], add_residual(edges)
 
     def rollout() -> None:
         propagate_edges(with_half, "sum-product", queries=states)

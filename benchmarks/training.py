@@ -131,7 +131,7 @@ def by_vmap(models: list[VectorTransformer]) -> Iterator[None]:
         named = {f"model.{name}": value for name, value in weights.items()}
         return torch.func.vmap(output)(named, x)
 
-    with mock.patch.object(infoflow_lens.studies.together, "stacked_readout", readout):
+    with mock.patch.object(infoflow_lens.studies.together, "compute_readouts", readout):
         yield
 
 

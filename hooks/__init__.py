@@ -168,7 +168,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What attaches probes loads PyTorch's compiler, which takes longer than torch itself."""
+    """Import :func:`attach` on its first use: it loads PyTorch's compiler, which takes long."""
     if name not in ("AttachedProbes", "attach"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from infoflow_lens.hooks.passes import attach as module

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.display import plain_label
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +25,7 @@ _COLUMNS = 4  # of panels
 _TICKS = 40  # at most, that have names
 
 
+@refuse_names(filled="to_tensor", of_layer="take_layer")
 @dataclass(frozen=True, eq=False)
 class LabelledArray:
     """A tensor, or a tensor for each layer, with names on the axes.
@@ -45,10 +46,10 @@ class LabelledArray:
         by_layer = isinstance(self.values, tuple)
         found = {part.ndim for part in self.values} if by_layer else {self.values.ndim}  # type: ignore[union-attr]
         if found != {len(self.dims) - by_layer} or (by_layer and self.dims[0] != "layer"):
-            shown = [list(part.shape) for part in self._parts()]
+            shapes = [list(part.shape) for part in self._parts()]
             raise InfoFlowError(
                 f"{self.name} has axes {', '.join(self.dims) or 'without names'}, and its "
-                f"{'tensors, one a layer, have' if by_layer else 'tensor has'} shape {shown[0]}: "
+                f"{'tensors, one a layer, have' if by_layer else 'tensor has'} shape {shapes[0]}: "
                 f"expected a name for each axis{', layer first' if by_layer else ''}"
             )
 
@@ -56,7 +57,7 @@ class LabelledArray:
         return self.values if isinstance(self.values, tuple) else (self.values,)
 
     def places(self, dim: str) -> Sequence[Any]:
-        """What stands at the places of an axis."""
+        """Return the names of the places of an axis, or their numbers."""
         return self.coords[dim] if dim in self.coords else range(self.size_of(dim))
 
     def size_of(self, dim: str) -> int:
@@ -69,7 +70,7 @@ class LabelledArray:
         return max(part.shape[axis - 1] for part in self.values)
 
     def select(self, **where: Any) -> "LabelledArray":
-        """The array at one place of some axes, which it then no longer has.
+        """Return the array at one place of some axes, which it then no longer has.
 
         Args:
             where: places by the names of axes, such as ``layer=0, rank=2``.
@@ -88,6 +89,7 @@ class LabelledArray:
             index, axis = places.index(place), found.dims.index(dim)
             left = tuple(name for name in found.dims if name != dim)
             values: Any = found.values
+            # layers that differ in shape stand in a tuple, whose place is the layer
             if not isinstance(values, tuple):
                 values = values.select(axis, index)
             elif axis == 0:
@@ -97,15 +99,15 @@ class LabelledArray:
             found = replace(found, values=values, dims=left)
         return found
 
-    def of_layer(self, layer: int | None) -> tuple[Tensor, tuple[str, ...]]:
-        """The tensor of a layer, by its number, and its axes; the whole for None."""
+    def take_layer(self, layer: int | None) -> tuple[Tensor, tuple[str, ...]]:
+        """Return the tensor of a layer, by its number, and its axes; the whole for None."""
         if layer is None or "layer" not in self.dims:
             assert isinstance(self.values, Tensor)
             return self.values, self.dims
         return self.values[layer], self.dims[1:]
 
-    def filled(self) -> Tensor:
-        """One tensor, NaN where layers have fewer heads than others."""
+    def to_tensor(self) -> Tensor:
+        """Return one tensor, NaN where layers have fewer heads than others."""
         if isinstance(self.values, Tensor):
             return self.values
         shape = [max(sizes) for sizes in zip(*(part.shape for part in self.values), strict=True)]
@@ -115,7 +117,7 @@ class LabelledArray:
         return whole
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each number."""
+        """Return a table with one row for each number."""
         return frame_of([self])
 
     def plot(self, title: str = "") -> "Figure":
@@ -126,7 +128,7 @@ class LabelledArray:
         array = self
         while len(array.dims) > 3:
             array = array.select(**{array.dims[0]: array.places(array.dims[0])[0]})
-        values = array.filled().detach().float().cpu().numpy()
+        values = array.to_tensor().detach().float().cpu().numpy()
         if values.ndim < 3:
             return _panels([(title or self.name, values)], array.dims, array, "")
         facets = [(f"{array.dims[0]} {at}", part) for at, part in zip(
@@ -136,7 +138,7 @@ class LabelledArray:
 
 
 def frame_of(columns: Sequence[LabelledArray], rows: LabelledArray | None = None) -> "pd.DataFrame":
-    """A table with a column for each axis and for each array.
+    """Return a table with a column for each axis and for each array.
 
     Args:
         columns: the first has all axes; those with fewer are repeated. If there are others, each
@@ -160,24 +162,26 @@ def _columns(
     columns: Sequence[LabelledArray], rows: LabelledArray | None, layer: int | None
 ) -> Iterator[tuple[str, Any]]:
     main = columns[0]
-    values, dims = main.of_layer(layer)
+    values, dims = main.take_layer(layer)
+    # all places of the main column, or those that the mask of rows has
     kept = torch.ones_like(values, dtype=torch.bool)
     if rows is not None:
-        kept &= _aligned(rows, layer, dims)
+        kept &= _align(rows, layer, dims)
     index = torch.atleast_1d(kept).nonzero(as_tuple=True)  # a number of a layer has no axis
     if layer is not None:
         yield "layer", np.full(len(index[0]), main.places("layer")[layer])
     for axis, dim in zip(index, dims, strict=bool(dims)):
         yield dim, np.asarray(main.places(dim))[axis.cpu().numpy()]
+    # other columns may lack an axis, and stand for all its places
     for column in columns:
-        found = _aligned(column, layer, dims).expand_as(values)
+        found = _align(column, layer, dims).expand_as(values)
         found = torch.atleast_1d(found)[index].detach().cpu()
         yield column.name, (found.float() if found.dtype == torch.bfloat16 else found).numpy()
 
 
-def _aligned(array: LabelledArray, layer: int | None, dims: Sequence[str]) -> Tensor:
-    """Values with an axis for each of `dims`, of size 1 where the array has none."""
-    values, own = array.of_layer(layer)
+def _align(array: LabelledArray, layer: int | None, dims: Sequence[str]) -> Tensor:
+    """Return values with an axis for each of `dims`, of size 1 where the array has none."""
+    values, own = array.take_layer(layer)
     for axis, dim in enumerate(dims):
         if dim not in own:
             values = values.unsqueeze(axis)
@@ -194,6 +198,7 @@ def _panels(
     figure = Figure(figsize=(1.5 + 2.6 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
     figure.suptitle(plain_label(title))
     grid = figure.subplots(n_rows, n_columns, squeeze=False).flatten()
+    # one scale for all panels, so that their colours can be compared
     known = np.concatenate([part.ravel() for _, part in facets])
     known = known[np.isfinite(known)]
     low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
@@ -209,6 +214,7 @@ def _panels(
             for dim, set_ticks in ((dims[1], axes.set_xticks), (dims[0], axes.set_yticks)):
                 if dim in array.coords and len(array.coords[dim]) <= _TICKS:
                     set_ticks(range(len(array.coords[dim])), map(plain_label, array.coords[dim]))
+    # the last row of the grid may have room for more
     for axes in grid[len(facets) :]:
         axes.set_axis_off()
     if facets[0][1].ndim == 2:

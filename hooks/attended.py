@@ -38,7 +38,7 @@ class AttendedResult(Result):
 
     @property
     def positions(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
-        """For every layer the attended positions, -1 for the others, as `propagate` takes them."""
+        """The attended positions of every layer, -1 for the others, as `propagate` takes them."""
         layers = []
         for attended in self.attended:
             keys = torch.arange(attended.shape[-1], dtype=torch.int32)
@@ -47,19 +47,19 @@ class AttendedResult(Result):
 
     @property
     def moved_keys(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
-        """What heads pass on, :attr:`positions`; `propagate` takes the result for it."""
+        """The keys that heads pass on, :attr:`positions`; `propagate` takes the result for them."""
         return self.positions
 
     @property
     def is_query(self) -> Bool[Tensor, "sample query"]:
-        """Which queries are no padding."""
+        """The mask of queries, False on padding."""
         n_samples, _, n_queries, _ = self.attended[0].shape
         if self.lengths is None:
             return torch.ones(n_samples, n_queries, dtype=torch.bool)
         return torch.arange(n_queries) < self.lengths[:, None]
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer and head: how many keys a query draws from."""
+        """Return one row for each layer and head: how many keys a query draws from."""
         real = self.is_query
         # [query of any sequence, head]
         counts = [attended.sum(dim=-1).transpose(1, 2)[real] for attended in self.attended]
@@ -73,7 +73,7 @@ class AttendedResult(Result):
         )
 
     def plot(self, layer: int = 0) -> "Figure":
-        """How often each query that is there draws from each key, a panel for each head."""
+        """Draw how often each query that is there draws from each key, a panel for each head."""
         n = self.is_query.sum(dim=0)[:, None]
         often = tuple(attended.double().sum(dim=0) / n for attended in self.attended)
         array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
@@ -102,7 +102,7 @@ class AttendedProbe(Probe[AttendedResult]):
     lengths = concatenated()
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The keys of a pass."""
+        """Return the keys of a pass."""
         layers = []
         for layer in range(seen.n_layers):
             pattern = seen.pattern(layer)
@@ -111,5 +111,5 @@ class AttendedProbe(Probe[AttendedResult]):
         return {"attended": to_host(layers), "lengths": seen.lengths_of(layers[0].shape[2])}
 
     def compute(self) -> AttendedResult:
-        """All batches together."""
-        return self.filled(AttendedResult)
+        """Join all batches."""
+        return self.make_result(AttendedResult)

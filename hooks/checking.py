@@ -58,21 +58,23 @@ def check_probe(
     else:
         shortest = min(map(len, rows))
         _check_one_length(_Trial(probe, model, [row[:shortest] for row in rows], tolerance))
+        # texts of one length are never padded: shorten every other one, so that padding is tried
         if len({len(row) for row in rows}) == 1:
             rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
         trial = _Trial(probe, model, rows, tolerance)
         trial.compare(
-            _merged(trial.alone()),
+            _merge(trial.alone()),
             trial.whole,
             f"a batch of texts with {', '.join(str(len(row)) for row in rows[:8])} tokens does not "
             "give what each gives alone: padding may enter, as in a mean over all rows of a "
             "pattern; use seen.sum_over_queries, seen.sum_over_positions, or seen.is_real",
         )
     _check_states(trial)
+    # a probe may say that the place of a text in the corpus decides something
     if not probe.by_index:
         trial.compare(
             _Trial(probe, model, trial.given.flip(0) if isinstance(trial.given, Tensor)
-                   else trial.given[::-1], tolerance).measured(0, trial.n),
+                   else trial.given[::-1], tolerance).measure(0, trial.n),
             trial.whole,
             "another order of the texts gives other numbers: expected none, or by_index = True "
             "in the class, where the place of a text decides something",
@@ -87,12 +89,13 @@ def check_probe(
 def _check_one_length(trial: "_Trial") -> None:
     """Refuse a probe that is random, or that counts passes and not sequences."""
     trial.compare(
-        trial.measured(0, trial.n),
+        trial.measure(0, trial.n),
         trial.whole,
         "the same texts give other numbers a second time: it is random; draw from a generator with "
         "a seed that is a setting, made anew in each update",
     )
-    asked = trial.measured(0, trial.n)
+    # a result that is asked for twice must be the same twice
+    asked = trial.measure(0, trial.n)
     trial.compare(
         asked,
         asked.result(),
@@ -100,7 +103,7 @@ def _check_one_length(trial: "_Trial") -> None:
         "make new tensors",
     )
     trial.compare(
-        _merged(trial.alone()),
+        _merge(trial.alone()),
         trial.whole,
         "a batch of texts of one length does not give what each gives alone: it may count passes, "
         "keep the last one, or take a mean over a batch; return sums over the sequences of a pass, "
@@ -112,19 +115,21 @@ def _check_states(trial: "_Trial") -> None:
     """Refuse a probe whose states do not merge, or do not hold all that it knows."""
     half = trial.n // 2
     alone = trial.alone()
-    first, second = trial.measured(0, half), trial.measured(half, trial.n)
+    first, second = trial.measure(0, half), trial.measure(half, trial.n)
+    # merging must leave the probe alone from which it takes
     before = state_to_bytes(second.state_dict())
     whole = trial.whole
-    trial.compare(_merged([first, second]), whole, "two halves do not merge to the whole")
+    trial.compare(_merge([first, second]), whole, "two halves do not merge to the whole")
     trial.compare(
-        _merged([alone[0], _merged(alone[1:])]), whole, "merging depends on what is merged first"
+        _merge([alone[0], _merge(alone[1:])]), whole, "merging depends on what is merged first"
     )
     if state_to_bytes(second.state_dict()) != before:
         raise InfoFlowError(f"{trial.name}: merging changes the probe that is merged into another")
+    # as after an interruption: through bytes, into a new probe
     again = copy.deepcopy(trial.probe)
     again.load_state_dict(state_from_bytes(state_to_bytes(first.state_dict())))
     trial.compare(
-        trial.measured(half, trial.n, again),
+        trial.measure(half, trial.n, again),
         whole,
         "a probe that goes on from a stored state ends elsewhere: what update() keeps in "
         "attributes of its own is lost; return it as a state",
@@ -138,6 +143,7 @@ def _check_one_token(
     rows = [*trial.given, trial.given[0][:1]]
     more = _Trial(probe, model, rows, tolerance)
     found = _attempt(trial.name, "a text of one token among others", lambda: more.whole)
+    # arrays of sequences have a row more now, and cannot be compared place by place
     for name, array in trial.whole.arrays.items():
         if name not in found.arrays or set(array.dims) & set(_OF_SEQUENCES):
             continue
@@ -150,7 +156,7 @@ def _check_one_token(
                 "infinity: a mean over no query is NaN, and so is a sum with it; sum over "
                 "queries, count them (seen.count_queries), and divide in compute()"
             )
-    _attempt(trial.name, "a text of one token alone", lambda: more.measured(trial.n, trial.n + 1))
+    _attempt(trial.name, "a text of one token alone", lambda: more.measure(trial.n, trial.n + 1))
 
 
 def _check_files(trial: "_Trial") -> None:
@@ -199,14 +205,14 @@ class _Trial:
     @cached_property
     def whole(self) -> Result:
         """The result of all sequences in one batch."""
-        return self.measured(0, self.n).result()
+        return self.measure(0, self.n).result()
 
     def alone(self) -> list[Probe[Any]]:
-        """A probe of each sequence."""
-        return [self.measured(index, index + 1) for index in range(self.n)]
+        """Return a probe of each sequence."""
+        return [self.measure(index, index + 1) for index in range(self.n)]
 
-    def measured(self, start: int, end: int, probe: Probe[Any] | None = None) -> Probe[Any]:
-        """A probe that has seen these sequences in one batch, too."""
+    def measure(self, start: int, end: int, probe: Probe[Any] | None = None) -> Probe[Any]:
+        """Return a probe that has seen these sequences in one batch, too."""
         probe = copy.deepcopy(self.probe) if probe is None else probe
         extent = self._batches.extent
         assert extent is not None
@@ -269,8 +275,8 @@ def _parts(values: Any) -> Sequence[Tensor]:
     return (values,) if isinstance(values, torch.Tensor) else tuple(values)
 
 
-def _merged(probes: Sequence[Probe[Any]]) -> Probe[Any]:
-    """A probe that has seen what these have, which stay as they are."""
+def _merge(probes: Sequence[Probe[Any]]) -> Probe[Any]:
+    """Return a probe that has seen what these have, which stay as they are."""
     whole = copy.deepcopy(probes[0])
     for probe in probes[1:]:
         whole.merge(probe)

@@ -38,14 +38,14 @@ class PatternsResult(Result):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query reads a later key."""
+        """Say whether no query reads a later key."""
         return not any(
             bool((layer > -math.inf).flatten(0, 1).any(dim=0).triu(1).any())
             for layer in self.scores
         )
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, sample, head, query and allowed key."""
+        """Return one row for each layer, sample, head, query and allowed key."""
         dims = ("layer", "sample", "head", "query", "key")
         found = (("weight", self.patterns), ("score", self.scores))
         allowed = tuple(scores > -torch.inf for scores in self.scores)
@@ -55,7 +55,7 @@ class PatternsResult(Result):
         )
 
     def plot(self, layer: int = 0, sample: int = 0) -> "Figure":
-        """The patterns of one sequence, a panel for each head."""
+        """Return the patterns of one sequence, a panel for each head."""
         return super().plot("patterns", layer=layer, sample=sample)
 
 
@@ -73,10 +73,12 @@ class PatternsProbe(Probe[PatternsResult]):
     lengths = concatenated()
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """Those of a pass."""
+        """Read the patterns and scores of a pass."""
         layers = range(seen.n_layers)
-        shown = [make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers]
-        host = to_host(shown)
+        attention = [
+            make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers
+        ]
+        host = to_host(attention)
         return {
             "patterns": host[: len(layers)],
             "scores": host[len(layers) :],
@@ -84,5 +86,5 @@ class PatternsProbe(Probe[PatternsResult]):
         }
 
     def compute(self) -> PatternsResult:
-        """All batches together."""
-        return self.filled(PatternsResult)
+        """Join all batches."""
+        return self.make_result(PatternsResult)

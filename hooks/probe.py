@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar, dataclass_transform
 
 from infoflow_lens.foundation.code import code_digest, is_own
-from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
+from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError, refuse_names
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
@@ -22,8 +22,8 @@ from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.result import LabelledResult, Result, labelled
-from infoflow_lens.hooks.states import State, copied, states_of
+from infoflow_lens.hooks.result import LabelledResult, Result, label_arrays
+from infoflow_lens.hooks.states import State, copy_values, states_of
 
 if TYPE_CHECKING:
     from infoflow_lens.hooks.sharded import ShardedResult
@@ -63,26 +63,27 @@ class Split:
         check_fields(self)
 
     def indices(self, n_before: int, n: int) -> Int[Tensor, " n"]:
-        """Which sequences of all the next `n` are."""
+        """Return the numbers, among all sequences, of the next `n`."""
         return self.first + self.step * torch.arange(n_before, n_before + n)
 
     def held_out(self, indices: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
-        """Whether these sequences are held out."""
+        """Say whether these sequences are held out."""
         if self.mode == "by_index":
             return indices % self.every == self.every - 1
         return torch.full(indices.shape, self.mode == "evaluate")
 
     def n_held_out(self, n: int) -> int:
-        """How many of the first `n` sequences are held out."""
+        """Count those of the first `n` sequences that are held out."""
         if self.mode == "by_index" and self.step == 1:
             return (self.first + n) // self.every - self.first // self.every
         return int(self.held_out(self.indices(0, n)).sum())
 
     def turns(self, indices: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Numbers by which held-out sequences are dealt to blocks in turn."""
+        """Return numbers by which held-out sequences are dealt to blocks in turn."""
         return indices // self.every if self.mode == "by_index" else indices
 
 
+@refuse_names(filled="make_result")
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 class Probe(ABC, Generic[ResultT]):
     """Measures something of every sequence that passes through a model.
@@ -145,12 +146,14 @@ class Probe(ABC, Generic[ResultT]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = {*inspect.get_annotations(cls), *(k for k, v in vars(cls).items() if _is_state(v))}
+        # methods and attributes of Probe, which a field would hide
         taken = sorted(name for name in own if callable(getattr(Probe, name, None)))
         if taken or own & {"n_sequences", "pending", "is_attached", "kept"}:
             raise InfoFlowError(
                 f"{cls.__name__} declares {', '.join(taken or own)}, which every probe has: "
                 "expected another name"
             )
+        # settings must be known, as probes merge and go on only with the same
         if "__init__" in vars(cls) and "config" not in vars(cls):
             raise InfoFlowError(
                 f"{cls.__name__} writes __init__, so nobody knows its settings: expected them as "
@@ -160,7 +163,7 @@ class Probe(ABC, Generic[ResultT]):
         cls._states = states_of(cls)
 
     def __new__(cls: type[ProbeT], *args: Any, **kwargs: Any) -> ProbeT:
-        """A probe that has measured nothing.
+        """Return a probe that has measured nothing.
 
         Raises:
             InfoFlowError: for a class that lacks a method.
@@ -186,17 +189,17 @@ class Probe(ABC, Generic[ResultT]):
 
     @abstractmethod
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """What one complete forward pass adds to each of the declared states, by name."""
+        """Return what one complete forward pass adds to each of the declared states, by name."""
 
     @abstractmethod
     def compute(self) -> Any:
-        """What follows from the states of at least one pass: a result, or arrays of one.
+        """Compute a result, or arrays of one, from the states of at least one pass.
 
         An array is a tensor, or a list of tensors, one for each layer; several are a dict.
         """
 
     def needs(self, model: nn.Module) -> Needs:
-        """What it reads of every pass; raises InfoFlowError where the model cannot give it."""
+        """Name what it reads of every pass; raises InfoFlowError where the model cannot give it."""
         reads = (self.reads,) if isinstance(self.reads, str) else tuple(self.reads)
         points = [name for name in reads if "hook_" in name]
         unknown = [name for name in reads if name not in (*_PARTS, *_STATES, *points)]
@@ -216,12 +219,12 @@ class Probe(ABC, Generic[ResultT]):
         )
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values; without those that change no result.
+        """Return the settings, as JSON-compatible values; without those that change no result.
 
         Fields are left out that are declared by ``field(compare=False)``.
         """
         return {
-            item.name: described(getattr(self, item.name))
+            item.name: describe_setting(getattr(self, item.name))
             for item in fields(self)  # type: ignore[arg-type]
             if item.init and item.compare
         }
@@ -253,17 +256,19 @@ class Probe(ABC, Generic[ResultT]):
         Raises:
             InfoFlowError: if the model cannot give it, or the probe has measured another model.
         """
-        self._check_declared()
+        self._check_declarations()
         needs = self.needs(model)
         if not isinstance(needs, Needs):
             raise InfoFlowError(
                 f"{type(self).__name__}.needs gave {type(needs).__name__}: expected Needs"
             )
+        # refused before the pass, if the model has no such point
         for point in needs.points:
             hook_name(model, point)
         record = RunRecord.from_model(model, self._settings(), fingerprint_of_model=fingerprint)
         self._same_model(record)
         self._finish_pending()
+        # hooks of an earlier call measure nothing any more
         self.pending = None
         self._record, self._points = record, needs.points
         return needs
@@ -289,15 +294,16 @@ class Probe(ABC, Generic[ResultT]):
         indices = split.indices(self.n_sequences, len(seen))
         # a user's inference mode would make tensors that cannot be added to later
         with torch.inference_mode(False), torch.no_grad():
-            part = self.update(seen.counted(indices, split.held_out(indices), split.turns(indices)))
+            part = self.update(
+                seen.renumber(indices, split.held_out(indices), split.turns(indices))
+            )
             self.add(part, len(seen))
 
     def add(self, part: Mapping[str, Any], n: int) -> None:
         """Add what `update` gave of `n` sequences."""
         self._check_part(part)
         self.kept = {
-            name: state.added(self.kept.get(name), part[name])
-            for name, state in self._states.items()
+            name: state.add(self.kept.get(name), part[name]) for name, state in self._states.items()
         }
         self.n_sequences += n
 
@@ -333,8 +339,10 @@ class Probe(ABC, Generic[ResultT]):
                 f"cannot merge {type(other).__name__}({dict(other.config())}) into "
                 f"{type(self).__name__}({dict(self.config())}): expected the same settings"
             )
+        # what has failed once, or saw other weights, is refused here, too
         for probe in (self, other):
             probe._check_good()
+        # sums of all processes and of one would be counted as if they were alike
         if self._is_reduced != other._is_reduced and self.n_sequences and other.n_sequences:
             raise InfoFlowError(
                 f"one {type(self).__name__} holds what all processes have measured, the other what "
@@ -345,7 +353,7 @@ class Probe(ABC, Generic[ResultT]):
             self._same_model(other._record)
             self._record = other._record
         self.kept = {
-            name: state.merged(self.kept.get(name), other.kept.get(name))
+            name: state.merge(self.kept.get(name), other.kept.get(name))
             for name, state in self._states.items()
         }
         self.n_sequences += other.n_sequences
@@ -367,13 +375,14 @@ class Probe(ABC, Generic[ResultT]):
         if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
         try:
-            states = _gathered(self.state_dict())
+            states = _gather_states(self.state_dict())
         except RuntimeError as error:  # of the backend
             raise InfoFlowError(
                 f"another process of torch.distributed is gone or does not answer ({error}): "
                 "expected each to call all_reduce_() on the same probes; what this process has "
                 "measured is still in this probe, whose state_dict() can be kept"
             ) from error
+        # in the order of ranks, whatever the order in which they answer
         of_ranks = [copy.copy(self) for _ in states]
         for probe, state in zip(of_ranks, states, strict=True):
             probe.load_state_dict(state)
@@ -396,7 +405,7 @@ class Probe(ABC, Generic[ResultT]):
             "missing": list(self._missing),
             "record": None if self._record is None else self._record.to_dict(),
             "is_reduced": self._is_reduced,
-            "measured": copied(self.kept),
+            "measured": copy_values(self.kept),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -415,11 +424,12 @@ class Probe(ABC, Generic[ResultT]):
             record = None if state["record"] is None else RunRecord.from_dict(state["record"])
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
-            measured = copied(state["measured"])
+            # copied: the state belongs to the caller, who may load it again
+            measured = copy_values(state["measured"])
             if (measured or counts[0]) and measured.keys() != self._states.keys():
                 raise ValueError(f"it holds {', '.join(measured) or 'nothing'}")
             kept = {
-                name: None if part is None else self._states[name].rebuilt(part)
+                name: None if part is None else self._states[name].rebuild(part)
                 for name, part in measured.items()
             }
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -427,12 +437,13 @@ class Probe(ABC, Generic[ResultT]):
                 f"the state of {type(self).__name__} cannot be read ({type(error).__name__}: "
                 f"{error}): expected what state_dict() of this version gave; begin again"
             ) from error
+        # set at the end, so that a state which cannot be read changes nothing
         self._record, self.kept = record, kept
         self.n_sequences, self._n_partial = counts
         self._missing, self._is_reduced = seen
 
     def result(self) -> ResultT:
-        """What was measured so far; the probe may go on afterwards.
+        """Return what was measured so far; the probe may go on afterwards.
 
         Raises:
             NothingMeasuredError: if no forward pass was complete.
@@ -450,9 +461,10 @@ class Probe(ABC, Generic[ResultT]):
                 f"{name} has measured nothing: run the model on at least one batch while the probe "
                 "is attached"
             )
+        # plain arrays get names on their axes
         found = self.compute()
         if not isinstance(found, Result):
-            found = labelled(name, found, self.dims, self.run_record(), self.notes())
+            found = label_arrays(name, found, self.dims, self.run_record(), self.notes())
         return cast(ResultT, found)
 
     def check_model(self, fingerprint: str) -> None:
@@ -490,8 +502,8 @@ class Probe(ABC, Generic[ResultT]):
         """Without what binds the probe to a model: what plain hooks have collected, and a block."""
         return {**self.__dict__, "pending": None, "is_attached": False}
 
-    def filled(self, kind: type[ResultT], **more: Any) -> ResultT:
-        """A result whose fields are the states and settings of the same names.
+    def make_result(self, kind: type[ResultT], **more: Any) -> ResultT:
+        """Make a result whose fields are the states and settings of the same names.
 
         Args:
             kind: of result.
@@ -502,12 +514,12 @@ class Probe(ABC, Generic[ResultT]):
         return kind(**{"record": self.run_record(), "notes": self.notes(), **values, **more})
 
     def run_record(self) -> RunRecord:
-        """The record of the run, for the result."""
+        """Return the record of the run, for the result."""
         assert self._record is not None
         return self._record
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
+        """Return what a reader of the result must know."""
         if not self._n_partial:
             return ()
         return (
@@ -515,7 +527,7 @@ class Probe(ABC, Generic[ResultT]):
             f"({', '.join(self._missing)} had not fired)",
         )
 
-    def _check_declared(self) -> None:
+    def _check_declarations(self) -> None:
         """Refuse, before any pass, what could not be measured.
 
         Raises:
@@ -528,6 +540,7 @@ class Probe(ABC, Generic[ResultT]):
                 "total = summed()"
             )
         for method, n_arguments in (("update", 1), ("compute", 0)):
+            # bound to nothing, to see whether it takes as many arguments
             try:
                 inspect.signature(getattr(self, method)).bind(*[None] * n_arguments)
             except TypeError as error:
@@ -568,25 +581,26 @@ _PARTS = ("scores", "pattern", "tokens")  # of a pass, in every layer
 _STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
-def described(value: Any) -> Any:
-    """A setting as JSON-compatible values: of tensors and results a digest, of functions the names,
-    of dataclasses their fields, and of what is the user's own a digest of what it does.
+def describe_setting(value: Any) -> Any:
+    """Return a setting as JSON-compatible values: of tensors and results a digest, of functions
+    the names, of dataclasses their fields, and of the user's own code a digest of what it does.
     """
     if isinstance(value, Tensor):
         return {"table": fingerprint({"table": value})}
     if isinstance(value, (tuple, list)):
-        return [described(part) for part in value]
+        return [describe_setting(part) for part in value]
     if isinstance(value, Mapping):
-        return {str(key): described(part) for key, part in value.items()}
+        return {str(key): describe_setting(part) for key, part in value.items()}
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
         by_name = {"function": f"{getattr(value, '__module__', '')}.{name}"}
+        # code of the user's own may change under the same name; ours goes by the version
         is_object = not hasattr(value, "__qualname__")  # it may hold tensors
         return by_name | ({"code": code_digest(value)} if is_object or is_own(value) else {})
     if isinstance(value, Result):
-        return {"result": type(value).__name__, "digest": fingerprint(value.stored()[1])}
+        return {"result": type(value).__name__, "digest": fingerprint(value.to_parts()[1])}
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {part.name: described(getattr(value, part.name)) for part in fields(value)}
+        parts = {part.name: describe_setting(getattr(value, part.name)) for part in fields(value)}
         return {"kind": type(value).__name__, **parts}
     value = plain(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -601,11 +615,12 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, State)
 
 
-def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of all processes, sent as tensors and JSON: nothing that is received is called."""
+def _gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Gather the states of all processes, sent as tensors and JSON: nothing received is called."""
     distributed = torch.distributed
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     sent = torch.frombuffer(bytearray(state_to_bytes(state)), dtype=torch.uint8).to(device)
+    # processes send as many bytes as the longest has, as all_gather takes equal sizes
     length = torch.tensor([len(sent)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(distributed.get_world_size())]
     distributed.all_gather(lengths, length)

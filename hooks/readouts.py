@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import gives_logits
 
@@ -62,6 +62,7 @@ class Readout(ABC):
         return self
 
 
+@refuse_names(spelled="spell_ids")
 @dataclass(frozen=True)
 class LogitDifference(Readout):
     """The logit of an answer minus that of another; of several on a side, their mean.
@@ -88,7 +89,7 @@ class LogitDifference(Readout):
         against = None if self.against is None else ids_of_answer(model, self.against)
         return replace(self, answer=ids_of_answer(model, self.answer), against=against)
 
-    def spelled(self, tokenizer: Any) -> "LogitDifference":
+    def spell_ids(self, tokenizer: Any) -> "LogitDifference":
         """Show ids as words of a tokenizer."""
 
         def spell(answer: Answer) -> str:
@@ -99,9 +100,9 @@ class LogitDifference(Readout):
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""
-        logits = _at(logits_of(output), self.position)
-        against = logits if self.against is None else _of_ids(logits, self.against)
-        return _of_ids(logits, self.answer).mean(-1) - against.mean(-1)
+        logits = _take_position(logits_of(output), self.position)
+        against = logits if self.against is None else _take_ids(logits, self.against)
+        return _take_ids(logits, self.answer).mean(-1) - against.mean(-1)
 
     def __str__(self) -> str:
         if self.words:
@@ -135,9 +136,9 @@ class LogProbability(Readout):
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the logarithm, in float32 or more."""
-        logits = _at(logits_of(output), self.position)
+        logits = _take_position(logits_of(output), self.position)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        return _of_ids(wide, self.answer).logsumexp(-1)
+        return _take_ids(wide, self.answer).logsumexp(-1)
 
     def __str__(self) -> str:
         return f"log-probability of {self.answer!r}"
@@ -291,7 +292,7 @@ def _check_logits(model: nn.Module, readout: Readout) -> None:
         )
 
 
-def _of_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Tensor, "batch id"]:
+def _take_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Tensor, "batch id"]:
     """Read the numbers of some ids.
 
     Raises:
@@ -306,7 +307,9 @@ def _of_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Tens
     return logits[:, ids]
 
 
-def _at(logits: Float[Tensor, "batch *pos choice"], position: int) -> Float[Tensor, "batch choice"]:
+def _take_position(
+    logits: Float[Tensor, "batch *pos choice"], position: int
+) -> Float[Tensor, "batch choice"]:
     if logits.ndim == 2:
         return logits
     n_pos = logits.shape[1]

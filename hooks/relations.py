@@ -27,11 +27,11 @@ Places: TypeAlias = Callable[[Ids], Bool[Tensor, " pos"]]
 def _shift(by: int) -> Callable[[Ids], Bool[Tensor, "query key"]]:
     """Relate a query to the key that stands so many places behind it."""
 
-    def related(ids: Ids) -> Bool[Tensor, "query key"]:
+    def relate(ids: Ids) -> Bool[Tensor, "query key"]:
         place = torch.arange(len(ids))
         return place[None, :] == place[:, None] + by
 
-    return related
+    return relate
 
 
 def _same_token(ids: Ids) -> Bool[Tensor, "query key"]:
@@ -108,15 +108,18 @@ def find_heads(
                 else _check_answer(places(own), (len(ids),), name)
                 for places, name in ((queries, "queries"), (keys, "keys"))
             )
+            # each text runs alone, so that nothing of it is padding
             seen = run(model, ids[None], Needs.of(model, scores=True, pattern=True))
             for layer in range(n_layers):
                 open_ = seen.visible(layer)[0].cpu() & offered
                 good, n_open = (meant & open_).sum(-1), open_.sum(-1)
+                # a query counts where there is a choice: a key that is meant, and one that is not
                 counts = asking & (good > 0) & (good < n_open)
                 pattern = seen.pattern(layer)[0].float().cpu()
                 first = pattern.masked_fill(~open_, -1).argmax(dim=-1)
                 hit = meant.expand(len(pattern), -1, -1).gather(2, first[..., None])[..., 0]
                 hits[layer] = hits[layer] + (hit & counts).sum(-1)
+                # chance: the share of the open keys that are meant
                 chance[layer] += float((good[counts] / n_open[counts]).sum())
                 counted[layer] += int(counts.sum())
             step(1)
@@ -137,6 +140,7 @@ def find_heads(
         if counted[layer]
         for head, n in enumerate(hits[layer].tolist())
     ]
+    # the largest distance from chance first, as chance differs between layers
     frame = pd.DataFrame(rows)
     order = (frame["share"] - frame["chance"]).sort_values(ascending=False, kind="stable").index
     return frame.loc[order].reset_index(drop=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel
 from infoflow_lens.foundation.documents import check_name
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
@@ -51,6 +51,7 @@ fingerprint of the model.
 ResultT = TypeVar("ResultT", bound="Result")
 
 
+@refuse_names(stored="to_parts", of_stored="from_parts")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result(Displayed):
     """Measured numbers, with what is needed to reproduce them.
@@ -87,12 +88,12 @@ class Result(Displayed):
         return found
 
     def _coords(self) -> Mapping[str, Sequence[Any]]:
-        """What stands at the places of the axes, where it is not 0 and so on."""
+        """Return the names of places on the axes, where they are not 0, 1 and so on."""
         given = {dim: getattr(self, name, None) for dim, name in _COORDINATES.items()}
         return {dim: places for dim, places in given.items() if isinstance(places, tuple)}
 
     def array(self, name: str | None = None, **where: Any) -> LabelledArray:
-        """One of the arrays, with names on its axes, ``.to_frame()`` and ``.plot()``.
+        """Return one of the arrays, with names on its axes, ``.to_frame()`` and ``.plot()``.
 
         Args:
             name: default, the first.
@@ -107,7 +108,7 @@ class Result(Displayed):
         return self.arrays[name].select(**where)
 
     def to_frame(self) -> "pd.DataFrame":
-        """A table of all arrays: a row for each number, with its places on the axes."""
+        """Return a table of all arrays: a row for each number, with its places on the axes."""
         return frame_of(sorted(self.arrays.values(), key=lambda array: -len(array.dims)))
 
     def plot(self, *args: Any, **where: Any) -> "Figure":
@@ -132,10 +133,10 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if they cannot be written, or other files stand in their places.
         """
-        write_parts(path, SCHEMA, *self.stored(), overwrite=overwrite)
+        write_parts(path, SCHEMA, *self.to_parts(), overwrite=overwrite)
 
-    def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What is written of it: values for JSON, and tensors by name."""
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what is written of the result: values for JSON, and tensors by name."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
         for item in fields(self):
@@ -159,22 +160,22 @@ class Result(Displayed):
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
-        """The result that :meth:`save` wrote. Nothing that the files name is called.
+        """Return the result that :meth:`save` wrote. Nothing that the files name is called.
 
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
         with read_parts(path, SCHEMA, "result") as (plain, tensors):
-            result = cls.of_stored(plain, tensors)
+            result = cls.from_parts(plain, tensors)
             if result.small or result.makes_small_table:
                 result.to_frame()  # what is loaded can be shown, or is refused here
-        return result._located(path)
+        return result._locate(path)
 
     @classmethod
-    def of_stored(
+    def from_parts(
         cls: type[ResultT], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> ResultT:
-        """The result of which :meth:`stored` gave the parts.
+        """Build the result of which :meth:`to_parts` gave the parts.
 
         Raises:
             InfoFlowError: if it is of another kind.
@@ -188,6 +189,7 @@ class Result(Displayed):
                 f"the saved file holds a {kind.__name__ if kind else 'foreign result'}: expected a "
                 f"{cls.__name__}"
             )
+        # names with dots are fields within fields
         grouped: dict[str, Any] = {}
         for name, tensor in tensors.items():
             *inside, last = name.split(".")
@@ -197,6 +199,7 @@ class Result(Displayed):
             place[last] = tensor
         grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
         values["record"] = RunRecord.from_dict(values.pop("record", None))
+        # a field is a value or a tensor, never both
         if twice := values.keys() & grouped.keys():
             raise InfoFlowError(f"{min(twice)} stands in both saved files: expected it in one")
         found = kind(**convert_fields(kind, {**values, **grouped}))
@@ -277,13 +280,13 @@ class Result(Displayed):
         folder = pull(repo_id, [f"{name}.*", f"{name}/*"], revision=revision, token=token)
         return cls.load(folder / name)
 
-    def _located(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
-        """The result, knowing from where it was loaded, if it must."""
+    def _locate(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
+        """Return the result, knowing from where it was loaded, if it must."""
         return self
 
 
 def hub_card(title: str, load: str, text: str = "") -> str:
-    """The README.md of a dataset with results: what they are, and how they are loaded.
+    """Return the README.md of a dataset with results: what they are, and how they are loaded.
 
     Args:
         title: of the page.
@@ -306,7 +309,7 @@ class LabelledResult(Result):
     axes: Mapping[str, Sequence[str]]
 
     def __getitem__(self, name: str) -> Tensor | tuple[Tensor, ...]:
-        """The values of an array."""
+        """Return the values of an array."""
         return self.array(name).values
 
     @property
@@ -318,14 +321,14 @@ class LabelledResult(Result):
         }
 
 
-def labelled(
+def label_arrays(
     name: str,
     found: Any,
     dims: Sequence[str] | Mapping[str, Sequence[str]],
     record: RunRecord,
     notes: tuple[str, ...],
 ) -> LabelledResult:
-    """The result that a probe's `compute` means.
+    """Make the result that a probe's `compute` means.
 
     Args:
         name: of the probe, for errors.
@@ -339,6 +342,7 @@ def labelled(
     several = found if isinstance(found, Mapping) else {"value": found}
     values: dict[str, Tensor | tuple[Tensor, ...]] = {}
     axes: dict[str, tuple[str, ...]] = {}
+    # all that a probe may return: one array, one for each layer, or several by name
     for key, array in several.items():
         by_layer = isinstance(array, (list, tuple))
         parts = tuple(array) if isinstance(array, (list, tuple)) else (array,)
@@ -358,6 +362,7 @@ def labelled(
     if not values:
         raise InfoFlowError(f"{name}.compute returned an empty dict: expected arrays by name")
     result = LabelledResult(values=values, axes=axes, record=record, notes=notes)
+    # reading them checks names against axes
     try:
         result.arrays  # noqa: B018
     except InfoFlowError as error:
@@ -392,7 +397,7 @@ _OF_SEQUENCES = ("sample", "batch", "sequence")
 
 @functools.cache
 def _axes_of(kind: Any) -> dict[str, tuple[str, ...]]:
-    """The names of axes in the annotations of a result, by field; without that of layers."""
+    """Return the names of axes in the annotations of a result, by field; without that of layers."""
     found = {}
     for name, hint in get_type_hints(kind).items():
         for part in (hint, *get_args(hint)):
@@ -422,7 +427,7 @@ def _layers_as_tuples(value: Any) -> Any:
 
 
 def digest_of_result(path: str | os.PathLike[str]) -> str:
-    """A digest of a saved result: that of its json file, which holds one of the tensors.
+    """Return a digest of a saved result: that of its json file, which holds one of the tensors.
 
     Raises:
         InfoFlowError: if the file cannot be read.

@@ -10,7 +10,7 @@ from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import Distinct
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.model.points import position_count
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Asked = Annotated[tuple[int, ...], MinLen(1), Distinct()]  # positions; negative ones from the end
 
 
+@refuse_names(scattered="scatter")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StateScores(Result):
     """A score of every source for every state, [layer, batch, pos, source].
@@ -53,21 +54,21 @@ class StateScores(Result):
 
     @property
     def asked(self) -> Bool[Tensor, "batch position"]:
-        """Which states of all positions have scores."""
+        """The mask of all positions whose states have scores."""
         asked = torch.zeros(len(self.positions), self.n_positions, dtype=torch.bool)
         sequence, row = (self.positions >= 0).nonzero(as_tuple=True)
         asked[sequence, self.positions[sequence, row]] = True
         return asked
 
     def full(self) -> Float[Tensor, "layer batch position source"]:
-        """The scores of every position, 0 where a position was not asked for."""
-        return self.scattered(self.values)
+        """Return the scores of every position, 0 where a position was not asked for."""
+        return self.scatter(self.values)
 
-    def scattered(
+    def scatter(
         self,
         values: Float[Tensor, "layer batch pos source"] | Bool[Tensor, "layer batch pos source"],
     ) -> Tensor:
-        """Values of the asked states at their positions, 0 elsewhere."""
+        """Put the values of the asked states at their positions, and 0 elsewhere."""
         everything = torch.arange(self.n_positions)
         exists = self.positions >= 0
         if self.positions.shape[1] == self.n_positions and bool(
@@ -81,8 +82,8 @@ class StateScores(Result):
         return full
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, sample, position and source that exist."""
-        exists = existing(self.positions, self.lengths, self.values.shape[3])
+        """Return one row for each layer, sample, position and source that exist."""
+        exists = mark_existing(self.positions, self.lengths, self.values.shape[3])
         dims = ("sample", "position", "source")
         array = LabelledArray(self.column, self.values, ("layer", *dims), {"layer": self.layers})
         frame = frame_of([array], LabelledArray("exists", exists, dims))
@@ -151,7 +152,7 @@ class StateScoresProbe(Probe[ScoresT]):
             )
 
     def place(self, n_states: Int[Tensor, " batch"], n_pos: int) -> Int[Tensor, "batch asked"]:
-        """The positions of the asked states in each sequence; -1 where it has none."""
+        """Return the positions of the asked states in each sequence; -1 where it has none."""
         asked = torch.arange(n_pos) if self.positions is None else torch.tensor(self.positions)
         ends = n_states[:, None]
         place = torch.where(asked < 0, ends + asked, asked)
@@ -165,7 +166,7 @@ class StateScoresProbe(Probe[ScoresT]):
         layers: Sequence[int],
         n_pos: int,
     ) -> dict[str, Any]:
-        """What the scores of a pass add."""
+        """Return what the scores of a pass add."""
         return {
             "scored": scores.transpose(0, 1),
             "places": place,
@@ -175,17 +176,17 @@ class StateScoresProbe(Probe[ScoresT]):
         }
 
     def scores(self) -> Float[Tensor, "layer batch pos source"]:
-        """Those of all batches together."""
+        """Join the scores of all batches."""
         scored: Tensor = self.scored
         return scored.transpose(0, 1).contiguous()
 
-    def scored_by(self, kind: type[ScoresT], **more: Any) -> ScoresT:
-        """The result, of some kind, with more of its fields."""
+    def make_scores(self, kind: type[ScoresT], **more: Any) -> ScoresT:
+        """Make the result, of some kind, with more of its fields."""
         found = {kind.column: self.scores(), "positions": self.places}
-        return self.filled(kind, layers=tuple(self.scored_layers), **found, **more)
+        return self.make_result(kind, layers=tuple(self.scored_layers), **found, **more)
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
+        """Return what a reader of the result must know."""
         notes = super().notes()
         if self.positions is None or self.places is None:
             return notes
@@ -197,10 +198,10 @@ class StateScoresProbe(Probe[ScoresT]):
         )
 
 
-def existing(
+def mark_existing(
     place: Int[Tensor, "batch asked"], lengths: Int[Tensor, " batch"], n_source: int
 ) -> Bool[Tensor, "batch asked source"]:
-    """Which states and sources a sequence has."""
+    """Mark which states and sources a sequence has."""
     is_source = torch.arange(n_source) < lengths[:, None]
     return (place >= 0)[:, :, None] & is_source[:, None]
 

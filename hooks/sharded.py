@@ -35,24 +35,24 @@ class ShardedResult(Result, Generic[PartT]):
     digests: tuple[str, ...] = field(repr=False)
 
     @classmethod
-    def of_shards(
-        cls, path: str | os.PathLike[str], told: Sequence[Mapping[str, Any]], record: RunRecord
+    def from_shards(
+        cls, path: str | os.PathLike[str], summaries: Sequence[Mapping[str, Any]], record: RunRecord
     ) -> "ShardedResult[PartT]":
-        """The result whose parts :meth:`save_shard` has written.
+        """Build the result whose parts :meth:`save_shard` has written.
 
         Args:
             path: as there.
-            told: what it has returned, of all parts in their order.
+            summaries: what it has returned, of all parts in their order.
             record: of the run.
         """
         result = cls(
-            n_sequences=sum(part["n_sequences"] for part in told),
-            n_shards=len(told),
-            digests=tuple(part["digest"] for part in told),
+            n_sequences=sum(part["n_sequences"] for part in summaries),
+            n_shards=len(summaries),
+            digests=tuple(part["digest"] for part in summaries),
             record=record,
-            notes=common_notes(part["notes"] for part in told),
+            notes=common_notes(part["notes"] for part in summaries),
         )
-        return result._located(path)
+        return result._locate(path)
 
     @staticmethod
     def save_shard(path: str | os.PathLike[str], index: int, part: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ShardedResult(Result, Generic[PartT]):
             part: its result.
 
         Returns:
-            What :meth:`of_shards` must know of it, as plain values.
+            What :meth:`from_shards` must know of it, as plain values.
         """
         part.save(part_of(path, index))
         return {
@@ -74,7 +74,7 @@ class ShardedResult(Result, Generic[PartT]):
         }
 
     def shards(self) -> Iterator[PartT]:
-        """The results of the parts, read one after the other.
+        """Yield the results of the parts, read one after the other.
 
         Raises:
             InfoFlowError: if one is gone or spoiled, or is not the one that was measured.
@@ -93,11 +93,11 @@ class ShardedResult(Result, Generic[PartT]):
             yield part
 
     @abstractmethod
-    def _joined(self, parts: Sequence[PartT]) -> PartT:
-        """The result of the sequences of several parts."""
+    def _join(self, parts: Sequence[PartT]) -> PartT:
+        """Join the results of several parts."""
 
     def first(self, n: int) -> PartT:
-        """The result of the first `n` sequences.
+        """Return the result of the first `n` sequences.
 
         Raises:
             InfoFlowError: as for :meth:`shards`.
@@ -107,12 +107,12 @@ class ShardedResult(Result, Generic[PartT]):
             parts.append(part)
             if sum(one.n_sequences for one in parts) >= n:
                 break
-        whole: Any = self._joined(parts)
+        whole: Any = self._join(parts)
         found: PartT = whole.first(n)
         return found
 
     def whole(self) -> PartT:
-        """The result of all sequences, in memory.
+        """Return the result of all sequences, in memory.
 
         Raises:
             InfoFlowError: if it does not fit in what is free; and as for :meth:`shards`.
@@ -132,7 +132,7 @@ class ShardedResult(Result, Generic[PartT]):
                 f"memory, and {format_bytes(free)} is free: expected it to fit; go through "
                 ".shards(), or take the .first(n) sequences"
             )
-        return self._joined(list(self.shards()))
+        return self._join(list(self.shards()))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``<path>.safetensors``, ``<path>.json`` and the parts in the folder `path`.
@@ -147,6 +147,7 @@ class ShardedResult(Result, Generic[PartT]):
                 place of the folder.
         """
         place = user_path(path)
+        # where it lies already, only the file that describes it is written
         copies = 0 if _is_same(place, self._folder) else self.n_shards
         if copies and place.is_symlink():
             raise InfoFlowError(
@@ -159,16 +160,17 @@ class ShardedResult(Result, Generic[PartT]):
             n = self.n_shards
             with writing_parts(paths, SCHEMA, n_parts=n, overwrite=overwrite) as writes:
                 parts = self.shards() if copies else ()
-                digests = [write(*part.stored()) for write, part in zip(writes, parts)]
+                digests = [write(*part.to_parts()) for write, part in zip(writes, parts)]
                 saved = replace(self, digests=tuple(digests)) if copies else self
-                writes[-1](*saved.stored())
+                writes[-1](*saved.to_parts())
+        # nothing half written stays, and no folder that was not there
         except BaseException:
             if is_new:
                 with suppress(OSError):  # the folder that was made for the parts
                     place.rmdir()
             raise
 
-    def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
+    def _locate(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
         if len(self.digests) != self.n_shards or self.n_sequences < self.n_shards:
             raise InfoFlowError(
                 f"{Path(path).name}.json tells of {len(self.digests)} of {self.n_shards} files: "
@@ -196,6 +198,6 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def common_notes(all_notes: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """The notes of every part: what one says of its own sequences is not said of all."""
+    """Return the notes of every part: what one says of its own sequences is not said of all."""
     notes = list(all_notes)
     return tuple(note for note in notes[0] if all(note in others for others in notes))

@@ -11,13 +11,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.hooks.passes.view import padded_together
+from infoflow_lens.hooks.passes.view import pad_and_join
 
 Reduction = Callable[[Any, Any], Any]
 
 
+@refuse_names(added="add", merged="merge", rebuilt="rebuild")
 class State:
     """A named part of what a probe has measured; read it as an attribute, return it from `update`.
 
@@ -49,39 +50,39 @@ class State:
             f"adds to it, as {{{self.name!r}: ...}}"
         )
 
-    def added(self, kept: Any, part: Any) -> Any:
-        """What is kept, with a part more.
+    def add(self, kept: Any, part: Any) -> Any:
+        """Add a part to what is kept.
 
         Args:
             kept: so far; None for nothing.
             part: what `update` has returned.
         """
-        return self.merged(kept, part)
+        return self.merge(kept, part)
 
-    def merged(self, mine: Any, others: Any) -> Any:
-        """What is kept of both; either may be None for nothing."""
+    def merge(self, first: Any, second: Any) -> Any:
+        """Merge what is kept of two; either may be None for nothing."""
         raise NotImplementedError
 
     def value(self, kept: Any) -> Any:
-        """What is kept, as the probe reads it; None before the first pass."""
+        """Return what is kept as the probe reads it; None before the first pass."""
         return kept
 
     def bytes_of(self, kept: Any) -> int:
-        """Bytes of what grows with the sequences."""
+        """Return bytes of what grows with the sequences."""
         return bytes_in(kept) if self.grows else 0
 
-    def rebuilt(self, plain: Any) -> Any:
-        """What :func:`plainly` made plain."""
+    def rebuild(self, plain: Any) -> Any:
+        """Rebuild what :func:`plainly` made plain."""
         return plain
 
 
 class _Summed(State):
-    def merged(self, mine: Any, others: Any) -> Any:
-        if others is None:
-            return mine
-        if mine is None:
-            return copied(others)
-        return _sum(mine, others, self.name)
+    def merge(self, first: Any, second: Any) -> Any:
+        if second is None:
+            return first
+        if first is None:
+            return copy_values(second)
+        return _sum(first, second, self.name)
 
 
 class _Concatenated(State):
@@ -90,34 +91,34 @@ class _Concatenated(State):
     def __init__(self, axes: tuple[int, ...], fill: float | int) -> None:
         self._axes, self._fill = axes, fill
 
-    def added(self, kept: Any, part: Any) -> Any:
+    def add(self, kept: Any, part: Any) -> Any:
         return [*(kept or []), part]
 
-    def merged(self, mine: Any, others: Any) -> Any:
-        return [*(mine or []), *(others or [])] or None
+    def merge(self, first: Any, second: Any) -> Any:
+        return [*(first or []), *(second or [])] or None
 
     def value(self, kept: Any) -> Any:
-        return None if kept is None else self._joined(kept)
+        return None if kept is None else self._join(kept)
 
-    def _joined(self, parts: Sequence[Any]) -> Any:
+    def _join(self, parts: Sequence[Any]) -> Any:
         if isinstance(parts[0], Tensor):
             device = parts[0].device
-            return padded_together([part.to(device) for part in parts], self._axes, self._fill)
-        return tuple(self._joined(of_layer) for of_layer in zip(*parts, strict=True))
+            return pad_and_join([part.to(device) for part in parts], self._axes, self._fill)
+        return tuple(self._join(of_layer) for of_layer in zip(*parts, strict=True))
 
 
 class _Combined(State):
     def __init__(self, function: Reduction, of: type | None) -> None:
         self._function, self._of = function, of
 
-    def merged(self, mine: Any, others: Any) -> Any:
-        if others is None:
-            return mine
-        if mine is None:  # a copy, as the function may write to what is kept
-            return self.rebuilt(copied(others))
-        return self._function(mine, others)
+    def merge(self, first: Any, second: Any) -> Any:
+        if second is None:
+            return first
+        if first is None:  # a copy, as the function may write to what is kept
+            return self.rebuild(copy_values(second))
+        return self._function(first, second)
 
-    def rebuilt(self, plain: Any) -> Any:
+    def rebuild(self, plain: Any) -> Any:
         return plain if self._of is None else _rebuilt(self._of, plain)
 
 
@@ -131,7 +132,7 @@ def summed() -> Any:
 
 
 def concatenated(*axes: int, fill: float | int = 0) -> Any:
-    """A state with the rows of all sequences, one behind the other on axis 0.
+    """Return a state with the rows of all sequences, one behind the other on axis 0.
 
     It is a tensor, or a list with one for each layer, and grows with the sequences.
 
@@ -143,7 +144,7 @@ def concatenated(*axes: int, fill: float | int = 0) -> Any:
 
 
 def combined(function: Reduction, of: type | None = None) -> Any:
-    """A state of which a function makes one from two.
+    """Return a state of which a function makes one from two.
 
     Args:
         function: from what is kept and what comes next, in the order of the sequences, to what is
@@ -156,7 +157,7 @@ def combined(function: Reduction, of: type | None = None) -> Any:
 
 
 def states_of(kind: type) -> dict[str, State]:
-    """The states that a class declares, by name, those of its bases first."""
+    """Return the states that a class declares, by name, those of its bases first."""
     return {
         name: part
         for place in reversed(kind.__mro__)
@@ -165,33 +166,33 @@ def states_of(kind: type) -> dict[str, State]:
     }
 
 
-def latest(mine: Any, others: Any) -> Any:
-    """A reduction: what came last."""
-    return others
+def latest(first: Any, second: Any) -> Any:
+    """Return a reduction: what came last."""
+    return second
 
 
-def either(mine: Any, others: Any) -> Any:
-    """A reduction: the first that is not empty."""
-    return mine or others
+def either(first: Any, second: Any) -> Any:
+    """Return a reduction: the first that is not empty."""
+    return first or second
 
 
-def _sum(mine: Any, others: Any, name: str) -> Any:
-    if isinstance(mine, Mapping):
-        return {key: _sum(part, others[key], name) for key, part in mine.items()}
-    if isinstance(mine, (list, tuple)):
-        return [_sum(one, other, name) for one, other in zip(mine, others, strict=True)]
-    if not isinstance(mine, Tensor) or not isinstance(others, Tensor):
-        return mine + others
-    if mine.ndim != others.ndim:
+def _sum(first: Any, second: Any, name: str) -> Any:
+    if isinstance(first, Mapping):
+        return {key: _sum(part, second[key], name) for key, part in first.items()}
+    if isinstance(first, (list, tuple)):
+        return [_sum(one, other, name) for one, other in zip(first, second, strict=True)]
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return first + second
+    if first.ndim != second.ndim:
         raise InfoFlowError(
-            f"{name} has {mine.ndim} axes in one pass and {others.ndim} in another: expected the "
+            f"{name} has {first.ndim} axes in one pass and {second.ndim} in another: expected the "
             "same axes in every pass"
         )
-    return padded_sum(mine, others)
+    return add_with_padding(first, second)
 
 
-def padded_sum(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two tensors, the smaller one filled up with zeros on every axis."""
+def add_with_padding(one: Tensor, other: Tensor) -> Tensor:
+    """Add two tensors, the smaller one filled up with zeros on every axis."""
     other = other.to(one.device)
     if one.shape == other.shape:
         return one + other
@@ -205,21 +206,21 @@ def padded_sum(one: Tensor, other: Tensor) -> Tensor:
 # Between objects and plain values, for files and other processes
 
 
-def copied(value: Any) -> Any:
-    """Nested tensors and plain values, copied; of dataclasses their fields, by name."""
+def copy_values(value: Any) -> Any:
+    """Copy nested tensors and plain values; of dataclasses their fields, by name."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: copied(part) for key, part in value.items()}
+        return {key: copy_values(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copied(part) for part in value]
+        return [copy_values(part) for part in value]
     if is_dataclass(value):
-        return {item.name: copied(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: copy_values(getattr(value, item.name)) for item in fields(value)}
     return value
 
 
 def _rebuilt(kind: type, plain: Any) -> Any:
-    """A dataclass of which :func:`copied` has given the fields; or lists of such."""
+    """Return a dataclass of which :func:`copy_values` has given the fields; or lists of such."""
     if not isinstance(plain, Mapping):
         return [_rebuilt(kind, part) for part in plain]
     inner = getattr(kind, "made_of", {})

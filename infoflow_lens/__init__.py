@@ -152,7 +152,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rooms() -> list[str]:
-    """The modules of the package."""
+    """Return the modules of the package."""
     return [module.name for module in iter_modules(__path__)]
 
 

@@ -14,7 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
-from infoflow_lens.hooks.passes.ranking import at_places
+from infoflow_lens.hooks.passes.ranking import mark_places
 from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
@@ -106,7 +106,7 @@ class Agreement(Savable):
     numbers: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON-compatible values."""
+        """Return the numbers as JSON-compatible values."""
         return asdict(self)
 
     def to_frame(self) -> "pd.DataFrame":
@@ -207,7 +207,7 @@ class Explained(Savable):
         return ", ".join(f"{words} ({n})" for words, n in found.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON-compatible values."""
+        """Return the numbers as JSON-compatible values."""
         return {**asdict(self), "n_informative": self.n_informative, "reason": self.reason()}
 
     def __str__(self) -> str:
@@ -380,7 +380,7 @@ def compare_by_position(
     threshold: float = 0.1,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> "pd.DataFrame":
-    """The agreement of every layer and position, a row each, without each position itself.
+    """Return the agreement of every layer and position, a row each, without each position itself.
 
     Args:
         predicted, measured, threshold, lengths: as for :func:`compare`. Positions at which nothing
@@ -549,7 +549,7 @@ class _States:
         )
         self.is_token = torch.nn.functional.pad(self._sources, (0, n_pos - n_source))
         n_tokens = self._sources.sum(dim=1).cpu()
-        left_out = at_places(without, n_tokens, n_source).to(self.scores.device)
+        left_out = mark_places(without, n_tokens, n_source).to(self.scores.device)
         self._sources = self._sources & ~left_out
         self.scores = self.scores.masked_fill(left_out[:, None], 0)
         self._predicted = predicted.members & ~left_out[:, None].to(predicted.members.device)
@@ -754,7 +754,7 @@ def coverage_curve(
     lengths: Int[Tensor, " batch"] | None = None,
     without: BothEnds = (),
 ) -> CoverageCurve:
-    """The share of influence inside the sets when every head passes its k largest positions.
+    """Return the share of influence inside the sets when every head passes its k largest positions.
 
     Args:
         positions: for every layer the positions of ranks 1, 2, .., in this order, as
@@ -767,6 +767,7 @@ def coverage_curve(
     """
     counted = positions.lengths if isinstance(positions, PositionsResult) else None
     positions, measured = _split_ranks(positions), influence
+    # of a result the positions that were measured; of tensors all
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
     if counted is not None:
@@ -781,11 +782,13 @@ def coverage_curve(
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
     check_norms(influence)
+    # of k keys in every head, sets grow with k, and so does the share inside by chance
     curve = []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
         sets = replace(sets, lengths=counted)
         states = _States(select_layers(sets, measured), measured, 1.0, lengths, without)
+        # states that nobody measured are no states without influence
         states.asked &= asked
         chosen = states.exists & states.asked
         layers = tuple(states.explain(i, chosen).inside for i in range(n_layers))

@@ -21,7 +21,7 @@ from infoflow_lens.commands.common import (
     Jobs,
     Quiet,
     folder,
-    own_command,
+    repeat_command,
     say,
 )
 from infoflow_lens.commands.common import console as make_console
@@ -103,6 +103,7 @@ def inspect_command(
         loaded = load_any(model, device=device, dtype=dtype, backend=backend)
         example = example_input(loaded.model)
         found = inspect_model(loaded.model, example)
+    # for programs all of it, in a stable order of names
     if as_json:
         about = {"source": loaded.source, "description": loaded.description}
         say(json.dumps({**about, **found.to_dict()}, indent=2, default=str))
@@ -110,6 +111,7 @@ def inspect_command(
     notes = []
     if loaded.tokenizer is None and not found.reads_vectors:
         notes.append("it has no tokenizer: give token ids, not text")
+    # a window longer than the example closes no key there
     if local_window(loaded.model) > example.shape[1]:
         notes.append(
             f"its window of {local_window(loaded.model)} positions is longer than the "
@@ -125,12 +127,13 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 
     console = make_console()
     console.print(description, markup=False, soft_wrap=True)
+    # layers alike share a column
     kinds = found.kinds()
     table = Table()
     table.add_column("layers", no_wrap=True)
     for label in kinds:
         table.add_column(label)
-    mlp = {True: "beside attention", False: "behind attention", None: "-"}
+    mlp = {True: "parallel to attention", False: "after attention", None: "-"}
     rows = {
         "heads": [layer.n_heads for layer in kinds.values()],
         "heads of keys and values": [layer.n_key_value_heads for layer in kinds.values()],
@@ -175,7 +178,7 @@ def probe(
 
         return run_probing(out, settings, **spread)
 
-    _probe(out, config, run, jobs, scheduler, threads, quiet, own_command(context))
+    _probe(out, config, run, jobs, scheduler, threads, quiet, repeat_command(context))
 
 
 @app.command(short_help="Run every measurement on a language model.")
@@ -198,7 +201,7 @@ def survey(
 
         return run_survey(out, settings, **spread)
 
-    again = own_command(context)
+    again = repeat_command(context)
     _probe(out, config, run, jobs, scheduler, threads, quiet, again, "heads.csv")
     say(f"heads: {out / 'heads.csv'}")
 
@@ -231,7 +234,7 @@ def _probe(
                 n_threads=threads,
                 again=again,
             )
-            said = result.printed_output()
+            said = result.to_output()
         else:
             say("finished before, on the same model and data", err=True)
     _print_probing(out, said)

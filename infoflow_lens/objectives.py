@@ -82,11 +82,11 @@ class SquaredError:
         return predict
 
     def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """The loss."""
+        """Return the loss."""
         return {"train_loss": nn.functional.mse_loss(output, y)}
 
     def validation(self, output: Tensor, y: Tensor) -> dict[str, float]:
-        """The NMSE."""
+        """Return the NMSE."""
         return {"validation_nmse": nmse(output, y)}
 
     def check_fit(self, model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
@@ -138,7 +138,7 @@ class CrossEntropy:
         return read_last
 
     def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """The loss and the accuracy."""
+        """Return the loss and the accuracy."""
         accuracy = (output.detach().argmax(dim=1) == y).to(output.dtype).mean()
         return {"train_loss": nn.functional.cross_entropy(output, y), "train_accuracy": accuracy}
 
@@ -191,7 +191,7 @@ def label_scores(
 
 
 def objective_for(y: Tensor) -> Objective:
-    """The objective that targets of this kind are for."""
+    """Return the objective that targets of this kind are for."""
     return CrossEntropy() if _are_labels(y) else SquaredError()
 
 
@@ -209,11 +209,12 @@ def outputs_of(
 
 
 def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
-    """The x and y of a dataset or pair, checked; labels as int64.
+    """Return the x and y of a dataset or pair, checked; labels as int64.
 
     Raises:
         InfoFlowError: for what is neither, is empty, or has values that cannot be learned from.
     """
+    # a dataset, or a pair of tensors
     if isinstance(data, datasets.Dataset):
         if missing := {"x", "y"} - set(data.column_names):
             raise InfoFlowError(
@@ -235,6 +236,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
     if len(x) != len(y):
         raise InfoFlowError(f"the {name} data have {len(x)} inputs but {len(y)} targets")
+    # integers are labels; other targets are vectors
     if _are_labels(y):
         y = y.long()
     elif y.ndim != 2:

@@ -25,7 +25,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds, Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
-from infoflow_lens.hooks.passes.view import at_places
+from infoflow_lens.hooks.passes.view import mark_places
 from infoflow_lens.hooks.scores import StateScores, spearman
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
@@ -130,6 +130,7 @@ class RankingAgreement(Savable):
         rows: list[dict[str, Any]] = []
         numbers = self.numbers or range(n_layers)
         for (size, method), metrics in self.values.items():
+            # a set is not ahead of itself
             if ahead and method == size:
                 continue
             for layer in range(n_layers):
@@ -140,6 +141,7 @@ class RankingAgreement(Savable):
                         own = self.values[size, size]
                         found = {metric: own[metric][part] - v for metric, v in found.items()}
                     sizes, candidates = self.sizes[size][part], self.n_candidates[part]
+                    # states whose set is empty or everything rank nothing
                     there = candidates > 0
                     takes_part = there & (sizes > 0) & (sizes < candidates)
                     rows.append(
@@ -170,7 +172,7 @@ class RankingAgreement(Savable):
         return pd.DataFrame(rows)
 
     def plot(self, size_of: str | None = None, metric: str = "auroc") -> "Figure":
-        """A metric of every method by layer, with intervals, at the sizes of one set.
+        """Return a metric of every method by layer, with intervals, at the sizes of one set.
 
         Args:
             size_of: the set; default, the first.
@@ -315,6 +317,7 @@ def compare_rankings(
             f"sets are {', '.join(sets) or 'none'}, scores {', '.join(scores) or 'none'}: expected "
             f"at least one set, and names of their own, other than {', '.join(CONTROLS)}"
         )
+    # influence and scores may be of some positions: those of all count
     influence, lengths, asked = _full(measured, lengths, "what was measured")
     check_norms(influence)
     if isinstance(measured, Tensor) and lengths is None:
@@ -333,15 +336,18 @@ def compare_rankings(
     }
     for name, predicted in chosen_sets.items():
         _same_shape(name, predicted.members, influence)
+    # candidates: what some set or some score reaches, in any layer and sequence
     n_layers, n_batch, n_pos, n_source = influence.shape
     exists, sources, _ = real_states(lengths, n_batch, n_pos, n_source, influence.device)
     reachable = (influence > 0).flatten(0, 1).any(dim=0)
     for one in (*(predicted.members for predicted in chosen_sets.values()), *ranked.values()):
         reachable = reachable | (one > 0).flatten(0, 1).any(dim=0)
     itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
-    left_out = at_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
+    left_out = mark_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
     candidate = (reachable & (with_self | ~itself)) & (sources & ~left_out)[:, None]
+    # what no head passes on is not to be found
     influence = influence.masked_fill(left_out[:, None], 0)
+    # controls: by chance, by nearness, and the best that is possible
     everything = {
         **ranked,
         "random": torch.zeros_like(influence),
@@ -352,6 +358,7 @@ def compare_rankings(
     states = _States(influence, above, candidate, exists & asked)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
+    # ranks of whole scores do not depend on a set's size
     whole = {name: states.rank(score) for name, score in everything.items()}
     for size_of, predicted in chosen_sets.items():
         sizes[size_of], chosen = states.sizes(predicted.members)
@@ -375,7 +382,7 @@ def compare_rankings(
 def _full(
     values: Any, lengths: Tensor | None, name: str, measured: Any = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values of all positions, the lengths of the sequences, and which states have values.
+    """Return values of all positions, the lengths of the sequences, and which states have values.
 
     Args:
         values: scores or sets.
@@ -447,7 +454,7 @@ class _Cut(NamedTuple):
         return cls(sure + tied * (left / among)[:, None], tied, left, among)
 
     def both(self) -> Float[Tensor, "state source source"]:
-        """The probability that two sources are in the set together."""
+        """Return the probability that two sources are in the set together."""
         pairs = self.member[:, :, None] * self.member[:, None]
         # two of the tied ones, drawn without replacement
         alike = self.left * (self.left - 1) / (self.among * (self.among - 1)).clamp(min=1)

@@ -157,7 +157,7 @@ class TrainingConfig:
             )
 
     def learning_rate(self, step: int, n_steps: int) -> float:
-        """The learning rate at `step` of `n_steps`."""
+        """Return the learning rate at `step` of `n_steps`."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, n_steps - self.warmup_steps)
@@ -221,12 +221,12 @@ class Ledger:
         self.history: list[dict[str, float | int]] = []
 
     def order(self, n: int) -> Int[Tensor, " n"]:
-        """The sequences of the next epoch, by the seed and the number of the epoch alone."""
+        """Return the sequences of the next epoch, by the seed and the number of the epoch alone."""
         seed = derive_seed("epoch", self.config.seed, len(self.history))
         return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at a step of the next epoch, which has so many."""
+        """Return the learning rate at a step of the next epoch, which has so many."""
         done = len(self.history)
         return self.config.learning_rate(done * steps + step, self.config.epochs * steps)
 
@@ -269,7 +269,7 @@ class Ledger:
         return config.patience is not None and done - self._last_better() >= config.patience
 
     def _last_better(self) -> int:
-        """The last epoch whose error fell by the share that `patience` asks for."""
+        """Return the last epoch whose error fell by the share that `patience` asks for."""
         least, last = math.inf, 0
         for epoch, row in enumerate(self.history, start=1):
             error = row[self.objective.score]
@@ -545,6 +545,7 @@ def train(
         TrainingDivergedError: when the loss is no longer finite.
         TrainingInterrupted: on Ctrl-C, with the result so far.
     """
+    # train(model, data, config) is what one writes without validation data
     if isinstance(validation_data, TrainingConfig) and config is None:
         validation_data, config = None, validation_data
     config = config or TrainingConfig()
@@ -566,6 +567,7 @@ def train(
         if checkpoint_dir is not None:
             writes = RunFolder.open(checkpoint_dir, "train()", (_CHECKPOINT,))
             folder = stack.enter_context(writes)
+            # a checkpoint goes on only where all of this is the same
             folder.claim(
                 {
                     "settings": identity["training"],
@@ -583,7 +585,7 @@ def train(
 
 
 def _task_for(model: nn.Module, name: str) -> Task:
-    """The task of that name in the sizes of the model."""
+    """Return the task of that name in the sizes of the model."""
     task, architecture = load_task(name), getattr(model, "architecture", None)
     sizes = {
         size: getattr(architecture, size)

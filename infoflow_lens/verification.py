@@ -94,6 +94,7 @@ def verify_design(
             "varying_depth and varying_heads train models over token ids"
         )
     small = set_length(task, n_tokens or design.n_tokens[0])
+    # data of one scale for all models, so that their errors can be compared
     scale = small.sample(20_000, derive_seed("verify scale", seed))
     test = small.sample(4000, derive_seed("verify validation", seed))
 
@@ -107,6 +108,7 @@ def verify_design(
     errors: list[float] = []
     for heads, _ in cases:
         architecture = _architecture(design.recommended, small, heads)
+        # the best of several seeds: what is looked for is whether it can be learnt
         best = min(
             _train_model(architecture, draw, validation, epochs, seed + number)
             for number in range(seeds)

@@ -176,7 +176,7 @@ class HeadScores:
         )
 
     def chosen(self, x: Float[Tensor, "batch pos d_token"]) -> Int[Tensor, "set head batch pos"]:
-        """The key of each query's largest score."""
+        """Return the key of each query's largest score."""
         n_sets, n_heads, n_roles = self.forms.shape[:3]
         tokens = _append_one(x.flatten(0, 1))
         queries = tokens @ self.forms.flatten(0, 2)  # [set head role, token, d_token]
@@ -211,7 +211,7 @@ class _Sequences:
         self.alone = torch.maximum(alone, least)
 
     def parts(self, choose: Choose) -> Float[Tensor, "set batch part"]:
-        """The best score of each component that a token holds, the value, and one."""
+        """Return the best score of each component that a token holds, the value, and one."""
         return torch.cat([self._parts(choose(self.x[rows]), rows) for rows in self.rows], dim=1)
 
     def _parts(
@@ -254,7 +254,7 @@ class _Search:
         self.at_once = max(1, _AT_ONCE // (min(n, len(sequences.rows[0])) * n_tokens**2 * n_heads))
 
     def run(self) -> HeadScores:
-        """The best sets of heads to begin with, and those that were found."""
+        """Return the best sets of heads to begin with, and those that were found."""
         starts = self._starts()
         if self.roles > 1:
             # heads of several roles begin with what heads of one role have reached

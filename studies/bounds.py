@@ -261,7 +261,7 @@ def kth_largest_collision(
     k: Count,
     eps: Precision,
 ) -> Collision:
-    """The pair of sequences on which Theorem 2's proof rests, found by its pigeonhole.
+    """Return the pair of sequences on which Theorem 2's proof rests, found by its pigeonhole.
 
     k - 1 coordinates stay at 1; the others run over ordered grids with spacing 4 eps. All grid
     sequences fall into cubes of (n + 1) weighted averages; two in one cube differ in the k-th
@@ -281,6 +281,7 @@ def kth_largest_collision(
     bound = kth_largest_bound(n_tokens, k, value(torch.zeros(1)).shape[-1])
     n = value(torch.zeros(1)).shape[-1]
     free = n_tokens - k + 1
+    # the proof's grid: so many points on each free coordinate that two sequences must share a cube
     points = math.floor(1 / (4 * (free + 1) * eps))
     if points < 2 or points**free > 10**6:
         raise InfoFlowError(
@@ -301,6 +302,7 @@ def kth_largest_collision(
         raise InfoFlowError(f"no two of {len(z)} sequences share a cube ({bound.reason})")
     sequences = torch.ones(2, n_tokens, dtype=z.dtype)
     differ = z[pair[0]] != z[pair[1]]
+    # where the two agree they may as well be 0, which changes no gap
     sequences[:, k - 1 :] = torch.where(differ, z[list(pair)], 0.0)
     outputs = attention_average(sequences, score, value)
     kth = sequences.sort(dim=1, descending=True).values[:, k - 1]
@@ -316,7 +318,7 @@ def kth_largest_collision(
 
 
 def cells_of(sequences: int, dimensions: int) -> int:
-    """The most cells an axis can have so that all cells are fewer than the sequences."""
+    """Return the most cells an axis can have so that all cells are fewer than the sequences."""
     return max(1, root_ceiling(sequences, dimensions) - 1)
 
 

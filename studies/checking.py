@@ -37,6 +37,7 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
         raise InfoFlowError(
             f"preset is {preset!r}: expected one of presets, {', '.join(study.presets)}"
         )
+    # every case once, as a run fails late where a rare setting is wrong
     runs = [Run(index, case, 0) for index, case in enumerate(check_cases(study, preset))]
     rows = [_rows(study, run, device) for run in runs]
     again = _rows(study, runs[0], device)
@@ -46,6 +47,7 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
             "settings and seed: expected the same rows; draw everything from `seed`"
         )
     results = pd.DataFrame([row for several in rows for row in several])
+    # everything that is made of the rows, before hours of measuring
     for method, expected in (("table", str), ("figure", Figure), ("verdict", Verdict)):
         name = f"{method}() of {study.name}"
         try:

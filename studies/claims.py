@@ -78,7 +78,7 @@ class Claim:
             )
 
     def rule(self) -> str:
-        """The claim in words."""
+        """Return the claim in words."""
         return self.text.format(bound=self.bound_in_words())
 
     def holds(self, number: float) -> bool:
@@ -130,14 +130,14 @@ class Claim:
         return Verdict(all(kept), (f"{self.rule()}: {outcome} ({_describe_numbers(numbers)})",))
 
     def bound_in_words(self) -> str:
-        """The bound with its comparison, such as "at most 0.1"."""
+        """Return the bound with its comparison, such as "at most 0.1"."""
         if isinstance(self.bound, tuple):
             return f"{_WORDS[self.op]} {_number(self.bound[0])} and {_number(self.bound[1])}"
         return f"{_WORDS[self.op]} {_number(self.bound)}"
 
 
 def _describe_numbers(numbers: Numbers) -> str:
-    """Numbers with their labels, as text; only the least and the largest of many."""
+    """Return numbers with their labels, as text; only the least and the largest of many."""
     known = [label for label, number in numbers.items() if not math.isnan(number)]
     if len(numbers) > _MOST_SHOWN and known:
         ends = min(known, key=numbers.__getitem__), max(known, key=numbers.__getitem__)
@@ -186,7 +186,7 @@ def deciding_number(claims: Sequence[Claim], results: "pd.DataFrame") -> tuple[s
 
 
 def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: int) -> float | None:
-    """The share of resampled seeds with which all claims hold; None for a single seed.
+    """Return the share of resampled seeds with which all claims hold; None for a single seed.
 
     The seeds of all configurations are drawn anew together, with replacement: up to three in all
     ways, more of them 20 times.

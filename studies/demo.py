@@ -95,7 +95,7 @@ class DemoConfig:
             )
 
     def task(self, n_tokens: int | None = None) -> VectorTask:
-        """The target and its inputs, of `n_tokens` or another length."""
+        """Return the target and its inputs, of `n_tokens` or another length."""
         return DRetrieval(
             n_tokens=n_tokens or self.n_tokens,
             d_token=self.d_token,
@@ -106,7 +106,7 @@ class DemoConfig:
         )
 
     def architecture(self) -> Architecture:
-        """The model's config."""
+        """Return the model's config."""
         return Architecture(
             n_heads=self.n_heads,
             d_model=self.d_model,
@@ -127,7 +127,7 @@ class DemoConfig:
         )
 
     def training(self) -> TrainingConfig:
-        """The training settings."""
+        """Return the training settings."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -164,7 +164,7 @@ def _stage(
     progress: bool,
 ) -> Stage:
     """Probe and predict the model as it is."""
-    shown = inputs[: config.n_shown]
+    some = inputs[: config.n_shown]
     recovery, *_ = run_probes(model, recovery_inputs, [RecoveryProbe(RANKS)], progress=progress)
     positions, influence = run_probes(
         model, inputs, [PositionsProbe(), JacobianInfluence()], progress=progress
@@ -173,7 +173,7 @@ def _stage(
         JacobianInfluence(state="resid_post", source_layer=layer)
         for layer in range(len(config.n_heads))
     ]
-    edges = run_probes(model, shown, edge_probes, progress=False)
+    edges = run_probes(model, some, edge_probes, progress=False)
     # from the model's attention: rule (1) with its own argmax
     predicted = propagate(positions.argmax, n_sources=config.n_tokens)
     return Stage(
@@ -245,6 +245,7 @@ def _report(
 ) -> Report:
     before: SetAgreement = stages[0].agreement.cls
     after: SetAgreement = stages[-1].agreement.cls
+    # how far training has lowered the recovery error, by rank
     ratios = {
         rank: _mean_error(summary, rank, "trained") / _mean_error(summary, rank, "initial")
         for rank in RANKS
@@ -323,10 +324,12 @@ def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -
     folder = out.path
     task = config.task()
     n_test = config.n_recovery + config.n_influence
+    # other sequences than the model was trained on, some for each kind of measurement
     test = task.dataset("test", n_test, seed=config.seed).with_format("torch")[:]["x"]
     recovery_inputs, inputs = test.split((config.n_recovery, config.n_influence))
     active = task.active_index_set(inputs)
 
+    # stages of training grow the sequences
     def data(n_tokens: int) -> tuple[Data, Data]:
         here = config.task(n_tokens)
         return (

@@ -47,6 +47,7 @@ def render_page(page: str, more: Mapping[str, Any]) -> str:
     Raises:
         InfoFlowError: if it cannot be filled, naming the template.
     """
+    # templates of the package alone, and names that are not there are errors, not blanks
     environment = SandboxedEnvironment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -75,27 +76,27 @@ def render_page(page: str, more: Mapping[str, Any]) -> str:
 
 
 def short(value: float, digits: int = 3, sign: bool = False) -> str:
-    """A number as prose has it: without the zero before the point."""
+    """Return a number as prose has it: without the zero before the point."""
     return without_zero(f"{value:{'+' if sign else ''}.{digits}f}")
 
 
 def without_zero(text: str) -> str:
-    """Numbers below 1 without the zero before the point."""
+    """Return numbers below 1 without the zero before the point."""
     return re.sub(r"(?<!\d)0\.(?=\d)", ".", text)
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return f"{share:.{digits}%}"
 
 
 def commas(count: float) -> str:
-    """A count, with commas between thousands."""
+    """Return a count, with commas between thousands."""
     return f"{count:,.0f}"
 
 
 def span(values: Iterable[float], form: Form = 3) -> str:
-    """The least and the most; or the one."""
+    """Return the least and the most; or the one."""
     known = np.array(list(values), dtype=float)
     return " to ".join(dict.fromkeys(_format_all([np.nanmin(known), np.nanmax(known)], form)))
 
@@ -118,7 +119,7 @@ def count_in_words(text: object) -> str:
 
 
 def two_digits(value: float) -> str:
-    """A factor with two digits that count."""
+    """Return a factor with two digits that count."""
     digits = max(0, 1 - math.floor(math.log10(abs(round(value, 9))))) if value else 0
     return short(value, digits)
 
@@ -136,7 +137,7 @@ FORMS: Mapping[str, Callable[..., str]] = {
 
 
 def cell_of(text: str, column: str, *first: str) -> str:
-    """A cell of the tables of a text in Markdown.
+    """Return a cell of the tables of a text in Markdown.
 
     Args:
         text: with tables.

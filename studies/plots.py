@@ -216,6 +216,7 @@ class Panel:
             for level in axis.levels:
                 line(level, color=GREY, linewidth=0.8, linestyle=":")
             scale = getattr(axes, f"set_{name}scale")
+            # a logarithm near 0 is a line
             if axis.scale == "symlog":
                 scale("symlog", base=2, linthresh=1)
                 getattr(axes, f"{name}axis").set_major_formatter("{x:g}")
@@ -230,6 +231,7 @@ class Panel:
         title = self.title(rows) if callable(self.title) else self.title
         if title:
             axes.set_title(title, fontsize="medium")
+        # several layers may have a name in common, which the legend says once
         lines, names = axes.get_legend_handles_labels()
         if self.legend and names:
             by_name = dict(zip(reversed(names), reversed(lines), strict=True))  # each name once
@@ -258,7 +260,7 @@ class FigureSpec:
     rows: Rows = _all
 
     def draw(self, results: "pd.DataFrame") -> "Figure":
-        """The figure of some rows."""
+        """Return the figure of some rows."""
         from matplotlib.figure import Figure
 
         rows = self.rows(results)

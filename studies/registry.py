@@ -38,7 +38,7 @@ STUDY_KINDS: Mapping[str, type[Study]] = {
 
 
 def find_study(name: str, models: Sequence[str] = (), data: str | None = None) -> Study:
-    """The study of that name.
+    """Return the study of that name.
 
     Args:
         name: one of :data:`STUDY_KINDS`.

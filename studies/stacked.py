@@ -35,6 +35,7 @@ def check_stackable(models: Sequence[object]) -> None:
                 "others one by one, with train"
             )
         first = models[0]
+        # what all models share is read off the first
         assert isinstance(first, VectorTransformer)
         for attribute, ours, theirs in (
             ("architecture", model.architecture, first.architecture),
@@ -53,6 +54,7 @@ def check_stackable(models: Sequence[object]) -> None:
                 f"{what} has hooks on {', '.join(hooked)}, which would not run: expected none; "
                 "take them off with reset_hooks(including_permanent=True), or use train"
             )
+        # weights of all models take part in one step, so none can stand still
         fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
         if fixed:
             raise InfoFlowError(
@@ -65,7 +67,7 @@ def _patterns(model: VectorTransformer) -> list[str]:
     return [getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks]
 
 
-def stacked_readout(
+def compute_readouts(
     model: VectorTransformer, weights: Weights, x: Float[Tensor, "seed batch pos d_token"]
 ) -> Float[Tensor, "seed batch d_output"]:
     """Compute the output at CLS (eq 2) of models with these weights; the last block runs at CLS.
@@ -88,6 +90,7 @@ def stacked_readout(
     for index, block in enumerate(model.blocks):
         name = f"blocks.{index}"
         keys = _normalize(residual, weights, f"{name}.ln1", block.ln1)
+        # only CLS is read, so the last block runs there alone
         if index == last:
             residual, queries = residual[:, :, -1:], keys[:, :, -1:]
         else:

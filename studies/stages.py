@@ -296,8 +296,8 @@ def _resize(before: VectorTransformer, n_tokens: int) -> VectorTransformer:
         return before
     architecture = replace(before.architecture, n_tokens=n_tokens)
     model = build_model(architecture, device=before.unembed.W_U.device)
-    theirs = dict(before.named_parameters())
+    smaller = dict(before.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(theirs[name])
+            parameter.copy_(smaller[name])
     return model

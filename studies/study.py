@@ -78,7 +78,7 @@ class Statement:
         return cls(path.read_text(encoding="utf-8"))
 
     def part(self, name: str) -> str:
-        """The text of a part; empty if the statement has no such part."""
+        """Return the text of a part; empty if the statement has no such part."""
         heading = f"\n## {name.rstrip('.')}\n"
         if heading in self.text:
             return self.text.split(heading)[1].split("\n## ")[0].strip()
@@ -154,11 +154,11 @@ class Study(ABC):
         return None
 
     def table(self, results: "pd.DataFrame") -> str:
-        """The tables of some rows, in Markdown."""
+        """Return the tables of some rows, in Markdown."""
         return render(self.tables() or [TableSpec(*self._columns(results))], results)
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
-        """The figure of some rows."""
+        """Return the figure of some rows."""
         plots = self.plots()
         if plots is not None:
             return plots.draw(results)
@@ -175,7 +175,7 @@ class Study(ABC):
         return FigureSpec(panels).draw(named)
 
     def _columns(self, results: "pd.DataFrame") -> tuple[list[str], list[str]]:
-        """The settings that differ between runs, or all, and the measured numbers."""
+        """Return the settings that differ between runs, or all, and the measured numbers."""
         known = {name for preset in self.presets for case in self.cases(preset) for name in case}
         settings = [name for name in results if name in known]
         differing = [name for name in settings if results[name].nunique() > 1]
@@ -183,7 +183,7 @@ class Study(ABC):
         return differing or settings, list(others.select_dtypes("number"))
 
     def claims(self) -> Sequence[Claim]:
-        """The rule: what must hold of the rows for the effect to be seen."""
+        """Return the rule: what must hold of the rows for the effect to be seen."""
         return ()
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
@@ -191,7 +191,7 @@ class Study(ABC):
         return ()
 
     def rule(self) -> str:
-        """The rule in words."""
+        """Return the rule in words."""
         return "; ".join(claim.rule() for claim in self.claims())
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
@@ -342,5 +342,5 @@ class FreshStudy(TrainedStudy):
         )
 
     def steps(self, steps: int) -> Row:
-        """The settings of so many steps; an epoch has at most 100."""
+        """Return the settings of so many steps; an epoch has at most 100."""
         return {"steps": steps, "n_train": min(steps, 100) * self.BATCH}

@@ -26,8 +26,8 @@ from infoflow_lens.studies.claims import (
 from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
 from infoflow_lens.studies.papers import STUDIES
-from infoflow_lens.studies.papers.head_count import beside_published
-from infoflow_lens.studies.papers.rows import beside_enough, best_runs, has_enough_heads
+from infoflow_lens.studies.papers.head_count import join_published
+from infoflow_lens.studies.papers.rows import best_runs, compare_with_enough, has_enough_heads
 from infoflow_lens.studies.papers.token_models import epochs_until, last_epochs
 from infoflow_lens.studies.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.studies.study import Study
@@ -52,8 +52,8 @@ _MEASURED = ("lr", "n_states")
 _OF_ROWS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
-        beside_enough,
-        beside_published,
+        compare_with_enough,
+        join_published,
         best_runs,
         epochs_until,
         has_enough_heads,
@@ -159,7 +159,7 @@ def _insert_summary(page: Path, text: str | None, summary: str) -> str:
 
 
 def language_model_runs(folder: Path) -> list[Path]:
-    """The folders of runs of language-model studies below the folder of all studies."""
+    """Return the folders of runs of language-model studies below the folder of all studies."""
     return [path.parent for path in sorted((folder / "language_model").glob("*/record.json"))]
 
 
@@ -189,6 +189,7 @@ def _page(
             raise KeyError(f"{heading} in table.md of {run}")
         return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
 
+    # a run of its own folder, or one that another page has
     @cache
     def find_run(run: str) -> tuple[Study, RecordedRun]:
         if beside / run in runs:
@@ -197,7 +198,7 @@ def _page(
         return study, read_run(study, beside / run)
 
     def numbers(run: str, place: int) -> Numbers:
-        """The numbers of a claim of a study."""
+        """Return the numbers of a claim of a study."""
         study, recorded = find_run(run)
         return study.claims()[place].numbers(recorded.finished)
 
@@ -241,7 +242,7 @@ def _summary_row(
 
 
 def _deciding(study: Study, run: "RecordedRun") -> tuple[str, str]:
-    """The number that decides, and its bound; without it why there is none."""
+    """Return the number that decides, and its bound; without it why there is none."""
     if not run.has_verdict:
         return run.verdict.reasons[0], "-"
     return deciding_number(study.claims(), run.finished)
@@ -327,7 +328,7 @@ def _rows_path(folder: Path) -> Path:
 
 
 def _config(record: Path) -> dict[str, Any]:
-    """The settings of a recorded run.
+    """Return the settings of a recorded run.
 
     Raises:
         InfoFlowError: if the file is not the record of a study.
@@ -350,6 +351,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
     Raises:
         InfoFlowError: naming the run and the column.
     """
+    # the rows that the recorded settings give, by the number of the run
     cases, seeds = config["cases"], config["seeds"]
     expected = {
         index * len(seeds) + place: {**case, "seed": seed}
@@ -375,6 +377,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
     if rows.duplicated().any():
         run = rows["run"][rows.duplicated()].iloc[0]
         raise InfoFlowError(f"{str(path)!r} has a row of run {run} twice: {_RUN_AGAIN}")
+    # columns that a row was measured in are not settings
     settings = dict.fromkeys(name for case in cases for name in case)
     names = ["seed", *(name for name in settings if name not in _MEASURED)]
     missing = [name for name in names if name not in rows]

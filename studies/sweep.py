@@ -57,7 +57,7 @@ class Run:
     seed: int
 
     def key(self) -> str:
-        """A name that tells it from every other run of a study."""
+        """Return a name that tells it from every other run of a study."""
         text = json.dumps([dict(self.settings), self.seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -262,7 +262,7 @@ def write_statement(study: Study, out: Path) -> None:
 def verdict_of(
     study: Study, rows: "pd.DataFrame", cases: Sequence[Settings], n_seeds: int
 ) -> Verdict:
-    """The verdict of a study, with a sentence for runs that diverged.
+    """Return the verdict of a study, with a sentence for runs that diverged.
 
     Without numbers of a case that the rule is about, the verdict is "not passed".
 
@@ -293,7 +293,7 @@ def verdict_of(
 
 
 def _differing(case: Settings, cases: Sequence[Settings]) -> str:
-    """The settings of a case that differ between cases, as JSON."""
+    """Return the settings of a case that differ between cases, as JSON."""
     return json.dumps(
         {n: value for n, value in case.items() if any(c.get(n) != value for c in cases)}
     )
@@ -413,7 +413,7 @@ def check_rows(study: Study, rows: Any) -> list[Row]:
 
 
 def plain_cell(value: Any) -> Any:
-    """A setting as a cell of a table."""
+    """Return a setting as a cell of a table."""
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -421,7 +421,7 @@ def plain_cell(value: Any) -> Any:
 
 
 def _name(run: Run) -> str:
-    """The file of a finished run in the folder."""
+    """Return the file of a finished run in the folder."""
     return f"runs/{run.key()}.json"
 
 

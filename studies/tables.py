@@ -47,7 +47,7 @@ class Column:
     across: str = ""
 
     def cell(self, rows: "pd.DataFrame") -> str | None:
-        """The text of a cell from the rows of its line; None without rows."""
+        """Return the text of a cell from the rows of its line; None without rows."""
         if rows.empty:
             return None
         if callable(self.value):
@@ -82,7 +82,7 @@ class TableSpec:
     sort: bool = False
 
     def render(self, results: "pd.DataFrame") -> str:
-        """The table in Markdown."""
+        """Return the table in Markdown."""
         rows = self.rows(results)
         cells = [
             (name, column, value)
@@ -149,7 +149,7 @@ def render(parts: Sequence[Part], results: "pd.DataFrame") -> str:
 def groups(
     rows: "pd.DataFrame", by: Sequence[str], *, sort: bool = False
 ) -> "list[tuple[tuple[Any, ...], pd.DataFrame]]":
-    """Rows by the values of some columns, with these values.
+    """Return rows by the values of some columns, with these values.
 
     Args:
         rows: of a study.
@@ -164,7 +164,7 @@ def groups(
 def markdown_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """A table in Markdown.
+    """Return a table in Markdown.
 
     Args:
         columns: the names at the top; ``|`` inside a name or cell is escaped.
@@ -187,12 +187,12 @@ def markdown_table(
 
 
 def _line(cells: Sequence[object]) -> str:
-    shown = ("-" if cell is None else str(cell) for cell in cells)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in shown)} |"
+    texts = ("-" if cell is None else str(cell) for cell in cells)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in texts)} |"
 
 
 def spread(values: "pd.Series[float]", form: str = ".3g") -> str:
-    """A mean and the range over seeds; one number alone, and ``-`` for none.
+    """Return a mean and the range over seeds; one number alone, and ``-`` for none.
 
     Numbers that are NaN, as those of runs that have none, are left out.
     """

@@ -49,7 +49,7 @@ def map_errors(
 def mean_entropy(
     pattern: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"]
 ) -> float:
-    """The mean entropy of rows with a choice, in nats.
+    """Return the mean entropy of rows with a choice, in nats.
 
     Args:
         pattern: attention of one head; rows need not sum to 1.

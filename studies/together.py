@@ -16,7 +16,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.settings import Seed, checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
-from infoflow_lens.studies.stacked import Weights, check_stackable, stacked_readout
+from infoflow_lens.studies.stacked import Weights, check_stackable, compute_readouts
 from infoflow_lens.training import (
     Data,
     Draw,
@@ -99,6 +99,7 @@ def train_together(
     config = config or TrainingConfig()
     if not seeds or len(set(seeds)) < len(seeds):
         raise InfoFlowError(f"seeds is {list(seeds)!r}: expected different seeds, at least one")
+    # fresh models, or those of the caller, one for each seed
     if isinstance(architecture, Architecture):
         models = [build_model(architecture, seed=seed, device=device) for seed in seeds]
     else:
@@ -112,6 +113,7 @@ def train_together(
                 "a model is given for two seeds, which would be trained over each other: expected "
                 "different ones; copy.deepcopy makes another"
             )
+    # models that differ in shape cannot be one tensor
     check_stackable(models)
     runs = []
     for seed, model in zip(seeds, models, strict=True):
@@ -123,6 +125,7 @@ def train_together(
     _check_equal([len(run.data.x) for run in runs], "training sequences", seeds)
     _check_equal([len(run.data.validation_x) for run in runs], "validation sequences", seeds)
     stack = _Stack(runs, config, compiled)
+    # seeds that have stopped leave the stack
     with progress_bar("training", config.epochs, progress) as advance:
         while stack.runs:
             stack.epoch()
@@ -175,7 +178,7 @@ class _Stack:
             for name, _ in model.named_parameters()
         }
         self._prepare()
-        readout = partial(stacked_readout, model)
+        readout = partial(compute_readouts, model)
         self.readout: Readout = torch.compile(readout) if compiled else readout
         self.data: tuple[Tensor, Tensor] | None = None
 
@@ -207,7 +210,7 @@ class _Stack:
             _note(run, partial(run.ledger.note_training, own, lr))
 
     def _step(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
-        """A step of all seeds; what it measures before the update."""
+        """Return a step of all seeds; what it measures before the update."""
         measures = torch.func.vmap(self.objective.measures)(self.readout(self.weights, x), y)
         self.optimizer.zero_grad(set_to_none=True)
         measures["train_loss"].sum().backward()

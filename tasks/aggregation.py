@@ -45,7 +45,7 @@ class PositionSum(VectorTask):
         return self.d_token
 
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """The sum of the tokens at the positions."""
+        """Return the sum of the tokens at the positions."""
         self.check_input(x)
         return x[:, list(self.positions)].sum(dim=1)
 
@@ -72,6 +72,6 @@ class GlobalMean(VectorTask):
         return self.d_token
 
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """The mean of all tokens."""
+        """Return the mean of all tokens."""
         self.check_input(x)
         return x.mean(dim=1)

@@ -52,12 +52,12 @@ endless = task.dataset("train", None).with_format("torch")
 
 
 def summary(task: Task | type[Task]) -> str:
-    """The first paragraphs of a task's docstring: what it is, before its attributes."""
+    """Return the first paragraphs of a task's docstring: what it is, before its attributes."""
     return inspect.cleandoc(task.__doc__ or "").split("\n\nAttributes:")[0].split("\n\nRaises:")[0]
 
 
 def dataset_card(task: Task | str) -> DatasetCard:
-    """The card of a task's datasets, in the Hugging Face Hub's format.
+    """Return the card of a task's datasets, in the Hugging Face Hub's format.
 
     ``dataset_card(task).save(path)`` writes it beside a saved dataset as ``README.md``.
 
@@ -102,7 +102,7 @@ def _kind(value: object) -> str:
 
 
 def _call(task: Task) -> str:
-    """The arguments of load_task; a function of the user's has no name to give."""
+    """Return the arguments of load_task; a function of the user's has no name to give."""
     if isinstance(task, Target):
         return "'module:name'"
     default = type(task)().parameters()

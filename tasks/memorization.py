@@ -92,7 +92,7 @@ class Memorization(TokenTask):
         return _draw_sequences(self)[torch.randint(self.n_sequences, (n,), generator=generator)]
 
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The label of every sequence, which is its number among the stored ones.
+        """Return the label of every sequence, which is its number among the stored ones.
 
         Raises:
             InfoFlowError: for a sequence that is not stored.
@@ -109,7 +109,7 @@ class Memorization(TokenTask):
         return torch.tensor(found, dtype=torch.int64, device=x.device)
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """Positions that tell the sequence from all other stored ones, none to spare.
+        """Return positions that tell the sequence from all other stored ones, none to spare.
 
         Later positions are left out first.
         """
@@ -119,7 +119,7 @@ class Memorization(TokenTask):
 
 @lru_cache(maxsize=8)
 def _draw_sequences(task: Memorization) -> Int[Tensor, "sequence pos"]:
-    """The N different sequences, in random order; a sequence's row is its label."""
+    """Return the N different sequences, in random order; a sequence's row is its label."""
     generator = torch.Generator().manual_seed(derive_seed("memorization", task.seed))
     few = max(4 * task.n_sequences, 100_000)
     # a small space is shuffled whole; of a large one sequences are drawn until enough differ

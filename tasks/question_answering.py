@@ -202,7 +202,7 @@ class NestedQA(TokenTask):
         return here[:, 0], facts
 
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The entity at the end of the chain.
+        """Return the entity at the end of the chain.
 
         Raises:
             InfoFlowError: if the chain breaks off or branches.

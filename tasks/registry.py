@@ -48,7 +48,7 @@ GROUP = "infoflow_lens.tasks"  # of entry points, by which other packages add ta
 
 
 def list_tasks() -> tuple[str, ...]:
-    """The names that :func:`load_task` knows, with those that other packages add.
+    """Return the names that :func:`load_task` knows, with those that other packages add.
 
     Raises:
         InfoFlowError: if two packages add the same name.
@@ -57,7 +57,7 @@ def list_tasks() -> tuple[str, ...]:
 
 
 def parameter_names(task: Task | type[Task]) -> tuple[str, ...]:
-    """The names of a task's parameters."""
+    """Return the names of a task's parameters."""
     return tuple(field.name for field in fields(task))
 
 
@@ -138,7 +138,7 @@ def _load_own_task(name: str, parameters: dict[str, Any]) -> Task:
 
 
 def load_task(name: str, **parameters: Any) -> Task:
-    """The task of that name with those parameters.
+    """Return the task of that name with those parameters.
 
     Besides the names of :func:`list_tasks`, ``module:name`` and ``file.py:name`` load a task of
     one's own: a task, whose fields the parameters replace, or a function of them that makes one.

@@ -34,7 +34,7 @@ def split_sizes(n: int, least: int, what: str) -> dict[Split, int]:
 
 @lru_cache(maxsize=64)
 def dealt_out(n: int, least: int, what: str, seed: int) -> dict[Split, Int[Tensor, " part"]]:
-    """The numbers below `n`, dealt out to the splits at random, at least `least` to each.
+    """Return the numbers below `n`, dealt out to the splits at random, at least `least` to each.
 
     Raises:
         InfoFlowError: if there are too few.
@@ -58,7 +58,7 @@ def sequence_keys(x: Int[Tensor, "batch pos"], seed: int) -> np.ndarray:
 
 
 def key_range(split: Split, cuts: list[int]) -> tuple[np.uint64, np.uint64]:
-    """The lowest and the highest key of the sequences of a split."""
+    """Return the lowest and the highest key of the sequences of a split."""
     first = SPLITS.index(split)
     return np.uint64(cuts[first]), np.uint64(cuts[first + 1] - 1)
 

@@ -65,7 +65,7 @@ class RetrievalTask(VectorTask):
     def trees(
         self, shape: Literal["balanced", "chain"] | torch.Generator = "balanced"
     ) -> tuple[ComparisonTree, ...]:
-        """A tree of comparison for each component, which retrieves its tuple (Def. 1).
+        """Return a tree of comparison for each component, which retrieves its tuple (Def. 1).
 
         Raises:
             InfoFlowError: for a component of rank above 1, which is no best tuple.

@@ -99,7 +99,7 @@ class Task(ABC):
         return ()
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters that make this task."""
+        """Return the parameters that make this task."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _repr_html_(self) -> str:
@@ -120,7 +120,7 @@ class Task(ABC):
         return x, self.target(x)
 
     def inputs(self, n: int, seed: int) -> Shaped[Tensor, " batch pos *token"]:
-        """The sequences of :meth:`sample` alone."""
+        """Return the sequences of :meth:`sample` alone."""
         return self.draw(n, torch.Generator().manual_seed(derive_seed("sample", seed)))
 
     @overload
@@ -133,7 +133,7 @@ class Task(ABC):
     def dataset(
         self, split: str, n: Count | None, seed: Seed = 0
     ) -> datasets.Dataset | datasets.IterableDataset:
-        """Sequences and targets with columns ``x`` and ``y``.
+        """Return sequences and targets with columns ``x`` and ``y``.
 
         With a number, an Arrow-backed dataset of `n` sequences; with None, an endless
         ``IterableDataset`` that is drawn as it is read and that workers can share. Splits draw from
@@ -181,7 +181,7 @@ class Task(ABC):
 
 
 def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dict[str, Any]]:
-    """The rows of a stream; a function of the module, so that workers can be sent it."""
+    """Yield the rows of a stream; a function of the module, so that workers can be sent it."""
     for block in itertools.count():
         for shard in shards:
             generator = torch.Generator().manual_seed(

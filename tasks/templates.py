@@ -162,7 +162,7 @@ class TemplateTask(TokenTask):
         """Return the positions of the words, a row for each stretch that follows a template."""
 
     def _which(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch block"]:
-        """The template of every stretch.
+        """Return the template of every stretch.
 
         Raises:
             InfoFlowError: for a stretch of words that follows none.
@@ -185,7 +185,7 @@ class TemplateTask(TokenTask):
         return which
 
     def _alphabet(self, split: Split | None) -> Int[Tensor, " word"]:
-        """The words that a split may use."""
+        """Return the words that a split may use."""
         if split is None or self.holdout != "words":
             return torch.arange(self.n_words)
         return dealt_out(self.n_words, self._most_wildcards, "words", self.seed)[split]
@@ -282,7 +282,7 @@ class TemplateMatching(TemplateTask):
         return self.sequences(self._substitute(templates, generator, split)[:, 0])
 
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The template of every sequence.
+        """Return the template of every sequence.
 
         Raises:
             InfoFlowError: for words that follow no template of the task.

@@ -132,7 +132,7 @@ class TokenTask(Task):
         return True
 
     def places(self, kind: str) -> Int[Tensor, " place"]:
-        """The positions at which the layout has `kind`."""
+        """Return the positions at which the layout has `kind`."""
         return torch.tensor([i for i, found in enumerate(self.layout) if found == kind])
 
     def sequences(
@@ -218,7 +218,7 @@ class TokenTask(Task):
         )
 
     def render(self, x: Int[Tensor, "batch pos"], answer: bool = False) -> list[str]:
-        """Sequences to read, such as ``a -> 1  b -> 2  a -> ?``.
+        """Return sequences to read, such as ``a -> 1  b -> 2  a -> ?``.
 
         Args:
             x: token ids.
@@ -267,7 +267,7 @@ class InContextTask(TokenTask):
         """The pair that the last words ask for."""
 
     def _distinguishing_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
-        """The words of a block that tell it from others: all."""
+        """Return the words of a block that tell it from others: all."""
         return torch.ones(len(x), self.block_length, dtype=torch.bool, device=x.device)
 
     @property
@@ -304,7 +304,7 @@ class InContextTask(TokenTask):
         return (Component(arity=2 * words + 1, score=matches, tuples=tuples),)
 
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The answer to what is asked, counted from 0.
+        """Return the answer to what is asked, counted from 0.
 
         Raises:
             InfoFlowError: if what is asked for does not stand exactly once in the context.
@@ -346,7 +346,7 @@ def draw_distinct(
 
 
 def only_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tensor, " batch"]:
-    """The pair of each sequence that matches its query.
+    """Return the pair of each sequence that matches its query.
 
     Raises:
         InfoFlowError: if not exactly one does.

@@ -65,7 +65,7 @@ MatrixKind = Literal["gaussian", "orthogonal", "rotoreflection"]
 def _matrices(
     kind: MatrixKind, n: int, d: int, seed: int, n_draws: int
 ) -> Float[Tensor, "component d d"]:
-    """The matrices of a target of best pairs."""
+    """Return the matrices of a target of best pairs."""
     generator = torch.Generator().manual_seed(derive_seed("matrices", seed))
     draws = torch.randn((n_draws, n, d, d), generator=generator)
     if kind == "gaussian":

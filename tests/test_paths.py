@@ -39,7 +39,7 @@ from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.hooks import Result
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.probing.survey import run_survey
@@ -168,7 +168,7 @@ READERS = {
     "load_any": (lambda m, p: save_model(ours(), p), load_any),
     "load_any, file:": (lambda m, p: save_model(ours(), p), lambda p: load_any(f"file:{p}")),
     "shape_of": (lambda m, p: save_model(ours(), p), shape_of),
-    "shape_of_named": (lambda m, p: save_model(ours(), p), shape_of_named),
+    "read_shape": (lambda m, p: save_model(ours(), p), read_shape),
     "ask": (
         lambda m, p: zoo.save("gpt2", p),
         lambda p: ask(p, "w4 w5 w6", quick=True, progress=False),
@@ -210,8 +210,8 @@ zoo_folder = []
 # Every function with such a parameter: os.PathLike says that a user gives it.
 OWNERS = ("infoflow_lens.foundation.", "infoflow_lens.runs.")  # of what all of them call
 INSIDE = {  # these are called by the ones above
-    "loaded_fields", "save_fields", "digest_of_result", "ShardedResult.of_shards",
-    "ShardedResult.save_shard", "shape_of_named",
+    "read_fields", "save_fields", "digest_of_result", "ShardedResult.from_shards",
+    "ShardedResult.save_shard", "read_shape",
 }  # fmt: skip
 
 

@@ -188,7 +188,7 @@ WRONG = [{"evil": 1}, [["x"], {}], "x", -3.5, None, True, 10**30]
 def parts_of(one, path):
     one.save(path)
     if isinstance(one, Result):
-        return one.stored()
+        return one.to_parts()
     plain = read_signed(f"{path}.json", SCHEMA[False], "result", "")
     return {k: v for k, v in plain.items() if k != "tensors"}, load_file(f"{path}.safetensors")
 
@@ -252,7 +252,7 @@ def test_a_field_of_another_type_is_refused_when_it_is_loaded(made, name, tmp_pa
 @pytest.mark.parametrize("axis", ["sample", "rank", "layers"])
 def test_axes_of_one_name_have_one_size(made, axis, tmp_path):
     """A result cut by hand: fewer sequences, ranks that are not named, a layer gone."""
-    plain, tensors = made["PositionsResult"].stored()
+    plain, tensors = made["PositionsResult"].to_parts()
     if axis == "sample":
         tensors["lengths"] = tensors["lengths"][:-1].clone()
     elif axis == "rank":
@@ -605,7 +605,7 @@ def test_a_smaller_result_leaves_no_parts_of_a_larger_one(made, smaller, tmp_pat
 
 @pytest.mark.parametrize(("name", "value"), [("n_shards", 10**30), ("n_sequences", -5)])
 def test_counts_of_parts_that_cannot_be_are_refused_at_once(made, name, value, tmp_path):
-    plain, tensors = made["ShardedPositions"].stored()
+    plain, tensors = made["ShardedPositions"].to_parts()
     made["ShardedPositions"].save(tmp_path / "x")
     write_parts(tmp_path / "x", SCHEMA[True], {**plain, name: value}, tensors)
     with pytest.raises(InfoFlowError, match="expected what save"):
@@ -667,7 +667,7 @@ CUT = [
 @pytest.mark.parametrize(("name", "cut"), CUT)
 def test_results_that_were_cut_are_refused_when_they_are_loaded(made, name, cut, tmp_path):
     """Of the right types, and yet no table could be made of them."""
-    plain, tensors = copy.deepcopy(made[name].stored())
+    plain, tensors = copy.deepcopy(made[name].to_parts())
     cut(plain, tensors)
     write_parts(tmp_path / "x", SCHEMA[True], plain, tensors)
     with pytest.raises(InfoFlowError, match="cannot be read"):
@@ -711,7 +711,7 @@ def test_a_flow_that_was_cut_is_refused_when_it_is_loaded(shown, cut, tmp_path):
 
 
 def test_a_result_of_no_sequence_is_refused(made, tmp_path):
-    plain, tensors = made["PositionsResult"].stored()
+    plain, tensors = made["PositionsResult"].to_parts()
     none = {name: tensor[:0].clone() for name, tensor in tensors.items()}
     write_parts(tmp_path / "x", SCHEMA[True], plain, none)
     with pytest.raises(InfoFlowError, match="of no sequence"):

@@ -19,7 +19,7 @@ from infoflow_lens.hooks.model.inputs import check_accepts_padding
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
 from infoflow_lens.theory.information_sets import InformationSets
 
 _RERUN_TOLERANCE = 1e-3
@@ -58,7 +58,7 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return InformationSets(self.scattered(_above(self.influence, threshold)), self.lengths)
+        return InformationSets(self.scatter(_select_above(self.influence, threshold)), self.lengths)
 
     @checked
     def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
@@ -68,24 +68,24 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < share <= 1``.
         """
-        return InformationSets(self.scattered(holding(self.influence, share)), self.lengths)
+        return InformationSets(self.scatter(holding(self.influence, share)), self.lengths)
 
 
 @checked
 def influence_sets(
     influence: Float[Tensor, "layer batch pos source"], threshold: Threshold
 ) -> InformationSets:
-    """The sources of at least `threshold` times the largest influence on each state.
+    """Return the sources of at least `threshold` times the largest influence on each state.
 
     A state without any influence has the empty set.
 
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
-    return InformationSets(_above(influence, threshold))
+    return InformationSets(_select_above(influence, threshold))
 
 
-def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
+def _select_above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
     largest = influence.amax(dim=-1, keepdim=True)
     return (influence >= threshold * largest) & (influence > 0)
 
@@ -149,12 +149,12 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         """
 
     def needs(self, model: nn.Module) -> Needs:
-        """What enters at the sources, and the states.
+        """Name what enters at the sources, and the states.
 
         Raises:
             InfoFlowError: for layers and positions that the model does not have.
         """
-        layers = self._reached(model)
+        layers = self._find_layers(model)
         names = [start_point(model, self.source_layer)]
         self.check_positions(model)
         for layer in layers:
@@ -162,7 +162,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return Needs.of(model, points=names)
 
     def _expect(self, work: int) -> None:
-        """How much work this batch is, in any unit, for `watch`."""
+        """Set how much work this batch is, in any unit, for `watch`."""
         self._work, self._worked = work, 0
 
     def _work_done(self, work: int) -> None:
@@ -170,8 +170,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         if self.watch is not None:
             self.watch(min(1.0, self._worked / max(1, self._work)))
 
-    def _reached(self, model: nn.Module) -> tuple[int, ...]:
-        """The layers whose states are asked for."""
+    def _find_layers(self, model: nn.Module) -> tuple[int, ...]:
+        """Find the layers whose states are asked for."""
         first, n_layers = self.source_layer or 0, layer_count(model)
         if first >= n_layers:
             raise InfoFlowError(f"source_layer is {first}: expected 0 to {n_layers - 1}, or None")
@@ -184,10 +184,10 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return layers
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The influence of every source of a pass."""
+        """Return the influence of every source of a pass."""
         model = seen.model
         check_accepts_padding(model, seen.lengths)
-        layers = self._reached(model)
+        layers = self._find_layers(model)
         start = seen.activation(start_point(model, self.source_layer))
         expected = [seen.state(layer, self.state) for layer in layers]
         n_source, n_pos = start.shape[1], expected[0].shape[1]
@@ -197,11 +197,13 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             self._check_start(seen, start)
         place = self.place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
+        # unless they take part, hooks of the user would edit each repeated pass once more
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
-        exists = existing(place, lengths, n_source)
-        influence = _above_rounding(torch.where(exists, influence.cpu(), 0), expected)
+        # rows of padding, and positions that a sequence lacks, have no influence
+        exists = mark_existing(place, lengths, n_source)
+        influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
@@ -211,6 +213,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             InfoFlowError: naming the hook point.
         """
         model, point = seen.model, start_point(seen.model, self.source_layer)
+        # hooks at the sources, or below them, would change what is put there
         hooks = [
             hook
             for name, at in hook_points(model).items()
@@ -220,6 +223,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         ]
         if all(getattr(getattr(hook, "user_hook", None), "only_looks", False) for hook in hooks):
             return
+        # a hook that does something must at least do nothing to what enters
         same = False
         batch = seen.batch
         if batch is not None:
@@ -237,7 +241,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             )
 
     def _stands_below(self, name: str) -> bool:
-        """Whether a hook point is on the way to the sources."""
+        """Say whether a hook point is on the way to the sources."""
         layer = layer_of(name)
         if layer is None:
             return not name.startswith(("ln_final", "unembed"))
@@ -253,6 +257,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     ) -> None:
         """Every state of every sequence must come out again, not only the large ones."""
         for layer, value, state in zip(layers, values, expected, strict=True):
+            # small states count, too: each against its own norm
             gap = (value - state).float().norm(dim=-1)
             allowed = tolerance(state) * state.float().norm(dim=-1) + _TINY
             fits = gap <= allowed
@@ -270,8 +275,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 )
 
     def compute(self) -> InfluenceResult:
-        """All batches together."""
-        return self.scored_by(InfluenceResult, relative_error=self._relative_error())
+        """Join all batches."""
+        return self.make_scores(InfluenceResult, relative_error=self._relative_error())
 
     def _relative_error(self) -> tuple[float, ...] | None:
         return None
@@ -281,15 +286,15 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def tolerance(state: Tensor) -> float:
-    """How far a state may differ between two passes, relative to its norm."""
+    """Return how far a state may differ between two passes, relative to its norm."""
     half = state.dtype in (torch.float16, torch.bfloat16)
     return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE
 
 
-def _above_rounding(
+def _drop_rounding(
     influence: Float[Tensor, "layer batch asked source"], states: Sequence[Tensor]
 ) -> Float[Tensor, "layer batch asked source"]:
-    """Influence without what is rounding beside the largest on the same state."""
+    """Set influence to 0 where it is rounding beside the largest on the same state."""
     floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in states])
     largest = influence.amax(dim=-1, keepdim=True)
     return influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)

@@ -43,6 +43,7 @@ def forward_derivatives(
     """
 
     def along(direction: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        # a constant whose derivative must be 1: another thread may take the tangents away
         witness = start.new_ones(())
         values, tangents = torch.func.jvp(
             lambda start, witness: (*function(start), witness),
@@ -89,6 +90,7 @@ def _make() -> None:
     """Make the level as soon as nobody is inside, so that torch.func.jvp makes none of its own."""
     end = time.monotonic() + _PATIENCE
     while True:
+        # nobody differentiates by forward mode now, so this level is the outermost
         if eager_transforms.JVP_NESTING == 0 and forward_ad._current_level == -1:
             eager_transforms.JVP_NESTING = 1
             forward_ad._current_level = 0

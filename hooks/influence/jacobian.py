@@ -11,7 +11,7 @@ from torch import Tensor
 from infoflow_lens.foundation.settings import Remedy, Seed
 from infoflow_lens.hooks.influence.base import StateInfluence, StateName
 from infoflow_lens.hooks.influence.derivatives import DisturbedError, forward_derivatives
-from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 from infoflow_lens.hooks.states import combined, either, summed
 
 Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error; or None for exact norms")]
@@ -73,11 +73,14 @@ class JacobianInfluence(StateInfluence):
         batch, n_source, d_source = start.shape
         n_pos, d_model = expected[0].shape[1:]
         rows = rows_at_once(rerun.model, n_pos, d_model, start.device)
+        # forward mode takes a pass for each number that enters, reverse mode one for each that is
+        # read
         by_forward = n_source * d_source <= len(expected) * place.shape[1] * d_model
         together = max(1, min(batch, rows // _DIRECTIONS_AT_ONCE))
         if self.chunk_size is not None:
             together = batch
         errors = torch.zeros(len(expected), 2, dtype=torch.float64)
+        # once it is missing, every other group is measured by reverse mode, too
         lacking, parts = self.lacks_forward_mode or "", []
         groups = -(-batch // together)
         for first in range(0, batch, together):
@@ -92,6 +95,7 @@ class JacobianInfluence(StateInfluence):
                     energy = self._forward(here, targets, chunk)
                 except _NoForwardModeError as error:
                     lacking = str(error)
+            # an estimate, or a model without forward mode
             if energy is None:
                 m = d_model if self.estimate is None else min(self.estimate, d_model)
                 each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]
@@ -102,7 +106,7 @@ class JacobianInfluence(StateInfluence):
         return torch.cat(parts, dim=1).sqrt().float(), more
 
     def _expect_groups(self, behind: int, n_groups: int, each: int) -> None:
-        """Of the groups of sequences of a batch, so many lie behind."""
+        """Set the work of a batch of `n_groups`, of which `behind` are done."""
         self._expect(n_groups * each)
         self._worked = behind * each
 
@@ -143,7 +147,7 @@ class JacobianInfluence(StateInfluence):
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
                 total.index_add_(2, (index // d_source).to(total.device), energy)
             self._work_done(len(index))
-        return torch.stack([at_places(total, here.place).cpu() for total in squares])
+        return torch.stack([take_places(total, here.place).cpu() for total in squares])
 
     def _reverse(
         self, here: "_Some", expected: list[Tensor], chunk: int, errors: Tensor
@@ -163,7 +167,7 @@ class JacobianInfluence(StateInfluence):
             for rows in torch.arange(n_asked).split(max(1, chunk // m)):
                 place = here.place[:, rows]
                 energies = torch.empty(len(rows) * m, batch, n_source, dtype=torch.float32)
-                drawn, index = self._drawn(layer, place, d_model, m)
+                drawn, index = self._draw_directions(layer, place, d_model, m)
                 for pairs in torch.arange(len(energies)).split(chunk):
                     towards = _towards(value, place, pairs // m, pairs % m, drawn, index)
                     (found,) = torch.autograd.grad(
@@ -184,10 +188,10 @@ class JacobianInfluence(StateInfluence):
                 errors[i, 1] += mean[known].sum()
         return squares
 
-    def _drawn(
+    def _draw_directions(
         self, layer: int, place: Int[Tensor, "batch row"], d_model: int, m: int
     ) -> tuple[Float[Tensor, "position direction d_model"] | None, Int[Tensor, "batch row"]]:
-        """Random directions for each position that occurs, and which are whose; None for all."""
+        """Draw directions for each position that occurs, and say which are whose; None for all."""
         different, index = place.clamp(min=0).unique(return_inverse=True)
         if self.estimate is None or m == d_model:
             return None, index
@@ -207,7 +211,7 @@ class JacobianInfluence(StateInfluence):
         return tuple((float(stdtrit(freedom, 0.975)) * standard).tolist())
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
+        """Return what a reader of the result must know."""
         notes = super().notes()
         if self.lacks_forward_mode:
             notes += (
@@ -240,7 +244,7 @@ class _Some:
         self._rerun, self._chosen = rerun, chosen.to(start.device)
 
     def states(self, start: Tensor) -> tuple[Tensor, ...]:
-        """The states as a function of the sources."""
+        """Return the states as a function of the sources."""
         return self._rerun(start, self._chosen)
 
 
@@ -261,7 +265,7 @@ def _towards(
     drawn: Float[Tensor, "position direction d_model"] | None,
     index: Int[Tensor, "batch row"],
 ) -> Float[Tensor, "pair batch pos d_model"]:
-    """For each (row, direction) that direction at that state of every sequence, 0 elsewhere."""
+    """Put, for each (row, direction), that direction at that state of every sequence, else 0."""
     towards = torch.zeros(len(row), *value.shape, dtype=value.dtype, device=value.device)
     pair = torch.arange(len(row), device=value.device)[:, None]
     sequence = torch.arange(len(value), device=value.device)

@@ -16,14 +16,14 @@ _ROOM_CPU, _ROOM_GPU = 2**21, 2**26
 
 
 def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.device) -> int:
-    """How many sequences of this length a pass should hold, by the size of its largest tensor."""
+    """Choose how many sequences of this length a pass has, by the size of its largest tensor."""
     heads = getattr(getattr(model, "cfg", None), "n_heads", None) or 8
     room = _ROOM_CPU if device.type == "cpu" else _ROOM_GPU
     return max(1, room // (n_pos * max(4 * d_model, int(heads) * n_pos)))
 
 
 def start_point(model: nn.Module, source_layer: int | None) -> str:
-    """The hook point where sources enter."""
+    """Return the hook point where sources enter."""
     if source_layer is None and reads_vectors(model):
         return token_hook(model)
     return hook_name(model, f"blocks.{source_layer or 0}.hook_resid_pre")
@@ -49,7 +49,7 @@ class Rerun:
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"] | None:
-        """Which positions are no padding; None where nothing is padded."""
+        """The mask of positions, False on padding; None where nothing is padded."""
         if self.batch is None or self.batch.lengths is None:
             return None
         return self.batch.mask()
@@ -59,7 +59,7 @@ class Rerun:
         start: Float[Tensor, "row position d_source"],
         sequences: Int[Tensor, " row"] | None = None,
     ) -> tuple[Tensor, ...]:
-        """The states of all wanted layers.
+        """Return the states of all wanted layers.
 
         Args:
             start: what enters at the sources.
@@ -68,6 +68,7 @@ class Rerun:
         wanted = [state_hooks(self.model, layer, self.state) for layer in self.layers]
         names = dict.fromkeys(name for names in wanted for name in names)
         batch = self.batch
+        # a model that starts at its residual stream looks at the tokens' shape alone
         if batch is None:
             batch = Batch(torch.zeros(start.shape[:2], dtype=torch.long))
         elif sequences is not None:
@@ -83,9 +84,9 @@ class Rerun:
         return tuple(state_sum(caught, names) for names in wanted)
 
 
-def at_places(
+def take_places(
     values: Float[Tensor, "batch pos d"], place: Int[Tensor, "batch asked"]
 ) -> Float[Tensor, "batch asked d"]:
-    """What stands at these positions; anything where they are negative."""
+    """Take the rows at these positions; anything where they are negative."""
     index = place.clamp(min=0).to(values.device)[:, :, None]
     return values.gather(1, index.expand(-1, -1, values.shape[2]))

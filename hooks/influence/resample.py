@@ -75,12 +75,12 @@ class ResampleInfluence(StateInfluence):
             )
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values; of donors their number and a digest."""
+        """Return the settings, as JSON-compatible values; of donors their number and a digest."""
         digest = fingerprint({"donors": self.donors})
         return {**super().config(), "n_donors": len(self.donors), "donors": digest}
 
     def needs(self, model: nn.Module) -> Needs:
-        """As for every influence; the donors must be inputs of the model, too."""
+        """Name what every influence needs; the donors must be inputs of the model, too."""
         check_inputs(model, self.donors, "donors")
         return super().needs(model)
 
@@ -92,7 +92,7 @@ class ResampleInfluence(StateInfluence):
     def _donation(
         self, model: nn.Module, start: Float[Tensor, "batch position d_source"]
     ) -> Float[Tensor, "donor position d_source"]:
-        """What the donors have in the place of the sources."""
+        """Return what the donors have in the place of the sources."""
         donated = self._donated
         if donated is None:
             name = start_point(model, self.source_layer)
@@ -123,6 +123,7 @@ class ResampleInfluence(StateInfluence):
                 "that what takes a token's place would differ in these, too: expected ids alone; "
                 "take JacobianInfluence"
             )
+        # donors run once: all sources and sequences take from the same passes
         donated = self._donation(rerun.model, start)
         plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)
@@ -130,11 +131,13 @@ class ResampleInfluence(StateInfluence):
         n_source, n_donors = start.shape[1], len(donated)
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source, dtype=torch.float32)
         rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
+        # below this, a difference is what two passes of one input may have, too
         rounding = [
             _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
         ]
         self._expect(n_source * n_donors * batch)
         asked = place.clamp(min=0)
+        # each source is a pass for each donor and sequence; as many together as memory holds
         together = max(1, rows // (n_donors * batch))  # sources
         for sources in torch.arange(n_source).split(together):
             each = torch.cartesian_prod(sources, torch.arange(n_donors), torch.arange(batch))
@@ -151,13 +154,13 @@ class ResampleInfluence(StateInfluence):
                     moved[layer, part] = gap.gather(1, asked[each[part, 2]])
                 self._work_done(len(part))
             moved = moved.view(n_layers, len(sources), n_donors, batch, -1)
-            influence[..., sources] = self._joined(moved).permute(0, 2, 3, 1)
+            influence[..., sources] = self._aggregate(moved).permute(0, 2, 3, 1)
         return influence, {}
 
-    def _joined(
+    def _aggregate(
         self, moved: Float[Tensor, "layer source donor sequence asked"]
     ) -> Float[Tensor, "layer source sequence asked"]:
-        """Over donors; torch.quantile takes no large tensors."""
+        """Aggregate over donors; torch.quantile takes no large tensors."""
         if self.aggregate == "mean":
             return moved.mean(dim=2)
         quantile = 0.5 if self.aggregate == "median" else float(self.aggregate)
@@ -171,7 +174,7 @@ class ResampleInfluence(StateInfluence):
 def donors_from(
     batches: Batches, n_measured: int, length: int
 ) -> Shaped[Tensor, "donor pos *token"]:
-    """Tokens that take the place of others: of sequences that are not measured, if possible.
+    """Return tokens that take the place of others: of sequences that are not measured, if possible.
 
     Where sequences differ in length, a donor's later tokens come from other sequences than its
     first: what enters at a position is its token alone.
@@ -184,6 +187,7 @@ def donors_from(
     Raises:
         InfoFlowError: if some position has no other sequence's token.
     """
+    # the last tokens of other sequences at each position, and of all, as few have others
     others: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
     every: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
     for index, row in enumerate(batches.sequences()):
@@ -200,5 +204,6 @@ def donors_from(
                 f"has a token {position}: expected at least 2; give more sequences, cut them with "
                 "max_length, or choose influence 'estimate'"
             )
+        # fewer than asked for are used again, so that all positions have as many
         donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
     return torch.stack(donors, dim=1)

@@ -102,7 +102,7 @@ class MeanPatternsProbe(Probe[MeanPatterns]):
     def compute(self) -> MeanPatterns:
         """Divide the sums."""
         n = self.n.clamp(min=1)
-        return self.filled(
+        return self.make_result(
             MeanPatterns,
             patterns=tuple((sums / n[:, None].to(sums.device)).cpu() for sums in self.patterns),
             outputs=tuple((sums / n[:, None, None].to(sums.device)).cpu() for sums in self.outputs),

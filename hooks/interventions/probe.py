@@ -297,7 +297,7 @@ class Intervention(Probe[InterventionResult]):
         mask = None if batch.lengths is None else batch.mask()
         seen = Pass(model, {}, tokens=batch.tokens, mask=mask, columns=batch.columns)
         indices = torch.arange(first, first + len(batch))
-        return self.begin(seen.counted(indices, seen.held_out, indices))
+        return self.begin(seen.renumber(indices, seen.held_out, indices))
 
     def begin(self, seen: Pass) -> "PlainRun":
         """Make the plain pass, on which edits are measured.
@@ -316,7 +316,7 @@ class Intervention(Probe[InterventionResult]):
         plain = source.run(self._plain_needs(model) | Needs(tuple(entering.values())))
         check_finite(plain.output, "the output", seen.first)
         _check_again(seen, plain)
-        plain = plain.counted(seen.indices, seen.held_out, seen.turns)
+        plain = plain.renumber(seen.indices, seen.held_out, seen.turns)
         return PlainRun(source, plain, _judge_of(self, plain, source), entering)
 
     def measure(self, plain_run: "PlainRun") -> Mapping[str, Any]:

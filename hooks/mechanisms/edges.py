@@ -188,7 +188,7 @@ class EdgeScores:
         needs = Needs.of(self.model, scores=True, pattern=True) | needs_of_parts(self.model)
         seen, found = run(self.model, self.batch, needs), []
         for layer, addition in enumerate(find_additions(self.model)):
-            parts = Parts.of(seen, layer, addition)
+            parts = Parts.read(seen, layer, addition)
             if not parts.add_up(seen, layer):
                 raise InfoFlowError(gap_in(layer))
             found.append(parts)

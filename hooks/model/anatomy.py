@@ -110,6 +110,7 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
     given = list(tensors_in(example))
     log = PassLog(batch=given[0].shape[0])
     with eval_mode(model):
+        # the same random numbers in both runs: a model may draw some in evaluation, too
         with SeededRandom(0), log.watching(model):
             watched = _run(model, example)
         check_gives_numbers(model, first_tensor(watched))
@@ -133,6 +134,7 @@ def _check_is_visible(model: nn.Module) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) is compiled, and compiled code "
                 "cannot be watched: expected the model itself; give what was given to torch.compile"
             )
+    # flex attention compiles only when it is called
     kinds = [kind for kind in _kinds_of_attention(list(modules_of(model))) if kind is not None]
     flex = next((kind for kind in kinds if "flex" in str(kind)), None)
     if flex is not None:
@@ -163,10 +165,12 @@ def _read(
     """Read an anatomy from a log."""
     calls = _block_calls(log, _attentions_of(log, type(model).__name__))
     blocks = [_block(log, call) for call in calls]
+    # blocks of one list, such as those of an encoder, make a stack; a model may have several
     stacks: dict[str, list[Block]] = {}
     for call, block in zip(calls, blocks):
         within = call.parent.path if call.parent else ""
         inside = re.match(r"(.*?)\.\d+\.", call.path + ".")
+        # a block within a module of a listed element belongs to the list, not to the element
         if not call.is_list_item and inside:
             within = inside[1].rpartition(".")[0]
         stacks.setdefault(within, []).append(block)
@@ -179,6 +183,7 @@ def _read(
         )
     chosen = stacks[next(iter(stacks)) if stack is None else stack]
     anatomy = Anatomy(chosen, stacks)
+    # the calls of the chosen blocks, as streams and ends are read off the log of calls
     own = [call for call, block in zip(calls, blocks) if block in chosen]
     streams = [(call.stream(), block.axes) for call, block in zip(own, chosen)]
     anatomy.d_model = next((s[0].shape[axes[2]] for s, axes in streams if s and axes), None)
@@ -194,6 +199,7 @@ def _attentions_of(log: PassLog, kind: str) -> list[AttentionCall]:
     Raises:
         InfoFlowError: if there is none.
     """
+    # softmaxes that a product reads: others are of experts, or of the vocabulary
     calls = [call for call in log.calls if call.is_read and id(call) in log.places]
     if calls:
         return calls
@@ -249,12 +255,14 @@ def _count_sums(log: PassLog, call: ModuleCall, attention: AttentionCall) -> int
 
 def _block(log: PassLog, call: ModuleCall) -> Block:
     attentions, batch = list(dict.fromkeys(call.attentions)), log.batch or 1
+    # some models run with the batch folded into another axis; the pattern has it for sure
     if attentions and attentions[0].seen["pattern"].ndim == 4:  # wherever the stream has its batch
         batch = attentions[0].seen["pattern"].shape[0]
     block = Block(call.path, call.module, None)
     block.attentions = tuple(read_attention(log, call, one, batch) for one in attentions)
     block.n_attentions = call.n_own_attentions
     stream = call.stream()
+    # without a sum inside of the module, nothing between attention and MLP can be told apart
     if stream is None or (attentions and not _count_sums(log, call, attentions[0])):
         why = (
             "no module around this attention maps [batch, pos, width] to its own shape and adds "
@@ -273,12 +281,14 @@ def _block(log: PassLog, call: ModuleCall) -> Block:
             "keys; its keys are landmarks, each a mean of tokens, and cannot be shown"
         )
     parts = ("attn_out", "mid", "mlp_out", "neurons")
+    # a block of another mixer (convolution, state space) still has its stream
     if not attentions:
         inner = [c.path.removeprefix(call.path + ".") for c in call.children]
         kinds = [f"{p} ({type(c.module).__name__})" for p, c in zip(inner, call.children)]
         block.mixer = ", ".join(kinds)
         why = f"no attention in this block; it runs {block.mixer}"
         block.lacks = dict.fromkeys(("attention", *parts), why)
+    # positions that are merged or split within the block would be named wrongly
     elif stream[0].shape[block.axes[1]] != n_pos:
         why = (
             f"{n_pos} queries, and {stream[0].shape[block.axes[1]]} positions in the stream: "

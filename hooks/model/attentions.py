@@ -24,11 +24,14 @@ def read_attention(log: PassLog, call: ModuleCall, seen: AttentionCall, batch: i
     n_heads, n_kv_heads = pattern.shape[1], v.shape[1]
     q = seen.seen.get("q")
     made = [out for op in operations if op.name in ("linear", "addmm") for out in op.outputs]
+    # queries that no linear map has given were changed on the way: rotated, normed or scaled
     is_rotated = q is None or not any(_contains(out, split_heads(q, batch)) for out in made)
     is_single = seen.n_products == 1 and q is not None and _count_products(operations, q) == 1
     product = seen.product
+    # products are counted from the beginning of a pass; a block that runs alone counts its own
     if seen.how == "softmax" and product is not None:
         product = product - call.n_products if is_single else None
+    # keys behind the query; seen by none, the attention is causal
     later = torch.ones(pattern.shape[-2:], dtype=torch.bool, device=pattern.device).triu(1)
     return Attention(
         number=seen.number - call.n_attentions,
@@ -71,12 +74,14 @@ def _output(
     operations: list[Operation], seen: AttentionCall, block: ModuleCall
 ) -> Projection | None:
     """Find the matrix that reads z, and nothing else."""
+    # tensors with the numbers of z: the matrix reads one of them
     same = [seen.seen["z"]]
     start = next(i for i, op in enumerate(operations) if op.attention is seen)
     same += operations[start].outputs
     for op in operations[start + 1 :]:
         if not any(is_among(t, same) for t in op.inputs):
             continue
+        # the innermost module that reads z alone, and linearly, is the output matrix
         for call in reversed(list(op.call.enclosing()) if op.call else []):
             read = [t for t in call.inputs if t.is_floating_point()]
             reads_z = call.start > block.start + start and len(read) == 1

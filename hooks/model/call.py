@@ -115,7 +115,7 @@ def call(
 
 
 def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:
-    """The output of a model on a batch, which attached probes do not see."""
+    """Return the output of a model on a batch, which attached probes do not see."""
     return call(model, batch, output=True).output
 
 
@@ -150,7 +150,7 @@ def _call_model(
 
 
 def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
-    """The block of an opened model at which a pass may begin; 0 where it has to run whole.
+    """Return the block of an opened model at which a pass may begin; 0 where it has to run whole.
 
     It does where somebody looks at what stands before: `seen`, or hooks of the user's.
     """
@@ -226,13 +226,16 @@ def catching(
                     "that runs the model again must run a copy of it"
                 )
             if keep_graph:
+                # derivatives go through it, so it stays in the graph
                 caught.activations[name] = activation
             else:
                 kept = activation.detach()
                 caught.activations[name] = kept
+                # tensors of inference mode have no version by which a later write shows
                 if not kept.is_inference():
                     caught._versions[name] = kept._version
             missing.discard(name)
+            # the pass need not go on: nobody looks at what comes behind
             if ends and not missing:
                 raise _AllSeenError
 
@@ -241,6 +244,7 @@ def catching(
 
     placed: list[tuple[Any, Any]] = []
     try:
+        # edits come first, so that what is kept is what the model goes on with
         for name, hook_fn in (*edits, *((name, keep(name)) for name in want)):
             points[name].add_hook(bind_to_thread(hook_fn))
             placed.append((points[name], points[name].fwd_hooks[-1]))
@@ -274,7 +278,7 @@ def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]
 
 
 def _within(placed: Any) -> Any:
-    """The hook that a hook point of TransformerLens 3 wraps."""
+    """Return the hook that a hook point of TransformerLens 3 wraps."""
     return inspect.getclosurevars(placed).nonlocals.get("hook") if placed else None
 
 
@@ -318,8 +322,11 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
                 ("_backward_pre_hooks", ()),
             ):
                 hooks = getattr(point, name)
+                # hooks that belong to the model, such as those of an adapter, are part of it
                 permanent = {handle.hook.id for handle in handles if handle.is_permanent}
                 kept = OrderedDict(
+                    # those of the user's are silent in this thread alone: another may run the model
+                    # meanwhile
                     (key, hook_fn if key in permanent else bind_to_thread(hook_fn, elsewhere=True))
                     for key, hook_fn in hooks.items()
                     if key in permanent or name == "_forward_hooks"
@@ -365,6 +372,7 @@ def restore_module_tensors(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for values, kept in before:
+            # tensors that were not there, then those that were replaced
             for name in [k for k, v in values.items() if is_tensor(v) and k not in kept]:
                 del values[name]
             values.update(kept)

@@ -106,7 +106,7 @@ class ModelCapabilities:
     normalization: Mapping[str, Any]
 
     def problems(self) -> tuple[str, ...]:
-        """The things that cannot be measured on this model, why, and what to do."""
+        """Return the things that cannot be measured on this model, why, and what to do."""
         by_text: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for text in _problems_of(layer):
@@ -220,11 +220,13 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     if example_input is None:
         example_input = inputs_of_examples(model)
     elif not isinstance(example_input, Tensor):
+        # of what holds sequences, such as texts, one is enough to see what fires
         read = read_inputs(model, example_input, name="example_input")
         example_input = next(read.batches(1)).tokens
     check_inputs(model, example_input, "example_input")
     devices, training = devices_of(model), model.training
     first = next(model.parameters())
+    # dropout would make two passes differ, which edits are found by
     with eval_mode(model):
         layers = _layers(model, example_input.to(first.device))
     return ModelCapabilities(
@@ -265,6 +267,7 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
     for layer, carries in enumerate(hook_semantics(model).scores):
         found = _select_layer(plain, layer)
         anatomy: Any = getattr(model, "anatomy", None)
+        # what was opened says itself where edits go; others are edited, and the output compared
         if anatomy is not None:
             block = anatomy.blocks[layer]
             reached, parallel = _find_reach_by_anatomy(block, found)
@@ -276,6 +279,7 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
         attends = kind = "unknown"
         if pattern is not None:
             kind = _kind_of(pattern, scores if carries == "scores" else None)
+            # without scores that can be trusted, keys of weight 0 count as closed
             seen = pattern > 0
             if scores is not None and carries == "scores":
                 seen = visible_keys(model, layer, scores)
@@ -413,8 +417,10 @@ def _kind_of(
     scores: Float[Tensor, "batch head query key"] | None,
 ) -> str:
     total = pattern.float().sum(dim=-1)
+    # half precision rounds each weight of a row
     tolerance = 1e-4 if pattern.dtype in (torch.float32, torch.float64) else 2e-2
     if scores is not None:
+        # what the pattern would be for each kind that TransformerLens knows
         expected = {
             "softmax": scores.float().softmax(dim=-1).nan_to_num(),
             "relu": scores.float().relu(),
@@ -424,6 +430,7 @@ def _kind_of(
                 return kind
         if bool(((pattern == 0) | (pattern == 1)).all()) and bool((total <= 1).all()):
             return "hardmax"
+    # less than 1 goes somewhere else: to a sink
     if bool((total < 1 - tolerance).any()) and bool((total <= 1 + tolerance).all()):
         return "softmax with sinks"
     return "softmax" if bool(((total - 1).abs() <= tolerance).all()) else "unknown"

@@ -54,6 +54,7 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
         given: tensors of its example.
         first: operations before the first block.
     """
+    # token ids are the only integers [batch, pos] among what was given
     ids = next((t for t in given if not t.is_floating_point() and t.ndim == 2), None)
     call = next((c for c in log.module_calls() if ids is not None and _embeds(c, ids)), None)
     if ids is None or call is None:
@@ -61,18 +62,21 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
     weight = getattr(call.module, "weight", None)
     d_vocab = len(weight) if isinstance(weight, Tensor) else None
     stream = call.outputs[0]
+    # the embedding, and what is the same with other axes or precision, up to the sum with positions
     same, number = [stream], 0
     for op in log.operations[call.end : first]:
         if not any(is_among(t, same) for t in op.inputs):
             continue
         if op.name in SAME:
             same += op.outputs
+        # other summands, such as token types, may come before positions do
         elif op.name in ADDITIONS and op.outputs[0].shape == stream.shape and len(op.inputs) == 2:
             added = op.inputs[1 if is_among(op.inputs[0], same) else 0]
             if _is_of_positions(added, stream):
                 place = Place("sum", number=number)
                 return Start(call.path, d_vocab, place, _table_length(log, added))
             same, number = [*same, *op.outputs], number + 1
+    # some models turn ids to [pos, batch] first
     is_turned = call.inputs[0].equal(ids.T) and not call.inputs[0].equal(ids)
     return Start(call.path, d_vocab, is_turned=is_turned)
 
@@ -123,15 +127,18 @@ def read_end(log: PassLog, output: Sequence[Tensor], last: ModuleCall) -> End:
     stream = last.stream()
     assert stream is not None  # the block has states
     state, norm = stream[1], None
+    # a norm behind the last block is the final norm; some models have none
     call = _reader(log, state, last.end, lambda call: is_plain_norm(call.module, call.inputs[0]))
     start = last.end
     if call is not None:
         norm = Norm(call.path, state.shape[-1])
         state, start = call.outputs[0], call.end
+    # what reads the norm, or the state itself, and gives an output is the unembedding
     call = _reader(log, state, start, lambda call: is_linear(call.module, call.inputs[0]))
     if call is None or not any(t.shape == call.outputs[0].shape for t in output):
         return End(norm)  # a head of several layers
     same = list(call.outputs)
+    # casts and shifts by a constant do not change which matrix it is
     for op in log.operations[call.end :]:
         if op.name in UNCHANGED and any(is_among(t, same) for t in op.inputs):
             same += op.outputs

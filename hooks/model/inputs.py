@@ -64,7 +64,7 @@ class Batch:
         return len(self.tokens)
 
     def halves(self) -> tuple["Batch", "Batch"]:
-        """The first and the second half."""
+        """Return the first and the second half."""
         middle = len(self) // 2
         return self.take(slice(0, middle)), self.take(slice(middle, None))
 
@@ -93,7 +93,7 @@ class Batch:
         return model(self.tokens.to(device), **more)
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
-        """The mask of real tokens, False on padding."""
+        """Return the mask of real tokens, False on padding."""
         if self.lengths is None:
             return torch.ones(self.tokens.shape[:2], dtype=torch.bool)
         return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
@@ -162,11 +162,11 @@ class Batches:
         return self.rows
 
     def first(self, n: int) -> "Batches":
-        """The first `n` sequences."""
+        """Return the first `n` sequences."""
         return self.part(0, n)
 
     def part(self, start: int, stop: int | None = None, longest: int | None = None) -> "Batches":
-        """The sequences from `start` to before `stop`, cut to `longest` tokens."""
+        """Return the sequences from `start` to before `stop`, cut to `longest` tokens."""
 
         def cut(rows: Any) -> Any:
             rows = rows[start:stop]
@@ -199,7 +199,7 @@ class Batches:
         return fingerprint(named)
 
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
-        """The batches, without the first `skip` sequences."""
+        """Yield the batches, without the first `skip` sequences."""
         rows = self.rows[skip:]
         if isinstance(rows, Tensor):
             for start in range(0, len(rows), batch_size):
@@ -444,12 +444,14 @@ def read_inputs(
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
             that are too long, masks of another shape, or what :func:`check_inputs` refuses.
     """
+    # read before: nothing is read twice
     if isinstance(inputs, Batches):
         return inputs
     reader = _Reader(model, name, column, max_length)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
         return Batches(model, read.rows, name, read.columns)
+    # what holds no sequences itself may give them batch by batch
     if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
         raise InfoFlowError(
             f"{name} is {_describe_type(inputs)}: expected a tensor, strings, a list of token ids, "
@@ -492,12 +494,14 @@ class _Reader:
             loader: which gave it.
         """
         given, is_single = _as_tensors(given, self.name), isinstance(given, str)
+        # columns beside the ids, by name
         more: dict[str, Any] = {}
         if isinstance(given, Mapping) or _is_dataset(given):
             given, more = self._column_of(given, first)
             is_single = _is_row(given)
             if is_single:
                 more = {name: [values] for name, values in more.items()}
+            # a mask in the table gives way to one that the caller has given
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
         elif _holds_pairs(given):
@@ -511,10 +515,12 @@ class _Reader:
             given = _first_of(given, loader)
         if is_single:
             given = [given]
+        # nothing to take off and no columns: the tensor goes on as it is, which checks say more of
         if isinstance(given, Tensor) and (given.ndim < 2 or (mask is None and not more)):
             rows = given[:, : self.max_length] if given.ndim == 2 else given
             check_inputs(self.model, rows, self.name)
             return _Read(rows, is_single)
+        # a loader, or something else that gives batches one by one
         if not isinstance(given, Tensor) and not _is_list_of_sequences(given):
             return None
         if not len(given):
@@ -527,6 +533,7 @@ class _Reader:
             )
         if more and mask is not None and "position_ids" in more:
             more[MASKS[0]] = mask  # with it, positions that begin anew are no other documents
+        # real tokens of each sequence; padding is made anew for each batch
         sequences, columns = self._sequences(given, mask, more, first)
         self._check(sequences, first)
         same = len({len(row) for row in sequences}) == 1
@@ -560,6 +567,7 @@ class _Reader:
             InfoFlowError: for several splits, and if there is no such column, with the columns.
         """
         is_dataset = not isinstance(table, Mapping)
+        # a DatasetDict is a mapping, too, whose values are tables
         if not is_dataset and any(hasattr(part, "column_names") for part in table.values()):
             raise InfoFlowError(
                 f"{self.name} is a {type(table).__name__} with {', '.join(map(str, table))}: "
@@ -576,8 +584,10 @@ class _Reader:
             )
         more = [name for name in names if name == MASKS[0] or name in find_pass_columns(self.model)]
         if is_dataset:
+            # a format, such as that of torch, may stack rows or move them to a device
             plain = table.with_format(None)
             table = {name: list(plain[name]) for name in {column, *more}}
+            # each row is a batch already, so its sequences are rows
             if not reads_vectors(self.model) and _holds_batches(table[column]):
                 table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
         found = _as_tensors(table[column], f"column {column!r} of {self.name}")
@@ -589,6 +599,7 @@ class _Reader:
                 "expected texts or lists of token ids; leave that row out, or name another column"
             )
         is_text = isinstance(found[0] if is_list else found, str)
+        # columns of texts have no number for each token
         beside = {} if is_text else {n: table[n] for n in more if n != column}
         return found, {name: values for name, values in beside.items() if values is not None}
 
@@ -607,6 +618,7 @@ class _Reader:
                     f"{self.name}[{single + first}] is {given[single]!r}: expected a sequence; "
                     "leave rows without one out"
                 )
+        # texts and vectors cannot be masked, as nothing says where their padding would be
         if mask is not None and (kind == "texts" or rows[0].ndim == 2):
             raise InfoFlowError(
                 f"{self.name} holds {kind} with an attention_mask: expected none, as {kind} "
@@ -615,14 +627,17 @@ class _Reader:
         columns = {
             name: self._read_column(rows, values, name, first) for name, values in more.items()
         }
+        # what the mask leaves out is left out of every column
         if mask is not None:
             masks = self._read_column(rows, mask, MASKS[0], first)
             label = f"the {MASKS[0]} of {self.name}"
             real = [check_mask(one[None], f"{label}[{i}]")[0] for i, one in enumerate(masks, first)]
             rows = [row[here] for row, here in zip(rows, real)]
             columns = {n: [row[h] for row, h in zip(c, real)] for n, c in columns.items()}
+        # cut on the right, as tokenizers do
         columns = {n: [row[: self.max_length] for row in column] for n, column in columns.items()}
         cut = [row[: self.max_length] if row.ndim == 1 else row for row in rows]
+        # columns of default values are not passed on: models without that argument may run, then
         kept = {n: c for n, c in columns.items() if not _is_default(self.model, n, c)}
         for name in kept:
             if name not in forward_names(self.model):
@@ -744,7 +759,7 @@ def _is_transposed(given: Any, loader: Any) -> bool:
 
 
 def _first_of(given: Any, loader: Any) -> Any:
-    """The inputs of a batch (inputs, targets); all else as it is.
+    """Return the inputs of a batch (inputs, targets); all else as it is.
 
     A list may also be several batches, except from a loader, which collates pairs into lists.
 
@@ -753,6 +768,7 @@ def _first_of(given: Any, loader: Any) -> Any:
     """
     if not (isinstance(given, (tuple, list)) and given and isinstance(given[0], Tensor)):
         return given
+    # a batch of a loader is (inputs, targets); a list of tensors may be inputs alone
     inputs, *others = given
     is_pair = loader is not None and isinstance(given, tuple)
     if inputs.ndim > 1:
@@ -784,6 +800,7 @@ def _as_tensors(given: Any, name: str) -> Any:
 
     Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
     """
+    # a pandas table or column
     if hasattr(given, "iloc"):
         names = getattr(given, "columns", None)
         if names is None:
@@ -799,12 +816,15 @@ def _as_tensors(given: Any, name: str) -> Any:
             f"{name} is an array with masked entries, whose numbers are no ids: expected them left "
             "out; give a list of sequences, or its .data with attention_mask="
         )
+    # arrays of texts
     if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
         return _as_tensors(given.tolist(), name)
+    # tensors have the byte order of the machine, and none that is read-only
     if isinstance(given, np.ndarray) and given.dtype.kind in "iufc":
         given = given.astype(
             given.dtype.newbyteorder("="), order="C", copy=not given.flags.writeable
         )
+    # lists of arrays become lists of tensors, which may have different lengths
     if isinstance(given, (list, tuple)) and any(
         isinstance(part, (np.ndarray, Tensor)) for part in given
     ):
@@ -816,7 +836,7 @@ def _as_tensors(given: Any, name: str) -> Any:
 
 
 def _tensor(values: Any, name: str, expected: str) -> Tensor:
-    """Values as a tensor, integers as int64.
+    """Return values as a tensor, integers as int64.
 
     Raises:
         InfoFlowError: for what is no numbers, or a tensor without ordinary ones.
@@ -838,13 +858,14 @@ def _describe_type(given: Any) -> str:
 
 
 def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
-    """A mask as booleans, True where positions are real.
+    """Return a mask as booleans, True where positions are real.
 
     Raises:
         InfoFlowError: for other values than 0 and 1, and for sequences without real tokens or whose
             real tokens are not one stretch.
     """
     given = _tensor(mask, name, "a tensor [batch, pos] of 1 for real tokens and 0 for padding")
+    # anything but 0 and 1 (weights, positions) is no mask
     wrong = given[(given != 0) & (given != 1)]
     if given.ndim != 2 or not given.shape[1] or given.is_complex() or len(wrong):
         raise InfoFlowError(
@@ -853,6 +874,7 @@ def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
             "pos] of 1 for real tokens and 0 for padding"
         )
     real = given.bool()
+    # where a run of real tokens begins; more than one is a hole
     starts = (real[:, 1:] & ~real[:, :-1]).sum(dim=1) + real[:, 0]
     bad = (starts != 1).nonzero().flatten().tolist()
     if bad:
@@ -885,13 +907,14 @@ def call_columns(
 def call_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor | None, Bool[Tensor, "batch pos"] | None]:
-    """The token ids of a call of the model, and which of them are real (None: all).
+    """Return the token ids of a call of the model, and which of them are real (None: all).
 
     Raises:
         InfoFlowError: for leading padding that the model masks without being told, and for cached
             keys that it leaves out.
     """
     kwargs = _bind_arguments(model, args, kwargs)
+    # the names by which models of three libraries take their inputs
     names = ("input", "input_ids", "inputs_embeds")
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
@@ -902,6 +925,7 @@ def call_inputs(
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor):
         return None, None
+    # a residual stream has no tokens to read
     starts = kwargs.get("start_at_layer") is not None  # then it is a residual stream
     if isinstance(mask, Tensor):
         real = check_mask(mask, "attention_mask")
@@ -909,9 +933,11 @@ def call_inputs(
     if starts:
         return None, None
     side = kwargs.get("padding_side")
+    # the model masks leading pad tokens by itself, which the probes do not see
     if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model, side):
         pad = int(model.tokenizer.pad_token_id)  # type: ignore[arg-type, union-attr]
         leading = given.eq(pad).long().cumprod(dim=1).sum(dim=1)
+        # the first may be BOS, which often is the pad token
         allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]
         if int(leading.max()) > allowed:
             raise InfoFlowError(

@@ -147,6 +147,7 @@ class PassLog(Tap):
         name = getattr(func, "__name__", "")
         self.operations.append(Operation(name, inputs, outputs, call, attention))
         if attention is not None and call is not None:
+            # the innermost module that runs the attention, and all around it
             self.places[id(attention)] = call
             for around in call.enclosing():
                 around.attentions.append(attention)

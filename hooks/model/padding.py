@@ -32,6 +32,7 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
         Whether the last state is the same. True where that cannot be tried, for want of token ids.
     """
     ids = example.get("input_ids")
+    # other examples cannot be cut and padded
     if len(example) > 1 or not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) < 2:
         return True
     n = ids.shape[1] // 2
@@ -43,6 +44,7 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
     with mark_own_call(), SeededRandom(0), eval_mode(model):
         alone = _last_state(model, anatomy, {"input_ids": ids[1:, :n]})
         padded = _last_state(model, anatomy, {"input_ids": ids * mask, **masked})
+    # a model of another layout: nothing that padding could be compared by
     if alone.ndim < 3 or alone.shape[1] != n or padded.shape[1] != ids.shape[1]:
         return True
     apart = (padded[1:, :n] - alone).float().abs().max()
@@ -57,8 +59,8 @@ def _last_state(model: nn.Module, anatomy: Anatomy, given: Mapping[str, Any]) ->
         seen.append(tensor)
         return tensor
 
-    shown = anatomy.blocks[-1].axes is not None
-    names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if shown else []
+    has_stream = anatomy.blocks[-1].axes is not None
+    names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if has_stream else []
     with SiteRun(model, anatomy, names, keep).watching():
         output = model(**given)
     found = first_tensor(seen or output)

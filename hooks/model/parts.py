@@ -232,6 +232,7 @@ def is_linear(module: nn.Module, like: Tensor) -> bool:
         return False
     if not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point():
         return False
+    # f(x + y) + f(0) = f(x) + f(y), and one position must not change with the others
     f_x, f_y, f_sum, f_zero = out
     bar = 2e-2 if like.dtype in (torch.float16, torch.bfloat16) else 1e-4
     bar *= float(out.abs().max())

@@ -25,7 +25,7 @@ FoundT = TypeVar("FoundT")
 
 
 def takes_model(function: FunctionT) -> FunctionT:
-    """A function whose argument `model` may be any Transformer.
+    """Return a function whose argument `model` may be any Transformer.
 
     A module without hook points is opened, see :func:`infoflow_lens.open_model`. In the place of
     anything that is no module, and holds one, such as what :func:`~infoflow_lens.load_any` gives,
@@ -63,7 +63,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def layer_count(model: nn.Module) -> int:
-    """The number of attention layers.
+    """Return the number of attention layers.
 
     Raises:
         InfoFlowError: if the model has no `blocks` and no hook points, that is, does not come from
@@ -88,7 +88,7 @@ def _words(model: object) -> str:
 
 
 def _what_to_give(model: Any) -> str:
-    """The end of an error: where the model is that was meant."""
+    """Return the end of an error: where the model is that was meant."""
     if isinstance(model, str):
         return f"; give load_any({model!r}).model"
     if hasattr(getattr(model, "model", None), "hook_dict"):
@@ -97,7 +97,7 @@ def _what_to_give(model: Any) -> str:
 
 
 def devices_of(model: nn.Module) -> list[str]:
-    """The devices that a model's weights lie on."""
+    """Return the devices that a model's weights lie on."""
     return sorted({str(parameter.device) for parameter in model.parameters()})
 
 
@@ -119,7 +119,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[Any, Mapping[str, Any]]] = WeakKeyDic
 
 
 def hook_points(model: nn.Module) -> Mapping[str, Any]:
-    """The hook points of a model by name; to be looked at, not changed.
+    """Return the hook points of a model by name; to be looked at, not changed.
 
     A bridge puts its table together at every look, which takes longer than a small layer. So it is
     kept as long as what it is made of is the same.
@@ -174,7 +174,7 @@ def hook_name(model: nn.Module, name: str) -> str:
 
 
 def scores_hook(model: nn.Module, layer: int) -> str:
-    """The hook point of the attention scores [batch, head, query, key] of a layer."""
+    """Return the hook point of the attention scores [batch, head, query, key] of a layer."""
     return hook_name(model, f"blocks.{layer}.attn.hook_attn_scores")
 
 
@@ -185,7 +185,7 @@ def attention_kind(model: nn.Module) -> str:
 
 
 def pattern_hook(model: nn.Module, layer: int) -> str:
-    """The hook point of the attention pattern [batch, head, query, key] of a layer."""
+    """Return the hook point of the attention pattern [batch, head, query, key] of a layer."""
     return hook_name(model, f"blocks.{layer}.attn.hook_pattern")
 
 
@@ -223,7 +223,7 @@ def key_count(model: nn.Module, n_tokens: int) -> int:
 
 
 def token_hook(model: nn.Module) -> str:
-    """The hook point that carries the tokens as vectors.
+    """Return the hook point that carries the tokens as vectors.
 
     For a model over vector tokens these are the tokens themselves, [batch, pos, d_token]; for a
     model over token ids, their embeddings [batch, pos, d_model].
@@ -232,7 +232,7 @@ def token_hook(model: nn.Module) -> str:
 
 
 def layer_of(point: str) -> int | None:
-    """The layer of a hook point; None for those outside of blocks."""
+    """Return the layer of a hook point; None for those outside of blocks."""
     parts = point.split(".")
     return int(parts[1]) if parts[0] == "blocks" else None
 
@@ -298,6 +298,7 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
             f"{name} holds NaN or infinite tokens, first in sequence {bad[0]} ({len(bad)} "
             "sequences): expected finite tokens; drop or repair them"
         )
+    # models of ours check their own inputs; others read token ids
     check = getattr(model, "check_input", None)
     if check is not None:
         check(inputs)

@@ -36,6 +36,7 @@ class Operands:
         self.equation: str | None = None
         self.base: Tensor | None = None
         self._is_list = False
+        # operands come as a list, one by one, or by name; an einsum begins with its equation
         rest = list(args)
         if rest and isinstance(rest[0], str):
             self.equation = rest.pop(0).replace(" ", "")
@@ -111,6 +112,7 @@ class Layout:
 
 def _mover(have: str, want: str) -> tuple[Move, Move]:
     """Make functions that bring axes named `have` into the order `want`, and back."""
+    # axes that are missing have length 1
     order = [have.index(axis) for axis in want if axis in have]
     missing = [place for place, axis in enumerate(want) if axis not in have]
 

@@ -135,12 +135,14 @@ def _semantics(model: nn.Module) -> HookSemantics:
     ]
     parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
     wanted = [name for pair in attention for name in pair if name in points] + parts
+    # two sequences of a few tokens show what fires, and cost nothing beside a batch
     tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
     with _suspend_user_hooks(model):
         caught = call(model, tokens, wanted, output=True).activations
     scores = tuple(_classify_scores(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)
     adds = None
+    # whether what attention adds is what the state grows by, or stands behind a norm
     if f"blocks.0.{_SUMMED[1]}" in parts and all(name in caught for name in parts):
         *added, leaving = (caught[name].float() for name in parts)
         gap = torch.stack(added).sum(dim=0) - leaving
@@ -226,20 +228,20 @@ def visible_keys(
 
 
 def find_attended_keys(
-    model: nn.Module, layer: int, shown: Float[Tensor, "batch head query key"], by_weight: bool
+    model: nn.Module, layer: int, attention: Float[Tensor, "batch head query key"], by_weight: bool
 ) -> Bool[Tensor, "batch query key"]:
     """Find the keys that some head of a pass attends to.
 
     Args:
         model: the model.
         layer: whose attention it is.
-        shown: scores, or a pattern.
+        attention: scores, or a pattern.
         by_weight: whether it is a pattern.
     """
-    highest = shown.amax(dim=1)
+    highest = attention.amax(dim=1)
     if by_weight:
         return highest > 0
-    known = visibility(model, shown.shape[-1])
+    known = visibility(model, attention.shape[-1])
     return highest > (-torch.inf if known is None else known.bar[layer])
 
 
@@ -276,6 +278,7 @@ def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
     if not is_bridge(model) and middle in known:
         return (middle,)
     attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
+    # with a norm in between, attention's own output is the state
     adds = hook_semantics(model).adds
     if adds is None:
         raise InfoFlowError(

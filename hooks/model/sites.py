@@ -101,6 +101,7 @@ class SiteRun(Tap):
         self._model, self._anatomy, self._blocks = model, anatomy, anatomy.blocks
         self._names, self._fire_point = set(names), fire
         self._thread = threading.get_ident()
+        # looked up in every block, so by block once
         self._by_block: list[set[str]] = [set() for _ in self._blocks]
         for name in self._names:
             if name.startswith("blocks."):
@@ -128,6 +129,7 @@ class SiteRun(Tap):
             InfoFlowError: for gradient checkpointing, which runs blocks again, unseen.
         """
         _check_runs_once(self._model)
+        # all hooks go off again, also where one of them could not be put on
         with ExitStack() as stack:
 
             def stand(place: str, how: str, hook: Callable[..., Any]) -> None:
@@ -138,12 +140,14 @@ class SiteRun(Tap):
 
             before, behind = "register_forward_pre_hook", "register_forward_hook"
             stand("", before, self._enter_model)
+            # a block module may be in the list more than once, when its weights are shared
             for path in {block.path for block in self._blocks}:
                 stand(path, before, self._enter)
                 stand(path, behind, self._leave)
             for path in self._paths("output"):
                 stand(path, behind, self._part_hook(path))
             for path in self._paths("input"):
+                # neurons are what the last matrix of the MLP reads
                 stand(path, before, self._neurons_hook(path))
             start, end = self._anatomy.start, self._anatomy.end
             if start.embed and {EMBED, POS_EMBED} & self._names:
@@ -154,6 +158,7 @@ class SiteRun(Tap):
                 stand(end.unembed.path, before, self._enter_unembed)
                 stand(end.unembed.path, behind, self._leave_unembed)
             with suspend_compiler(), self:
+                # the tap sees functions of torch; hooks see modules: both are needed
                 yield
 
     def _paths(self, kind: str) -> set[str]:
@@ -196,16 +201,16 @@ class SiteRun(Tap):
         return _swap(out, old, self._show_embedding(old))
 
     def _show_embedding(self, tensor: Tensor) -> Tensor:
-        shown = tensor
+        embedding = tensor
         if EMBED in self._names and self._anatomy.start.is_turned:
             turned = tensor.transpose(0, 1)
             answer = self._fire(EMBED, turned)
-            shown = tensor if answer is turned else answer.transpose(0, 1)
+            embedding = tensor if answer is turned else answer.transpose(0, 1)
         elif EMBED in self._names:
-            shown = self._fire(EMBED, tensor)
+            embedding = self._fire(EMBED, tensor)
         if POS_EMBED in self._names:
-            self._copies = {id(shown): shown}
-        return shown
+            self._copies = {id(embedding): embedding}
+        return embedding
 
     def _is_last(self) -> bool:
         return not self._is_inside and self._index == len(self._blocks) - 1
@@ -217,9 +222,9 @@ class SiteRun(Tap):
             new = out
             if SCALE in self._names:
                 scale = numbers.scale(args[0], out)
-                shown = self._fire(SCALE, scale)
-                if shown is not scale:
-                    new = (numbers.bias + (out - numbers.bias) * scale / shown).to(out.dtype)
+                fired = self._fire(SCALE, scale)
+                if fired is not scale:
+                    new = (numbers.bias + (out - numbers.bias) * scale / fired).to(out.dtype)
             return self._fire(NORMALIZED, new) if NORMALIZED in self._names else new
 
         return show
@@ -239,6 +244,7 @@ class SiteRun(Tap):
         return self._blocks[self._index]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # a module that stands in several blocks is the next one of them, in order
         order = [*range(self._index + 1, len(self._blocks)), *range(self._index + 1)]
         self._index = next(i for i in order if self._blocks[i].module is module)
         self._is_inside, self._stage, self._copies, self._seen = True, 0, {}, set()
@@ -248,6 +254,7 @@ class SiteRun(Tap):
         given = [t for t in given if t.is_floating_point()]
         stream = next((t for t in given if t.ndim == 3), None)
         self.n_heads = block.attentions[0].n_heads if block.attentions else None
+        # only products that somebody looks at are shown, so that others stay fused
         self.score_products = {
             found.product: found.number
             for n, found in enumerate(block.attentions)
@@ -256,6 +263,7 @@ class SiteRun(Tap):
         if block.axes is None:
             self._shape, self.batch = None, len(given[0])
             return None
+        # the stream is the first tensor [batch, pos, width]; without it no state can be shown
         if stream is None:
             raise InfoFlowError(
                 f"nothing of [batch, pos, width] enters block {self._index} in this call: expected "
@@ -264,6 +272,7 @@ class SiteRun(Tap):
         self._shape, self.batch = stream.shape, stream.shape[block.axes[0]]
         new = self._show_state("hook_resid_pre", stream)
         self._copies = {id(new): new}
+        # an edit goes on in the place of the stream, whatever the argument was called
         if new is stream:
             return None
         args = tuple(new if t is stream else t for t in args)
@@ -316,13 +325,13 @@ class SiteRun(Tap):
             return tensor
         assert self._shape is not None
         axes = self._block.axes or (0, 1, 2)
-        shown = tensor
+        state = tensor
         if tensor.ndim == 2:  # batch and positions in one axis
-            shown = tensor.unflatten(0, tuple(self._shape[:2]))
-        shown = shown.permute(axes) if axes != (0, 1, 2) else shown
-        shown = shown.clone() if place is not None and place.is_written else shown
-        answer = self._fire(f"blocks.{self._index}.{name}", shown)
-        if answer is shown:
+            state = tensor.unflatten(0, tuple(self._shape[:2]))
+        state = state.permute(axes) if axes != (0, 1, 2) else state
+        state = state.clone() if place is not None and place.is_written else state
+        answer = self._fire(f"blocks.{self._index}.{name}", state)
+        if answer is state:
             return tensor
         return answer.permute([axes.index(axis) for axis in range(3)]).reshape(tensor.shape)
 
@@ -335,11 +344,13 @@ class SiteRun(Tap):
         name = getattr(func, "__name__", "")
         if self._is_aside or name not in _NOTED:
             return func(*args, **(kwargs or {}))
+        # norms, dropout and casts of the state are still the state
         if name in SAME and args and id(args[0]) in self._copies:
             out = super().__torch_function__(func, types, args, kwargs)
             if isinstance(out, Tensor):
                 self._copies[id(out)] = out
             return out
+        # sums of the state with something: attention first, then the MLP
         if self._copies and name in ADDITIONS and len(args) > 1:
             if self._is_inside and self._adds_to_state(args):
                 return self._sum(func, args)
@@ -360,10 +371,12 @@ class SiteRun(Tap):
     def _sum(self, func: Any, args: tuple[Any, ...]) -> Tensor:
         """Run the sum of a state with what attention or the MLP adds."""
         pair = list(args)
+        # the summand that is not the state is what is shown
         place = 0 if id(args[1]) in self._copies else 1
         name = "hook_attn_out" if self._stage == 0 else "hook_mlp_out"
         pair[place] = self._show_state(name, pair[place])
         out: Tensor = func(*pair)
+        # the first sum of a block ends attention, the second ends the block
         if self._stage == 0:
             self._stage = 1
             mid = self._block.mid
@@ -384,9 +397,9 @@ class SiteRun(Tap):
         pair, place = list(args), self._anatomy.start.pos_embed
         at = 0 if id(args[1]) in self._copies else 1
         if place is not None and place.number == self._sums:
-            shown = pair[at].expand(pair[1 - at].shape)
-            answer = self._fire(POS_EMBED, shown)
-            pair[at] = pair[at] if answer is shown else answer
+            positions = pair[at].expand(pair[1 - at].shape)
+            answer = self._fire(POS_EMBED, positions)
+            pair[at] = pair[at] if answer is positions else answer
         self._sums += 1
         out: Tensor = func(*pair)
         self._copies[id(out)] = out
@@ -420,17 +433,17 @@ class SiteRun(Tap):
         if site == "scores":
             closed = ~call.visible()
             closed = closed.reshape(tensor.shape) if closed.numel() == tensor.numel() else closed
-            shown = tensor.masked_fill(closed, -torch.inf)
-            new = self._fire(name, shown)
+            value = tensor.masked_fill(closed, -torch.inf)
+            new = self._fire(name, value)
             # what stays closed has the number that the model gives it
-            return None if new is shown else torch.where(closed & (new == -torch.inf), tensor, new)
+            return None if new is value else torch.where(closed & (new == -torch.inf), tensor, new)
         if site == "pattern":
             return self._fire(name, tensor)
         has_copies = site in ("k", "v") and tensor.shape[1] == found.n_heads
         copies = found.n_heads // found.n_kv_heads if has_copies else 1
-        shown = tensor[:, ::copies].transpose(1, 2)
-        new = self._fire(name, shown)
-        return None if new is shown else new.transpose(1, 2).repeat_interleave(copies, 1)
+        value = tensor[:, ::copies].transpose(1, 2)
+        new = self._fire(name, value)
+        return None if new is value else new.transpose(1, 2).repeat_interleave(copies, 1)
 
     def _check_fits(
         self, call: AttentionCall, n: int, found: Attention, scores: Float[Tensor, "..."]

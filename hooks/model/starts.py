@@ -55,6 +55,7 @@ class BlockStarts:
             give: Give | None = None
             if isinstance(out, Tensor):
                 give = _give_alone
+            # other outputs, such as caches, would be wrong for a block that has not run
             elif isinstance(out, tuple) and isinstance(out[0], Tensor):
                 give = partial(_give_tuple, out[1:]) if not any(map(_is_there, out[1:])) else None
             self._gives.append(give)

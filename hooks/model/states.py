@@ -69,6 +69,7 @@ class StateFinder:
         """Find all of them."""
         block = self._block
         sums = self._sums()
+        # the first sum that has attention on one side tells all else
         found = next((s for s in sums if s[1].count("attention") == 1), None)
         if found is None:
             self._lack("attn_out", "mid", "mlp_out", why="no sum adds attention to something else")
@@ -76,6 +77,7 @@ class StateFinder:
         op, kinds = found
         place = kinds.index("attention")
         contribution, other = op.inputs[place], op.inputs[1 - place]
+        # what attention is added to is what enters the block: sublayers stand one behind the other
         if id(other) in self._input:
             mid, path = self._next_input(op)
             if mid is not None:
@@ -84,12 +86,14 @@ class StateFinder:
                 self._find_norms(contribution, path is not None)
                 self._find_mlp(op, mid)
                 return
+            # nothing reads the sum but the way out: a block of attention alone
             if self._is_output(op.outputs[0]):
                 block.attn_out = Place("sum")
                 block.adds = op.outputs[0] is self._leaves
                 self._find_norms(contribution, False)
                 self._lack("mid", "mlp_out", why="no MLP: the sum with attention leaves the block")
                 return
+        # else the MLP may stand beside attention, and all is added at once
         self._find_parallel(contribution, sums)
 
     def _lack(self, *names: str, why: str) -> None:
@@ -137,6 +141,7 @@ class StateFinder:
         for op in self._operations[after:]:
             if op.name == "__get__" or not is_among(tensor, op.inputs):
                 continue
+            # a module that was entered after the tensor was made reads it as a whole
             calls = [
                 call
                 for call in (op.call.enclosing() if op.call else ())
@@ -151,14 +156,17 @@ class StateFinder:
         """Find what the next sublayer reads of a sum: itself, or what a module behind it gives."""
         tensor, path = op.outputs[0], None
         after = self._operations.index(op) + 1
+        # norms, dropout and casts: more steps between a sum and its two readers are not known
         for _ in range(4):
             readers = self._readers(tensor, after)
+            # two readers are the next sublayer and the residual connection
             if len(readers) >= 2:
                 return tensor, path
             if len(readers) != 1:
                 return None, None
             reader = readers[0]
             if isinstance(reader, ModuleCall):
+                # one module alone reads it: it may hold the residual connection inside
                 inner = self._readers(tensor, after, reader)
                 if any(isinstance(r, Operation) and self._is_sum(r) for r in inner):
                     return tensor, path  # an MLP that adds by itself
@@ -179,6 +187,7 @@ class StateFinder:
             if later.name in SAME and later.inputs and id(later.inputs[0]) in same:
                 same |= {id(t) for t in later.outputs}
             if self._is_sum(later) and any(id(t) in same for t in later.inputs):
+                # with a second attention, the sum may be that of the other one
                 if len(self._attentions) > 1:
                     why = "several attentions in this block: the next sum is that of another one"
                     self._lack("mlp_out", why=why)
@@ -196,6 +205,7 @@ class StateFinder:
         """Find the last matrix of an MLP: what it adds is the output of that, or a norm of it."""
         block, tensor = self._block, contribution
         for _ in range(4):
+            # up from the sum: a matrix is the last one, a norm or a copy is passed by
             made = [c for c in self._inner if tensor is not None and is_among(tensor, c.outputs)]
             for call in made:
                 read = [t for t in call.inputs if t.is_floating_point()]
@@ -242,7 +252,9 @@ class StateFinder:
         """Find attention and MLP beside each other: outputs whose sum leaves the block."""
         block = self._block
         block.is_parallel = True
+        # the summands of what leaves the block, however they were added up
         leaves = _addends(self._leaves, {id(op.outputs[0]): op for op, _ in sums})
+        # besides the input and attention there is the MLP, and nothing more
         rest = [t for t in leaves if id(t) not in self._input and t is not contribution]
         keeps_input = any(id(t) in self._input for t in leaves)
         if not is_among(contribution, leaves) or not keeps_input or len(rest) > 1:
@@ -254,6 +266,7 @@ class StateFinder:
         self._lack("mid", why="the MLP stands beside attention and reads what attention reads")
         for name, tensor in (("attn_out", contribution), *(("mlp_out", t) for t in rest)):
             made = next((c for c in self._inner if is_among(tensor, c.outputs)), None)
+            # sums written in place change what the module gave after it gave it
             is_written = any(
                 op.name in ("__iadd__", "add_") and op.inputs[0] is tensor
                 for op in self._operations

@@ -189,6 +189,7 @@ def suspend_compiler() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
         yield
         return
+    # blocks may be nested and in several threads, and the stance is the process's
     with _stances_lock:
         if not _watching:
             _stances.enter_context(torch.compiler.set_stance("force_eager"))
@@ -267,7 +268,8 @@ class Tap(TorchFunctionMode):
         if name in PRODUCTS:
             return self._product(func, name, args, kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._run_fused_attention(args, kwargs)
+            return self._run_sdpa(args, kwargs)
+        # its parts are run one by one, so that they are seen
         if func is _MULTIHEAD:
             with self:
                 return _multihead_in_sight(*args, **kwargs)
@@ -277,6 +279,7 @@ class Tap(TorchFunctionMode):
                 'can be seen: expected set_attn_implementation("eager") or "sdpa"'
             )
         out = func(*args, **kwargs)
+        # carried on only while a product or a pattern is on its way
         if self._followed:
             self._follow(name, args, kwargs, out)
         return out
@@ -291,13 +294,17 @@ class Tap(TorchFunctionMode):
     def _show(self, call: AttentionCall, site: Site, tensor: Tensor) -> Tensor:
         """Return the tensor to go on with, the same object if nobody replaces it."""
         part = tensor
+        # sinks are no keys
         if site in ("scores", "pattern") and call.sinks:
             part = tensor[..., : tensor.shape[-1] - call.sinks]
-        shown, n = split_heads(part, self.batch), self.n_heads
-        if n and site not in ("k", "v") and shown.ndim == 4 and shown.shape[1] not in (n, 1):
-            shown = shown.reshape(shown.shape[0], n, -1, shown.shape[-1])  # one query, by groups
-        answer = self._watch(call, site, shown)
-        if answer is None or answer is shown:
+        by_head, n = split_heads(part, self.batch), self.n_heads
+        # heads in groups: one query axis for several, as in multi-query models
+        if n and site not in ("k", "v") and by_head.ndim == 4 and by_head.shape[1] not in (n, 1):
+            by_head = by_head.reshape(
+                by_head.shape[0], n, -1, by_head.shape[-1]
+            )  # one query, by groups
+        answer = self._watch(call, site, by_head)
+        if answer is None or answer is by_head:
             return tensor
         answer = answer.to(tensor.dtype).reshape(part.shape)
         return answer if part is tensor else torch.cat([answer, tensor[..., -call.sinks :]], -1)
@@ -323,6 +330,7 @@ class Tap(TorchFunctionMode):
         source, origin = next(((t, o) for t, o in pairs if o is not None), (None, None))
         if source is None:
             return
+        # a pattern stays one while its rows are reshaped, masked or dropped out
         if isinstance(origin, AttentionCall):
             if out.shape[:-1] == source.shape[:-1] or out.numel() == source.numel():
                 self._mark(out, origin)
@@ -331,9 +339,11 @@ class Tap(TorchFunctionMode):
                     origin.closings += (_Closing(fill[0], out.shape, fill=-torch.inf),)
             return
         assert origin is not None
+        # sums over keys and slices of them are no scores any more
         smaller = out.numel() < source.numel()
         if smaller or (out.shape[-1] < origin.n_keys and name != "reshape"):
             return
+        # sums of products, as of position and content, are scores of several products
         products = {o.number: o for _, o in pairs if isinstance(o, _Product)}
         closings = origin.closings
         for number, other in products.items():
@@ -371,10 +381,12 @@ class Tap(TorchFunctionMode):
     def _product(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         operands = Operands(name, args, kwargs)
         left, right = operands.pair
+        # products of vectors and matrices are no attention
         if not all(isinstance(t, Tensor) and t.ndim > 2 for t in (left, right)):
             return func(*args, **kwargs)
         number = self.n_products
         self.n_products += 1
+        # a pattern on the right: some models write values first
         swapped = isinstance(self._origin(right), AttentionCall)
         call = self._origin(right if swapped else left)
         if isinstance(call, AttentionCall) and (operands.equation or not swapped):
@@ -383,9 +395,11 @@ class Tap(TorchFunctionMode):
         if layout is None:
             return func(*args, **kwargs)
         q, k = layout.left(left), layout.right(right)
+        # asked for by number, as the pass that opened the model counted
         if number in self.score_products:
             call = AttentionCall(self.score_products[number], "softmax", self.batch, number)
             new_q, new_k = self._show(call, "q", q), self._show(call, "k", k)
+            # edited queries or keys go into the product in the layout that it expects
             if new_q is not q or new_k is not k:
                 q, k = new_q, new_k
                 operands.pair = layout.left_back(q), layout.right_back(k)
@@ -399,6 +413,7 @@ class Tap(TorchFunctionMode):
     def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        # softmaxes over other axes (experts, vocabularies of one position) are no attention
         if scores.ndim < 3 or not scores.is_floating_point() or dim not in (-1, scores.ndim - 1):
             return func(*args, **kwargs)
         number = self.n_attentions
@@ -406,15 +421,18 @@ class Tap(TorchFunctionMode):
         if not self._wants(number):
             return func(*args, **kwargs)
         call = AttentionCall(number, "softmax", self.batch, scores=scores)
+        # scores that no product gave, such as learnt ones, have no queries and keys
         product = self._origin(scores)
         if isinstance(product, _Product):
             call.product, call.n_products = product.number, product.n_products
+            # columns behind the keys are sinks, which belong to no key
             call.sinks = max(scores.shape[-1] - product.n_keys, 0)
             call.closings = product.closings
             if self._keeps:
                 pair = {"q": product.q, "k": product.k}
                 call.seen = {site: split_heads(t, self.batch) for site, t in pair.items()}
         edited = self._show(call, "scores", scores)
+        # edited scores go on in the place of the model's
         if edited is not scores:
             args, kwargs = (
                 ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "input": edited})
@@ -428,6 +446,7 @@ class Tap(TorchFunctionMode):
         layout = Layout.parse_values(operands.equation, swapped)
         pattern, values = reversed(operands.pair) if swapped else operands.pair
         v = layout.right(values)
+        # other products read a pattern as well, such as those of masks
         if v.shape[-2] not in (pattern.shape[-1], pattern.shape[-1] - call.sinks):
             return operands.run(func)
         call.is_read = True
@@ -440,10 +459,11 @@ class Tap(TorchFunctionMode):
         edited = self._show(call, "z", z)
         return out if edited is z else layout.out_back(edited)
 
-    def _run_fused_attention(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    def _run_sdpa(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         """Run ``scaled_dot_product_attention``, in the open where somebody looks."""
         number = self.n_attentions
         self.n_attentions += 1
+        # nobody looks, so the kernel runs as it is
         if not self._wants(number) and not _has_forward_derivatives(
             args[0] if args else kwargs["query"]
         ):
@@ -455,6 +475,7 @@ class Tap(TorchFunctionMode):
         q = self._show(call, "q", given["query"])
         k = self._show(call, "k", given["key"])
         v = self._show(call, "v", given["value"])
+        # grouped keys: each serves several heads
         groups = 1
         if given["enable_gqa"] and k.shape[-3] != q.shape[-3]:
             groups, call.is_grouped = q.shape[-3] // k.shape[-3], True
@@ -463,8 +484,10 @@ class Tap(TorchFunctionMode):
         scores, dead = _mask(call, scores, given["attn_mask"], given["is_causal"])
         call.scores = scores
         scores = self._show(call, "scores", scores)
+        # rows without a key are NaN in softmax, and 0 in the kernel
         if dead is not None:
             scores = scores.masked_fill(dead, 0.0)
+        # the kernel sums in float32, whatever the precision
         is_half = scores.dtype in (torch.float16, torch.bfloat16)
         pattern = scores.softmax(-1, dtype=torch.float32 if is_half else None)
         if dead is not None:
@@ -473,6 +496,7 @@ class Tap(TorchFunctionMode):
         if given["dropout_p"]:
             pattern = F.dropout(pattern, given["dropout_p"])
         z = pattern @ _repeat(v, groups)
+        # how far our own attention is from the kernel's, which the anatomy reports
         if self._compares:
             fused = F.scaled_dot_product_attention(*args, **kwargs)
             call.distance = float((z - fused).abs().max())
@@ -498,6 +522,7 @@ def _mask(
         return scores.masked_fill(later, -torch.inf), None
     if mask is None:
         return scores, None
+    # a mask of booleans says what is open; one of numbers is added
     if mask.dtype == torch.bool:
         call.closings = (_Closing(~mask, scores.shape, fill=-torch.inf),)
         scores = scores.masked_fill(~mask, -torch.inf)

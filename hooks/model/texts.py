@@ -50,12 +50,14 @@ def tokenize(
                 f"{name}[{index}] holds half a character (a surrogate, U+D800 to U+DFFF): expected "
                 "Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
             )
+    # one token more than the model takes, so that a text that is too long is refused
     kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
     length = max(_LONG_TEXT, 16 * kept)
     rows: list[Tensor] = []
     for some in group_by_size(texts):
         long = len(some) == 1 and len(some[0]) > length
         rows += [_beginning(model, some[0], length, kept)] if long else ids_of_texts(model, some)
+    # a template writes BOS as text, and the tokenizer puts another before it
     bos, token = (getattr(model.tokenizer, f"bos_token{end}", None) for end in ("_id", ""))
     return [
         row[1:] if token and text.startswith(token) and row[:2].tolist() == [bos, bos] else row
@@ -184,12 +186,14 @@ def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[i
     cfg: Any = model.cfg
     wanted = not bare and getattr(cfg, "default_prepend_bos", True)
     has_bos = getattr(cfg, "tokenizer_prepends_bos", True)
+    # TransformerLens puts BOS before the text where the tokenizer does not
     if wanted and not has_bos:
         bos = tokenizer.bos_token or ""
         is_one = len(tokenizer(bos, add_special_tokens=False)["input_ids"]) == 1
         texts = [bos + text for text in texts] if is_one else texts
     with panics_as_errors("the tokenizer"):
         rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    # TransformerLens takes EOS off the end
     if getattr(cfg, "tokenizer_appends_eos", False):
         for row in rows:
             while len(row) > 1 and row[-1] == tokenizer.eos_token_id:
@@ -215,7 +219,7 @@ def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tupl
 def readable_spans(
     model: nn.Module, tokens: Int[Tensor, " pos"], spans: Iterable[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """The tokens of each span of ids together, as :func:`readable_tokens` has them alone."""
+    """Return the tokens of each span of ids together, as :func:`readable_tokens` has them alone."""
     tokenizer, ids = getattr(model, "tokenizer", None), tokens.tolist()
     if tokenizer is None:
         return tuple(" ".join(map(str, ids[start:stop])) for start, stop in spans)

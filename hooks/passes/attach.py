@@ -46,7 +46,7 @@ class AttachedProbes(Sequence[Probe[Any]]):
         return len(self._session.probes)
 
     def results(self) -> tuple[Result, ...]:
-        """Every probe's result."""
+        """Return every probe's result."""
         return tuple(probe.result() for probe in self)
 
     @contextmanager
@@ -115,11 +115,13 @@ def attach(
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
     split = Split(eval_every, first=first_index, step=index_step)
     named = ensure_hook_points(model)  # what hook points are on
+    # refused here, before any pass, for a model that probes cannot read
     layer_count(named)
     weights = WeightState(named)
     session = Session(probes, split, prepare(named, probes, weights), weights)
     with one_thread(named):
-        measured = _measured(model if isinstance(model, nn.Module) else named, named)
+        # the forward is wrapped once for all blocks, whose sessions come and go
+        measured = _wrap_forward(model if isinstance(model, nn.Module) else named, named)
         measured.sessions.append(session)
         for probe in probes:
             probe.is_attached = True
@@ -127,6 +129,7 @@ def attach(
             yield AttachedProbes(session)
         finally:
             measured.leave(session)
+    # a write through .data leaves no trace but in the numbers themselves
     if not weights.has_same_sample() and weights.has_same_counters():
         for probe in probes:
             probe.refuse(
@@ -136,8 +139,8 @@ def attach(
             )
 
 
-def _measured(model: nn.Module, named: nn.Module) -> "_MeasuredForward":
-    """What stands in the place of the model's forward; put there where it does not yet.
+def _wrap_forward(model: nn.Module, named: nn.Module) -> "_MeasuredForward":
+    """Put what measures in the place of the model's forward, where it is not there yet.
 
     Args:
         model: whose calls are measured.
@@ -177,6 +180,7 @@ class _MeasuredForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and give what it showed to the probes."""
         # a call inside a call is part of it, as where the user's forward calls the model again
+        # a probe's own call, or one from within a call that is measured
         if is_own_call() or self._running or not self.sessions:
             return self._forward(*args, **kwargs)
         if threading.get_ident() != self._thread:
@@ -184,6 +188,7 @@ class _MeasuredForward:
                 "a second thread runs a model while probes are attached to it: expected calls from "
                 "the thread of the block only; attach in the thread that runs the model"
             )
+        # all sessions are served by one pass
         needs = Needs(())
         for session in self.sessions:
             session.weights.check()

@@ -17,7 +17,7 @@ _LONGEST_ROW = 2**14  # of registers; longer rows are left to torch
 
 
 def can_run(scores: Tensor) -> bool:
-    """Whether the kernel takes these scores: on a GPU, or anywhere in Triton's interpreter."""
+    """Say whether the kernel takes these scores: on a GPU, or anywhere in Triton's interpreter."""
     if scores.shape[-1] > _LONGEST_ROW or not _has_triton():
         return False
     return scores.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,7 +31,7 @@ def _has_triton() -> bool:
 def largest_keys(
     scores: Float[Tensor, "*query key"], n: int, visible: Bool[Tensor, "*query key"] | None
 ) -> tuple[Float[Tensor, "*query n"], Int[Tensor, "*query n"], Int[Tensor, "*query n"]]:
-    """As :func:`infoflow_lens.hooks.passes.ranking.largest_keys`, in one kernel."""
+    """Do what :func:`infoflow_lens.hooks.passes.ranking.largest_keys` does, in one kernel."""
     *shape, n_keys = scores.shape
     rows = scores.reshape(-1, n_keys)
     made = (rows.shape[0], n)
@@ -40,8 +40,10 @@ def largest_keys(
     ties = torch.empty(made, dtype=torch.int32, device=rows.device)
     n_queries = shape[-1] if shape else 1
     per_sequence = rows.shape[0] // (shape[0] if len(shape) > 2 else 1)
+    # one mask for all sequences, or one for each
     shared = visible is None or visible.shape[0] == 1
     keys = rows if visible is None else visible.contiguous().view(torch.uint8)
+    # blocks of Triton are powers of two
     block = max(16, 1 << (n_keys - 1).bit_length())
     ranking_kernel()[(rows.shape[0],)](
         rows,
@@ -67,7 +69,7 @@ def largest_keys(
 
 @cache
 def ranking_kernel() -> Any:
-    """The kernel, compiled by Triton when it is first called."""
+    """Return the kernel, compiled by Triton when it is first called."""
     import triton
     import triton.language as tl
 
@@ -94,15 +96,18 @@ def ranking_kernel() -> Any:
         lowest = float("-inf")
         whole = tl.load(scores + row * stride + key, mask=inside, other=lowest).to(tl.float32)
         if HAS_VISIBLE:
+            # the row of the mask: of this query, and of this sequence where they differ
             query = row % n_queries
             if not SHARED:
                 query += (row // per_sequence) * n_queries
             seen = tl.load(visible + query * n_keys + key, mask=inside, other=0)
             whole = tl.where(seen != 0, whole, lowest)
         left, free = whole, inside
+        # one round for each rank: the largest that is left, the first of equals
         for index in tl.static_range(N):
             best = tl.max(left, axis=0)
             place = tl.min(tl.where((left == best) & free, key, BLOCK), axis=0)
+            # others that equal it, which have no order
             equal = tl.sum(((whole == best) & inside).to(tl.int32), axis=0) - 1
             tl.store(values + row * N + index, best)
             tl.store(places + row * N + index, tl.minimum(place, n_keys - 1))

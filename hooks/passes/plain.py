@@ -30,7 +30,7 @@ class TakesPasses(Protocol):
 
 
 def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook]:
-    """Hooks that give a probe every pass whose activations have all fired.
+    """Return hooks that give a probe every pass whose activations have all fired.
 
     They do not see the call: a pass begins where the tokens enter.
 
@@ -45,8 +45,9 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
     names = tuple(dict.fromkeys((begins, *needs.points)))
     points = {name: weakref.ref(hook_points(model)[name]) for name in names}
     caught: dict[str, Tensor] = {}
-    mine = threading.get_ident()
+    own_thread = threading.get_ident()
 
+    # called when a pass has ended, or when the next one begins
     def finish() -> None:
         activations, model = dict(caught), model_of()
         caught.clear()
@@ -64,7 +65,7 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
                     f"hooks of a {type(probe).__name__} for one model stand on another, at {name}: "
                     "expected fwd_hooks(model) of the model that is run; make new ones"
                 )
-            if threading.get_ident() != mine:
+            if threading.get_ident() != own_thread:
                 caught.clear()
                 raise InfoFlowError(
                     "a second thread runs a model with a probe's hooks on it, and hooks cannot "

@@ -33,7 +33,7 @@ def rank_keys(
     *,
     are_weights: bool = False,
 ) -> Ranked:
-    """The keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
+    """Return the keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
 
     Scores are compared in float32; ties go to the lowest position. Keys that are not visible, or
     whose score is -inf, are never chosen: a rank beyond the visible keys is undefined.
@@ -54,11 +54,13 @@ def rank_keys(
     )
     if are_weights:  # of the chosen ones alone: logarithms of thousands of zeros are slow
         values = values.log()
+    # where there are fewer keys than ranks, the others are missing
     missing = (0, deepest + 1 - n)
     values = torch.nn.functional.pad(values, missing, value=-torch.inf)
     places, ties = (
         torch.nn.functional.pad(part, missing)[..., :deepest] for part in (places, ties)
     )
+    # keys that a mask closes have no rank
     masked = values[..., :-1] == -torch.inf
     positions = places.to(dtype).masked_fill_(masked, -1)
     margins = (values[..., :-1] - values[..., 1:]).masked_fill_(masked, torch.nan)
@@ -75,7 +77,7 @@ def largest_keys(
     visible: Bool[Tensor, "*query key"] | None = None,
     closed: float = -torch.inf,
 ) -> tuple[Float[Tensor, "*query n"], Int[Tensor, "*query n"], Int[Tensor, "*query n"]]:
-    """The `n` largest scores of each row, their positions, and how many others equal each.
+    """Return the `n` largest scores of each row, their positions, and how many others equal each.
 
     The largest comes first, the lowest position among equals; keys that are not visible count as
     -inf. Others that equal `closed`, the score of keys that nobody may see, are not counted; nor
@@ -89,9 +91,11 @@ def largest_keys(
         scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
     values, places = scores.topk(n, dim=-1)
     ties = torch.zeros_like(places)
+    # equal scores among the largest; keys that are closed are equal, too, and do not count
     equal = (values[..., :-1] == values[..., 1:]) & (values[..., 1:] > closed)
     tied = equal.any(dim=-1)
     if tied.any():  # topk breaks ties as it likes
+        # sorted anew where it matters: the first of equals comes first
         rows = scores[tied]
         order = rows.sort(dim=-1, descending=True, stable=True).indices[:, :n]
         places[tied] = order
@@ -100,7 +104,7 @@ def largest_keys(
     return values, places, ties
 
 
-def at_places(
+def mark_places(
     places: Sequence[int], lengths: Int[Tensor, " batch"], n_pos: int
 ) -> Bool[Tensor, "batch pos"]:
     """Mark positions of sequences: from 0 on, or from -1 backwards from the end of each."""

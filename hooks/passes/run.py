@@ -37,7 +37,7 @@ def run(
     *,
     output: bool = False,
 ) -> Pass:
-    """One forward pass, which ends as soon as all that is wanted has been seen.
+    """Run one forward pass, which ends as soon as all that is wanted has been seen.
 
     Where hooks of yours are on the model it runs whole, as they may stand further on.
 
@@ -88,7 +88,7 @@ def check_probes(probes: Any) -> None:
 
 
 def prepare(model: nn.Module, probes: Sequence[Probe[Any]], weights: WeightState) -> Needs:
-    """What probes need together, all of them ready for passes of `model`.
+    """Prepare probes for passes of `model`, and return what they need together.
 
     Raises:
         InfoFlowError: if the model is no TransformerLens model, lies on several devices, or lacks
@@ -139,6 +139,7 @@ def probe_cache(
         raise InfoFlowError(
             "the cache has no batch axis: expected one; keep it (remove_batch_dim=False)"
         )
+    # a mask or tokens of another batch would say of other sequences what is read of these
     _check_fits_cache(cache, tokens, "tokens")
     _check_fits_cache(cache, attention_mask, "attention_mask")
     mask = None if attention_mask is None else check_mask(attention_mask, "attention_mask")
@@ -150,6 +151,7 @@ def probe_cache(
             f"the cache lacks {', '.join(missing)}, which {names} read: expected a cache of all "
             "activations, or a names_filter with these"
         )
+    # without a mask, padding shows in attention alone
     if mask is None:
         check_no_padding(model, cache)
     activations = {name: cache[name].detach() for name in needs.points}
@@ -162,10 +164,10 @@ def probe_cache(
 
 def _check_fits_cache(cache: Mapping[str, Tensor], given: Tensor | None, what: str) -> None:
     names = ("hook_tokens", "hook_embed", "blocks.0.hook_resid_pre")
-    shown = next((cache[name] for name in names if name in cache), None)
-    if given is not None and shown is not None and given.shape[:2] != shown.shape[:2]:
+    activation = next((cache[name] for name in names if name in cache), None)
+    if given is not None and activation is not None and given.shape[:2] != activation.shape[:2]:
         raise InfoFlowError(
-            f"{what} has shape {tuple(given.shape)}, the cache is of {tuple(shown.shape[:2])} "
+            f"{what} has shape {tuple(given.shape)}, the cache is of {tuple(activation.shape[:2])} "
             "sequences and positions: expected those of the same pass"
         )
 
@@ -231,6 +233,7 @@ def run_probes(
     read = read_inputs(
         model, inputs, attention_mask=attention_mask, column=column, max_length=max_length
     )
+    # held out by index, or a part of its own
     parts: list[tuple[str, Batches]] = [("by_index" if eval_inputs is None else "fit", read)]
     n_fit = n_evaluate = None
     if read.n_sequences is not None:
@@ -243,6 +246,7 @@ def run_probes(
         parts.append(("evaluate", held_out))
         n_fit, n_evaluate = read.n_sequences, held_out.n_sequences
     longest = [part.longest for _, part in parts if part.longest is not None]
+    # refused before the first pass, as far as lengths are known
     _check_data(model, probes, n_fit, n_evaluate, longest)
     _measure_parts(
         model,
@@ -343,10 +347,12 @@ def _measure_parts(
     needs = prepare(model, probes, weights)
     halved = False
     with progress_bar("probing", total, progress, done=skip) as advance:
+        # batches of evaluation follow those of the fit
         for index, (mode, part) in enumerate(parts):
             split.mode = mode
             for batch in part.batches(batch_size, 0 if index else skip):
                 weights.check()
+                # halved once, halved from then on
                 for piece in batch.halves() if halved and len(batch) > 1 else (batch,):
                     halved = _measure(model, piece, probes, split, needs, halved)
                 advance(len(batch))
@@ -367,6 +373,7 @@ def _measure(
     try:
         with eval_mode(model):
             seen = run(model, batch, needs)
+            # so a batch whose memory ran out goes on with the probes that did not take it
             while left:  # each takes the pass in whole or not at all
                 left[0].take(seen, split)
                 left.pop(0)
@@ -387,6 +394,7 @@ def _measure(
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    # not halved again: what does not fit then will not fit later
     for half in batch.halves():
         _measure(model, half, left, split, needs, halved=True)
     return True

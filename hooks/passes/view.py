@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
@@ -28,7 +28,7 @@ from infoflow_lens.hooks.model.semantics import (
     state_sum,
     visibility,
 )
-from infoflow_lens.hooks.passes.ranking import Ranked, at_places, rank_keys
+from infoflow_lens.hooks.passes.ranking import Ranked, mark_places, rank_keys
 
 _QUERY_BY_KEY = ("hook_attn_scores", "hook_pattern")  # [batch, head, query, key]
 
@@ -58,7 +58,7 @@ class Needs:
         without: Sequence[int] = (),
         points: Sequence[str] = (),
     ) -> "Needs":
-        """What :class:`Pass` needs to answer these questions, in every layer.
+        """Name what :class:`Pass` needs to answer these questions, in every layer.
 
         Args:
             model: a TransformerLens model.
@@ -82,7 +82,7 @@ class Needs:
         return cls(tuple(dict.fromkeys(names)), depths)
 
     def __or__(self, other: "Needs") -> "Needs":
-        """The needs of both."""
+        """Return the needs of both."""
         keys = {**self.ranks, **other.ranks}
         depths = {k: max(self.ranks.get(k, 0), other.ranks.get(k, 0)) for k in keys}
         return Needs(tuple(dict.fromkeys((*self.points, *other.points))), depths)
@@ -116,6 +116,7 @@ def _check_are_its_own(model: nn.Module, activations: Mapping[str, Tensor], n: i
             )
 
 
+@refuse_names(counted="renumber")
 class Pass:
     """One complete forward pass.
 
@@ -166,6 +167,7 @@ class Pass:
         n = shapes[0][0] if shapes else 0
         if tokens is not None:
             _check_are_its_own(model, activations, len(tokens))
+        # one probe may count its sequences otherwise; see renumber()
         self.indices = self.turns = torch.arange(n)
         self.held_out = torch.zeros(n, dtype=torch.bool)
         self._depths = {} if needs is None else needs.ranks
@@ -177,33 +179,37 @@ class Pass:
         if mask is not None:
             _check_padding_is_right(model, activations, mask)
             self.lengths = mask.sum(dim=1).cpu()
+            # a stable order keeps tokens in theirs, and puts padding behind them
             self._order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             self._order = self._order[:, : int(self.lengths.max())]
+            # padded on the right already: cutting is enough
             self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
-        self.tokens = None if tokens is None else self._moved(tokens)
-        self.columns = {name: self._moved(values) for name, values in (columns or {}).items()}
+        self.tokens = None if tokens is None else self._move_padding(tokens)
+        self.columns = {
+            name: self._move_padding(values) for name, values in (columns or {}).items()
+        }
 
     def __len__(self) -> int:
         return len(self.held_out)
 
-    def counted(
+    def renumber(
         self,
         indices: Int[Tensor, " batch"],
         held_out: Bool[Tensor, " batch"],
         turns: Int[Tensor, " batch"],
     ) -> "Pass":
-        """The same pass as a probe counts its sequences; what is worked out is shared."""
-        counted = copy.copy(self)
-        counted.indices, counted.held_out, counted.turns = indices, held_out, turns
-        return counted
+        """Return the same pass with a probe's numbers of its sequences; results are shared."""
+        renumbered = copy.copy(self)
+        renumbered.indices, renumbered.held_out, renumbered.turns = indices, held_out, turns
+        return renumbered
 
     @property
     def batch(self) -> Batch | None:
-        """What the model read, padded on the right; None where hooks alone saw the pass."""
+        """The sequences that the model read, padded on the right; None where hooks saw the pass."""
         return None if self.tokens is None else Batch(self.tokens, self.lengths, self.columns)
 
     def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
-        """The hook points among these that did not fire."""
+        """Return the hook points among these that did not fire."""
         return tuple(name for name in points if name not in self._raw)
 
     @property
@@ -217,48 +223,50 @@ class Pass:
         return layer_count(self.model)
 
     def lengths_of(self, n_pos: int) -> Int[Tensor, " batch"]:
-        """The positions of each sequence, `n_pos` where nothing is padding."""
+        """Return the positions of each sequence, `n_pos` where nothing is padding."""
         return torch.full((len(self),), n_pos) if self.lengths is None else self.lengths
 
     def places(self, asked: Sequence[int], n_pos: int) -> Bool[Tensor, "batch pos"]:
         """Mark positions, from 0 on, or from -1 backwards from the end of each sequence."""
-        return at_places(asked, self.lengths_of(n_pos), n_pos)
+        return mark_places(asked, self.lengths_of(n_pos), n_pos)
 
     def is_real(self, n_pos: int) -> Bool[Tensor, "batch pos"]:
-        """Which of the first `n_pos` positions are no padding."""
+        """Mark which of the first `n_pos` positions are no padding."""
         if self.lengths is None:
             return torch.ones(len(self), n_pos, dtype=torch.bool)
         return torch.arange(n_pos) < self.lengths[:, None]
 
     def visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
-        """Which keys each query may see in a layer, False on padding; on the model's device.
+        """Mark the keys that each query may see in a layer, False on padding (model device).
 
         The axis `sequence` has length 1 where all sequences see alike, as they do without padding.
         """
-        return self._once(("visible", layer), lambda: self._visible(layer))
+        return self._cache(("visible", layer), lambda: self._visible(layer))
 
     def activation(self, name: str) -> Tensor:
-        """What fired at a hook point, positions on axis 1; padding holds anything.
+        """Return the activation of a hook point, positions on axis 1; padding holds anything.
 
         Raises:
             InfoFlowError: if it did not fire, or no probe said that it needs it.
         """
-        return self._once(("activation", name), lambda: self._moved(self._fired(name)))
+        return self._cache(
+            ("activation", name), lambda: self._move_padding(self._find_activation(name))
+        )
 
     def embedding(self) -> Float[Tensor, "batch pos d_token"]:
-        """The tokens as vectors: vector tokens themselves, or the embeddings of ids."""
+        """Return the tokens as vectors: vector tokens themselves, or the embeddings of ids."""
         return self.activation(token_hook(self.model))
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention pattern, 0 for padding.
+        """Return the attention pattern, 0 for padding.
 
         Raises:
             InfoFlowError: for attention over other keys than this pass has.
         """
-        return self._once(("pattern", layer), lambda: self._pattern(layer))
+        return self._cache(("pattern", layer), lambda: self._pattern(layer))
 
     def scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention scores, -inf for keys that a query may not see.
+        """Return the attention scores, -inf for keys that a query may not see.
 
         Where a model shows the pattern in their place they are its logarithm: a softmax keeps the
         order, and the logarithm of its weights differs from the scores by a constant in each row.
@@ -267,10 +275,10 @@ class Pass:
         Raises:
             InfoFlowError: for attention over other keys than this pass has.
         """
-        return self._once(("scores", layer), lambda: self._scores(layer))
+        return self._cache(("scores", layer), lambda: self._scores(layer))
 
     def ranked(self, layer: int, ranks: Sequence[int], without: Sequence[int] = ()) -> Ranked:
-        """The keys of the k-th largest scores [batch, head, query, rank]; see :func:`rank_keys`.
+        """Rank keys by their scores, [batch, head, query, rank]; see :func:`rank_keys`.
 
         Args:
             layer: the layer.
@@ -279,9 +287,9 @@ class Pass:
         """
         chosen, left_out = tuple(ranks), tuple(without)
         deepest = max(self._depths.get(left_out, 0), *chosen)
-        every = self._once(
+        every = self._cache(
             ("ranked", layer, left_out, deepest),
-            lambda: self._ranked(layer, left_out, range(1, deepest + 1)),
+            lambda: self._rank(layer, left_out, range(1, deepest + 1)),
         )
         if chosen == tuple(range(1, deepest + 1)):
             return every
@@ -289,19 +297,19 @@ class Pass:
         return Ranked(*(part[..., columns] for part in every))
 
     def state(self, layer: int, point: str = "post_attention") -> Float[Tensor, "batch pos *d"]:
-        """A state of a layer; padding holds anything.
+        """Return a state of a layer; padding holds anything.
 
         Args:
             layer: the layer.
             point: "post_attention" (x'_l of eq 1), "resid_post", "resid_pre", or "head", every
                 head's own output [batch, pos, head, d_head].
         """
-        return self._once(("state", layer, point), lambda: self._state(layer, point))
+        return self._cache(("state", layer, point), lambda: self._state(layer, point))
 
     # Reductions for probes, which leave padding out
 
     def sum_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
-        """The sum over the real queries of each sequence, as :meth:`mean_over_queries`."""
+        """Return the sum over the real queries of each sequence, as :meth:`mean_over_queries`."""
         return sum_over(values, self.is_real(first + values.shape[2])[:, first:], 2)
 
     def mean_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
@@ -318,29 +326,29 @@ class Pass:
         return self.is_real(first + values.shape[2])[:, first:].sum(dim=1)
 
     def sum_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
-        """The sum over the real positions of values [batch, pos, ...], as above."""
+        """Return the sum over the real positions of values [batch, pos, ...], as above."""
         return sum_over(values, self.is_real(first + values.shape[1])[:, first:], 1)
 
     def mean_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
-        """The mean over the real positions of values [batch, pos, ...], as above."""
+        """Return the mean over the real positions of values [batch, pos, ...], as above."""
         return mean_over(values, self.is_real(first + values.shape[1])[:, first:], 1)
 
     # How it is made
 
-    def _once(self, key: Any, make: Any) -> Any:
+    def _cache(self, key: Any, make: Any) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def _fired(self, name: str) -> Tensor:
+    def _find_activation(self, name: str) -> Tensor:
         if name not in self._raw:
             raise InfoFlowError(
                 f"{name} was not collected: expected a hook point that the probe's needs() names"
             )
         return self._raw[name]
 
-    def _moved(self, activation: Tensor) -> Tensor:
-        """With the real tokens of each sequence first."""
+    def _move_padding(self, activation: Tensor) -> Tensor:
+        """Move padding behind the real tokens of each sequence."""
         if self._order is None or activation.ndim < 2 or activation.shape[1] != self._size:
             return activation
         if self._in_place:
@@ -348,7 +356,8 @@ class Pass:
         return _along(activation, self._order.to(activation.device), 1)
 
     def _attention(self, name: str, fill: float | int) -> Float[Tensor, "batch head query key"]:
-        activation = self._fired(name)
+        activation = self._find_activation(name)
+        # keys of a cache are no positions of this pass
         if activation.shape[-1] != activation.shape[-2]:
             raise InfoFlowError(
                 f"{name} has {activation.shape[-1]} keys for {activation.shape[-2]} positions: "
@@ -363,6 +372,7 @@ class Pass:
                 "must be taken off"
             )
         order, longest = self._order.to(activation.device), self._order.shape[1]
+        # both axes are positions: queries and keys move together
         if self._in_place:
             activation = activation[:, :, :longest, :longest]
         else:
@@ -374,39 +384,39 @@ class Pass:
     def _pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         return self._attention(pattern_hook(self.model, layer), 0)
 
-    def _shown_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """Scores as the model shows them, masked as it masks, -inf for padding."""
+    def _read_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """Return scores as the model shows them, masked as it masks, -inf for padding."""
         return self._attention(scores_hook(self.model, layer), -torch.inf)
 
     def _shows_weights(self, layer: int) -> bool:
-        """Whether the pattern stands in the place of scores; keys of weight 0 are closed."""
+        """Say whether the pattern stands in the place of scores; keys of weight 0 are closed."""
         return hook_semantics(self.model).scores[layer] != "scores"
 
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
         if self._shows_weights(layer):
             return self.pattern(layer).float().log()
-        scores = self._shown_scores(layer)
+        scores = self._read_scores(layer)
         if visibility(self.model, scores.shape[-1]) is None:  # closed keys have -inf
             return scores
         return scores.masked_fill(~self.visible(layer)[:, None], -torch.inf)
 
     def _visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
         by_weight = self._shows_weights(layer)
-        shown = self.pattern(layer) if by_weight else self._shown_scores(layer)
-        n_pos = shown.shape[-1]
+        attention = self.pattern(layer) if by_weight else self._read_scores(layer)
+        n_pos = attention.shape[-1]
         known = visibility(self.model, n_pos)
         if known is None:  # the call itself says which keys it has closed, in each sequence
-            keys = (shown > (0 if by_weight else -torch.inf)).any(dim=1)
+            keys = (attention > (0 if by_weight else -torch.inf)).any(dim=1)
         else:
-            keys = known.keys[layer][None, :n_pos, :n_pos].to(shown.device)
+            keys = known.keys[layer][None, :n_pos, :n_pos].to(attention.device)
         if self.lengths is None:
             return keys[:1] if bool((keys == keys[:1]).all()) else keys
-        real = self.is_real(n_pos).to(shown.device)
+        real = self.is_real(n_pos).to(attention.device)
         return keys & real[:, :, None] & real[:, None, :]
 
-    def _ranked(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
+    def _rank(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
         by_weight, visible = self._shows_weights(layer), None
-        scores = self.pattern(layer) if by_weight else self._shown_scores(layer)
+        scores = self.pattern(layer) if by_weight else self._read_scores(layer)
         if not by_weight and visibility(self.model, scores.shape[-1]) is not None:
             visible = self.visible(layer)
         if without:
@@ -427,9 +437,11 @@ class Pass:
         names = [n for n, part in self._raw.items() if part.is_floating_point() and part.numel()]
         if not names:
             return
+        # a sum is not finite if a part is not: one number for each, read from the device at once
         doubts = [self._doubt(name, mask).flatten() for name in names]
         if torch.cat(doubts).isfinite().all():
             return
+        # a sum may overflow although no part has: look at the parts
         for name, doubt in zip(names, doubts, strict=True):
             if not doubt.isfinite() and not self._doubt(name, mask, exactly=True).isfinite():
                 what = "NaN" if doubt.isnan() else "infinity"
@@ -476,6 +488,7 @@ def _check_padding_is_right(
         InfoFlowError: if real queries attended to padding, positions depend on the length, or an
             opened model mixes padding in before it masks it.
     """
+    # rotary embeddings of another length would rotate real tokens otherwise
     if depends_on_length(model):
         raise InfoFlowError(
             f"{type(model).__name__} has rotary embeddings that depend on the longest sequence of "
@@ -484,6 +497,7 @@ def _check_padding_is_right(
         )
     if not getattr(model, "takes_padding", True):
         check_accepts_padding(model, mask.sum(dim=1))
+    # a mask that the model ignores shows as weight on padding
     for name, by_weight, seen in _attention_shown(model, activations):
         if seen.shape[-1] != mask.shape[1]:
             continue
@@ -505,7 +519,7 @@ def _to_padding(mask: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch query ke
 def _attention_shown(
     model: nn.Module, activations: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, bool, Tensor]]:
-    """The scores and patterns among activations, and which are patterns."""
+    """Yield the scores and patterns among activations, and which are patterns."""
     for name, seen in activations.items():
         if name.endswith(_QUERY_BY_KEY):
             scores = hook_semantics(model).scores[layer_of(name) or 0] == "scores"
@@ -525,19 +539,23 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
         return
     cut: Tensor | None = None
     for name, by_weight, seen in _attention_shown(model, activations):
+        # attention of cross-layers or caches has other keys
         layer, n_pos = layer_of(name) or 0, seen.shape[-1]
         if seen.shape[-2] != n_pos:
             continue
         found = find_attended_keys(model, layer, seen, by_weight)
         known = visibility(model, n_pos)
         may_see = None if known is None else known.keys[layer][:n_pos, :n_pos].to(found.device)
+        # a query that attends to nothing it should, or to what it should not see, shows a mask
         if cut is None:  # one layer tells
             beyond = may_see is not None and (found & ~may_see).any()
             if beyond or not found.any(dim=1).all():
                 raise InfoFlowError(_LIKE_PADDING.format(name))
         if may_see is None or not by_weight:
             return
-        here = ~_crossed(found) & _crossed(may_see)
+        # a place that nobody looks across, where the model could, divides two texts or hides
+        # padding
+        here = ~_find_crossings(found) & _find_crossings(may_see)
         cut = here if cut is None else cut & here  # weights underflow, but not in every layer
     if cut is not None and cut.any():
         raise InfoFlowError(_LIKE_PADDING.format("every layer"))
@@ -551,8 +569,8 @@ _LIKE_PADDING = (
 )
 
 
-def _crossed(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch place"]:
-    """Whether some query at or behind each place (but the first) attends to a key before it.
+def _find_crossings(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch place"]:
+    """Say whether some query at or behind each place (but the first) attends to a key before it.
 
     Where a model lets padding on the left attend to itself, as GPT-Neo does, no query of the tokens
     attends to it.
@@ -563,8 +581,8 @@ def _crossed(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch
     return last.cummax(dim=-1).values[..., :-1] >= place[1:]
 
 
-def padded_together(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:
-    """Tensors put together on axis 0, those that are shorter on `axes` filled up with `value`."""
+def pad_and_join(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:
+    """Join tensors on axis 0, after filling up those that are shorter on `axes` with `value`."""
     sizes = [max(part.shape[axis] for part in parts) for axis in axes]
     filled = []
     for part in parts:
@@ -579,7 +597,7 @@ def padded_together(parts: list[Tensor], axes: tuple[int, ...], value: float | i
 
 
 def sum_over(values: Tensor, real: Bool[Tensor, "batch pos"], axis: int) -> Tensor:
-    """The sum over the real positions of each sequence, in float32 or more.
+    """Return the sum over the real positions of each sequence, in float32 or more.
 
     Args:
         values: [batch, ...] with positions on `axis`; padding may hold anything, also NaN.
@@ -593,7 +611,7 @@ def sum_over(values: Tensor, real: Bool[Tensor, "batch pos"], axis: int) -> Tens
 
 
 def mean_over(values: Tensor, real: Bool[Tensor, "batch pos"], axis: int) -> Tensor:
-    """The mean over the real positions of each sequence; NaN where it has none."""
+    """Return the mean over the real positions of each sequence; NaN where it has none."""
     total = sum_over(values, real, axis)
     count = real.sum(dim=1).to(values.device)
     return total / count.view(-1, *[1] * (total.ndim - 1))

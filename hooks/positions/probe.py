@@ -64,11 +64,12 @@ class PositionsProbe(Probe[PositionsResult]):
         return Needs.of(model, ranks=self.ranks, without=self.without, pattern=self.spread)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The ranked keys of a pass."""
+        """Return the ranked keys of a pass."""
         layers = range(seen.n_layers)
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
         spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
         measured = [*zip(*ranked, strict=True), *zip(*spread, strict=True)]
+        # all numbers come to the host in one go
         host = iter(to_host([tensor for of_layers in measured for tensor in of_layers]))
         names = ("positions", "margins", "ties", "entropy", "concentration")
         by_name = {name: [next(host) for _ in found] for name, found in zip(names, measured)}
@@ -81,11 +82,13 @@ class PositionsProbe(Probe[PositionsResult]):
         }
 
     def compute(self) -> PositionsResult:
-        """All batches together."""
-        return self.filled(PositionsResult, notes=(*self.notes(), *self._lacking(self.positions)))
+        """Join all batches."""
+        return self.make_result(
+            PositionsResult, notes=(*self.notes(), *self._lacking(self.positions))
+        )
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
-        """What a reader must know: ranks without keys, and attention that has no argmax."""
+        """Say what a reader must know: ranks without keys, and attention that has no argmax."""
         if self.is_relu:
             yield _RELU_NOTE
         for layer, chosen in enumerate(positions):

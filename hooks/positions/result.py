@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.errors import refuse_names
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.positions.summary import column_of_first, summary_of
 from infoflow_lens.hooks.result import Result
@@ -29,6 +30,7 @@ FILL = {
 }
 
 
+@refuse_names(joined="join")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PositionsResult(Result):
     """Attended positions, one tensor for each layer.
@@ -56,17 +58,17 @@ class PositionsResult(Result):
 
     @property
     def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
-        """For every layer the positions of rank 1, as `propagate` takes them."""
+        """The positions of rank 1 of every layer, as `propagate` takes them."""
         column = column_of_first(self)
         return tuple(layer[..., column] for layer in self.positions)
 
     @property
     def moved_keys(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
-        """What heads pass on by rule (1), :attr:`argmax`; `propagate` takes the result for it."""
+        """The keys that heads pass on by rule (1), :attr:`argmax`; `propagate` takes the result."""
         return self.argmax
 
     def summary(self, skip: int = 0) -> "pd.DataFrame":
-        """How position-like and how content-like each head's first choice is.
+        """Tell how position-like and how content-like each head's first choice is.
 
         One row for each layer and head: shares of the (sample, query) pairs that have a choice,
 
@@ -91,19 +93,19 @@ class PositionsResult(Result):
 
     @property
     def n_sequences(self) -> int:
-        """How many sequences were seen."""
+        """The number of sequences that were seen."""
         return len(self.lengths)
 
     def first(self, n: int) -> "PositionsResult":
-        """The result of the first `n` sequences."""
+        """Return the result of the first `n` sequences."""
         layers: dict[str, Any] = {
             name: tuple(layer[:n] for layer in getattr(self, name)) for name in FILL
         }
         return replace(self, lengths=self.lengths[:n], **layers)
 
     @classmethod
-    def joined(cls, parts: Sequence["PositionsResult"]) -> "PositionsResult":
-        """The result of the sequences of several, one behind the other.
+    def join(cls, parts: Sequence["PositionsResult"]) -> "PositionsResult":
+        """Join the results of several groups of sequences, one behind the other.
 
         Args:
             parts: of the same probe and model.
@@ -119,19 +121,19 @@ class PositionsResult(Result):
         )
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, sample, head, query and rank."""
+        """Return one row for each layer, sample, head, query and rank."""
         frame = frame_of([self.arrays[name] for name in ("positions", "margins", "ties")])
         return frame.rename(columns={"positions": "position", "margins": "margin"})
 
     def plot(self, layer: int = 0) -> "Figure":
-        """How often each key is the first choice of each query, a panel for each head."""
+        """Draw how often each key is the first choice of each query, a panel for each head."""
         often = tuple(_frequencies(chosen.long()) for chosen in self.argmax)
         array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
         return array.select(layer=layer).plot(f"First choice of the heads of layer {layer}")
 
 
 def _frequencies(chosen: Int[Tensor, "sample head query"]) -> Float[Tensor, "head query key"]:
-    """The share of samples in which a query chooses a key."""
+    """Return the share of samples in which a query chooses a key."""
     n_sample, n_head, n_query = chosen.shape
     counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
     keys = chosen.clamp(min=0).permute(1, 2, 0)
@@ -149,21 +151,21 @@ class ShardedPositions(ShardedResult[PositionsResult]):
 
     of: ClassVar[type[PositionsResult]] = PositionsResult
 
-    def _joined(self, parts: Sequence[PositionsResult]) -> PositionsResult:
-        return PositionsResult.joined(parts)
+    def _join(self, parts: Sequence[PositionsResult]) -> PositionsResult:
+        return PositionsResult.join(parts)
 
     @property
     def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
-        """As :attr:`PositionsResult.argmax`, of all sequences in memory."""
+        """:attr:`PositionsResult.argmax` of all sequences, in memory."""
         return self.whole().argmax
 
     @property
     def moved_keys(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
-        """As :attr:`PositionsResult.moved_keys`, of all sequences in memory."""
+        """:attr:`PositionsResult.moved_keys` of all sequences, in memory."""
         return self.whole().moved_keys
 
     def summary(self, skip: int = 0) -> "pd.DataFrame":
-        """As :meth:`PositionsResult.summary`, of all sequences.
+        """Return :meth:`PositionsResult.summary` of all sequences.
 
         Raises:
             InfoFlowError: as there, and for a file that is gone or spoiled.
@@ -171,9 +173,9 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         return summary_of(self.shards, skip)
 
     def to_frame(self) -> "pd.DataFrame":
-        """As :meth:`PositionsResult.to_frame`, of all sequences in memory."""
+        """Return :meth:`PositionsResult.to_frame` of all sequences, in memory."""
         return self.whole().to_frame()
 
     def plot(self, layer: int = 0) -> "Figure":
-        """As :meth:`PositionsResult.plot`, of the first file."""
+        """Draw :meth:`PositionsResult.plot` of the first file."""
         return next(self.shards()).plot(layer)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.states import padded_sum
+from infoflow_lens.hooks.states import add_with_padding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,7 @@ class RankedKeys(Protocol):
 
 
 def column_of_first(part: RankedKeys) -> int:
-    """The place of rank 1."""
+    """Return the place of rank 1."""
     if 1 not in part.ranks:
         raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
     return part.ranks.index(1)
@@ -53,6 +53,7 @@ def summary_of(parts: Callable[[], Iterable[RankedKeys]], skip: int = 0) -> "pd.
     """
     import pandas as pd
 
+    # sizes first: counts [head, query, key] of all layers may not fit into memory
     n_query = n_layers = n_heads = 0
     for part in parts():
         n_layers = len(part.positions)
@@ -94,36 +95,39 @@ class _Choices:
         places = (keys >= 0) & ~tied
         head = torch.arange(n_head)[:, None].expand_as(keys)
         query = torch.arange(n_query).expand_as(keys)
+        # one number for each (head, query, key), to be counted at once
         flat = ((head * n_query + query) * n_key + keys)[places]
         counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
-        self._counts = padded_sum(self._counts, counts.view(n_head, n_query, n_key))
-        self._allowed = padded_sum(self._allowed, (keys >= 0).sum(dim=(0, 2)))
-        self._tied = padded_sum(self._tied, tied.sum(dim=(0, 2)))
+        self._counts = add_with_padding(self._counts, counts.view(n_head, n_query, n_key))
+        self._allowed = add_with_padding(self._allowed, (keys >= 0).sum(dim=(0, 2)))
+        self._tied = add_with_padding(self._tied, tied.sum(dim=(0, 2)))
         if part.entropy:
             both = torch.stack([part.entropy[layer], part.concentration[layer]])
             both = both[:, :, :, self._skip :].double()
-            self._spread = padded_sum(self._spread, both.nansum(dim=(1, 3)))
-            self._n_spread = padded_sum(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
+            self._spread = add_with_padding(self._spread, both.nansum(dim=(1, 3)))
+            self._n_spread = add_with_padding(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """For each head the columns of the summary."""
+        """Yield the columns of the summary for each head."""
         spread = self._spread / self._n_spread
         for head, counts in enumerate(self._counts):
-            row: dict[str, Any] = _explained(counts, self._skip)
+            row: dict[str, Any] = _explain_choices(counts, self._skip)
             row["tied"] = float(self._tied[head] / self._allowed[head])
             if len(spread):
                 row["entropy"], row["concentration"] = spread[:, head].tolist()
             yield head, row
 
 
-def _explained(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
-    """Shares of choices that one offset, one key, or one key for each query explain."""
+def _explain_choices(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
+    """Return the shares of choices that one offset, one key, or one key for each query explain."""
+    # a head without choices, or whose choices are all tied
     total = int(counts.sum())
     if total == 0:
         return dict.fromkeys(
             ("by_offset", "offset", "by_index", "index", "by_position", "by_content"), math.nan
         )
     n_query, n_key = counts.shape
+    # key minus query, so that one offset is one diagonal
     offset = torch.arange(n_key) - (skip + torch.arange(n_query))[:, None]
     first = int(offset.min())
     by_offset = torch.bincount((offset - first).flatten(), counts.flatten().double())

@@ -61,6 +61,7 @@ class RowBuffer:
         """Add waiting rows to the statistics. If memory runs out, they go on waiting."""
         if not everything and sum(rows.ends[-1] for rows in self.waiting) < self.capacity:
             return  # as after most passes
+        # cut where a sequence ends, so that the same rows come together whatever the batches
         while self.waiting:
             taken, count = [], 0
             for rows in self.waiting:

@@ -27,10 +27,10 @@ class Ratio:
     sketch_error: Float[Tensor, " group"]
 
 
-def held_out_errors(
+def measure_errors(
     blocks: Sequence[RegressionStatistics], fit: LinearFit, groups: slice, d_target: int
 ) -> tuple[Ratio, Ratio]:
-    """Squared error over the second moment of the targets, and over their variance.
+    """Divide the held-out squared error by the targets' second moment, and by their variance.
 
     Args:
         blocks: statistics of the held-out rows, of different sequences in each block.
@@ -81,7 +81,7 @@ class Picked:
         self.each = each
 
     def __call__(self, blocks: Float[Tensor, "block group target"]) -> Tensor:
-        """The sums, [group, target] or [block, group, target]."""
+        """Return the sums, [group, target] or [block, group, target]."""
         total = blocks.sum(dim=0)
         return total - blocks if self.each else total
 

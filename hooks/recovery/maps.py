@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
-from infoflow_lens.hooks.recovery.errors import Ratio, held_out_errors
+from infoflow_lens.hooks.recovery.errors import Ratio, measure_errors
 from infoflow_lens.hooks.recovery.regression import LinearFit, Ridge
 
 Shown: TypeAlias = list[tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ class Maps:
     shown: Shown = field(default_factory=list)
 
     @classmethod
-    def of_pass(
+    def read_pass(
         cls,
         rows: Sequence[tuple[int, Rows]],
         order: Int[Tensor, " row"],
@@ -45,7 +45,7 @@ class Maps:
         n_blocks: int,
         n_classes: int,
     ) -> "Maps":
-        """What one pass shows.
+        """Read the statistics of one pass.
 
         Args:
             rows: with the index of their buffer; 0 is for fitting.
@@ -69,32 +69,32 @@ class Maps:
         return made
 
     def buffers(self) -> list[RowBuffer]:
-        """All of them."""
+        """Return all buffers, the one for fitting first."""
         return [self.fit, *self.blocks]
 
     def merge(self, other: "Maps") -> None:
         """Add what others have seen."""
-        for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
-            mine.merge(theirs)
+        for buffer, more in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.merge(more)
         for features, labels in other.shown:
             room = ACCURACY_ROWS - sum(len(x) for x, _ in self.shown)
             if room > 0:
                 self.shown.append((features[:room], labels[:room]))
 
 
-def merge_layers(mine: list[list[Maps]], others: list[list[Maps]]) -> list[list[Maps]]:
-    """The maps of all layers, added up in place.
+def merge_layers(layers: list[list[Maps]], others: list[list[Maps]]) -> list[list[Maps]]:
+    """Return the maps of all layers, added up in place.
 
     Rows that wait are added first: only that can run out of memory, and then nothing is half done.
     """
-    for sets in mine:
+    for sets in layers:
         for maps in sets:
             for buffer in maps.buffers():
                 buffer.settle()
-    for sets, more in zip(mine, others, strict=True):
-        for maps, theirs in zip(sets, more, strict=True):
-            maps.merge(theirs)
-    return mine
+    for sets, more in zip(layers, others, strict=True):
+        for maps, other in zip(sets, more, strict=True):
+            maps.merge(other)
+    return layers
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,13 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     equations = statistics.normal_equations(ridge)
     blocks = [block.statistics for block in maps.blocks]
     fits, second_moments, fvus, accuracies = [], [], [], []
+    # groups of targets share the equations of their features
     for groups in statistics.parts():
         fit = statistics.fit_groups(equations, groups)
-        second_moment, fvu = held_out_errors(blocks, fit, groups, d_target)
+        second_moment, fvu = measure_errors(blocks, fit, groups, d_target)
         second_moments.append(second_moment)
         fvus.append(fvu)
+        # groups behind the heads' are controls: their errors count, their maps are not kept
         n_kept = min(groups.stop, n_main) - groups.start
         if n_kept > 0 and maps.fit.n_classes:
             accuracies.append(
@@ -139,8 +141,8 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     weights, biases, penalties = zip(*fits, strict=True)
     return Measured(
         equations.rank,
-        _joined(second_moments),
-        _joined(fvus),
+        _join(second_moments),
+        _join(fvus),
         torch.cat(penalties),
         torch.cat(weights),
         torch.cat(biases),
@@ -148,7 +150,7 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     )
 
 
-def _joined(parts: list[Ratio]) -> Ratio:
+def _join(parts: list[Ratio]) -> Ratio:
     return Ratio(
         torch.cat([part.value for part in parts]),
         torch.cat([part.half_width for part in parts]),
@@ -156,11 +158,11 @@ def _joined(parts: list[Ratio]) -> Ratio:
     )
 
 
-def _accuracy(shown: Shown, fit: LinearFit, groups: slice) -> Float[Tensor, " group"]:
+def _accuracy(batches: Shown, fit: LinearFit, groups: slice) -> Float[Tensor, " group"]:
     """Share of rows, of those whose token is in the vocabulary, in which it is predicted."""
     device = fit.weight.device
-    x = torch.cat([x.to(device) for x, _ in shown])[:ACCURACY_ROWS].double()
-    labels = torch.cat([y.to(device) for _, y in shown])[:ACCURACY_ROWS, groups].T
+    x = torch.cat([x.to(device) for x, _ in batches])[:ACCURACY_ROWS].double()
+    labels = torch.cat([y.to(device) for _, y in batches])[:ACCURACY_ROWS, groups].T
     weight, bias = fit.weight[: len(labels)], fit.bias[: len(labels)]
     predicted = torch.stack(
         [(x @ w + b).argmax(dim=1) for w, b in zip(weight, bias, strict=True)]

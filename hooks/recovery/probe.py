@@ -15,7 +15,7 @@ from infoflow_lens.foundation.settings import BothEnds, Count, Positions, Ranks,
 from infoflow_lens.hooks.model.points import check_finite, position_count
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.probe import Probe, described
+from infoflow_lens.hooks.probe import Probe, describe_setting
 from infoflow_lens.hooks.recovery.errors import Ratio
 from infoflow_lens.hooks.recovery.maps import (
     ACCURACY_ROWS,
@@ -120,10 +120,10 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 "target is 'identity' with a sketch: expected one of them; sketched classes have "
                 "no accuracy, so state a smaller vocabulary instead"
             )
-        self._described = described(self.target)
+        self._described = describe_setting(self.target)
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
+        """Return the settings, as JSON-compatible values."""
         return {**super().config(), "target": self._described}
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
@@ -148,22 +148,25 @@ class RecoveryProbe(Probe[RecoveryResult]):
         )
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The rows of a pass."""
+        """Return the rows of a pass."""
         classes = self._targets.classes(seen.model) if self._targets.is_identity else ()
         values = self._targets.values(seen, classes)
         if values.is_floating_point() and not isinstance(self.target, (str, tuple)):
             check_finite(values, f"target {self._described!r}", seen.first)
         d_target = len(classes) or values.shape[-1]
+        # a sketch keeps second moments, and makes the cost of targets that of its own width
         if self.sketch:
             matrix = sketch_matrix(d_target, self.sketch, self.seed, values.device)
             values = (values.double() @ matrix).to(torch.promote_types(values.dtype, torch.float32))
         n_source = values.shape[1]
         maker = RowMaker(self.ranks, self.source, self.without, self._controls, self.seed)
+        # a shuffled control takes the keys of the sequence before, which may be in the batch before
         before: Sequence[Tensor | None] = self.last or [None] * seen.n_layers
         layers = move_valid(
             [maker.layer(seen, layer, n_source, last) for layer, last in enumerate(before)]
         )
         n_pos = position_count(seen.model, n_source)
+        # tokens that no head passes on are no targets
         real = seen.is_real(n_source) & ~seen.places(self.without, n_pos)[:, :n_source]
         n_blocks = self._n_blocks(layers, len(classes) or values.shape[-1])
         parts = parts_of(values, seen, n_blocks)
@@ -173,7 +176,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             n_groups = layer.n_heads // len(rows) * len(self.ranks)
             statistics.append(
                 [
-                    Maps.of_pass(
+                    Maps.read_pass(
                         some, order, n_groups,
                         capacity=self.buffer_rows, n_blocks=n_blocks, n_classes=len(classes),
                     )
@@ -209,6 +212,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         """Fit the maps and measure their errors."""
         self.settle()
         notes, left_out = list(self.notes()), self.left_out.tolist()
+        # of lists by name; some have no entry where a setting is off
         columns: dict[str, list[Any]] = defaultdict(list, weight=[], bias=[], ridge=[])
         lacking = []  # layers with too few rows, which is no property of the model
         for layer, sets in enumerate(self.statistics):
@@ -219,6 +223,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                     f"(of {self.n_sequences} sequences): expected both; run more sequences, a "
                     "smaller eval_every, or lower ranks"
                 )
+            # left out of both fits and errors
             if left_out[layer]:
                 notes.append(
                     f"layer {layer}: {left_out[layer]} rows left out, where a requested rank "
@@ -229,6 +234,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 measure_maps(maps, self.ridge, self.d_target, n_main, self.maps) for maps in sets
             ]
             n_features = sets[0].fit.statistics.n_features
+            # the least of all sets of features decides what is said of the layer
             rank = min(m.gram_rank for m in measured)
             if rank < n_features and self.ridge is None:
                 note = (
@@ -237,6 +243,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                     "was taken"
                 )
                 notes.append(note)
+                # fewer rows than features: more data would help
                 if fitted <= n_features:
                     lacking.append(note)
             columns["n_fit"].append(fitted)
@@ -249,7 +256,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             warnings.warn(lacking[0] + others, InfoFlowWarning, stacklevel=3)
         notes += self._notes_of_settings()
         found = {name: tuple(layers) for name, layers in columns.items()}
-        return self.filled(RecoveryResult, **found, notes=tuple(notes))
+        return self.make_result(RecoveryResult, **found, notes=tuple(notes))
 
     def _append_columns(
         self, columns: dict[str, list[Any]], measured: list[Measured], shape: tuple[int, int]
@@ -273,6 +280,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 columns[f"{name}_sketch_error"].append(whole(parts))
             first, controls = n_main, []
             for control in self._controls:
+                # controls stand behind the heads: as many of "shuffled", one of each other
                 size = n_main if control == "shuffled" else 1
                 some = [ratio.value[first : first + size].expand(n_main) for ratio in ratios]
                 controls.append(whole(some))

@@ -60,6 +60,7 @@ class NormalEquations:
         gram = (gram + gram.T) / 2
         unit = torch.where(unit > 0, unit, 1)
         self._n, self._ridge = n, ridge
+        # scaled to units, so that features of different size do not decide the rank
         eigenvalues, vectors = torch.linalg.eigh(gram / torch.outer(unit, unit))
         keep = eigenvalues > len(gram) * _EPS * 4
         self.rank = int(keep.sum())
@@ -88,16 +89,16 @@ class NormalEquations:
             return weight.view(moment.shape), moment.new_zeros(n_groups)
         rotated = (self._vectors.T @ flat).view(self.rank, *moment.shape[1:])
         if self._ridge == "gcv":
-            penalty = self._by_gcv(rotated.square().sum(dim=2), squares)
+            penalty = self._choose_penalty(rotated.square().sum(dim=2), squares)
         else:
             penalty = moment.new_full((n_groups,), float(self._ridge))
         shrunk = rotated / (self._values[:, None] + penalty)[:, :, None]
         return (self._vectors @ shrunk.flatten(1)).view(moment.shape), penalty
 
-    def _by_gcv(
+    def _choose_penalty(
         self, rotated: Float[Tensor, "direction group"], squares: Float[Tensor, " group"]
     ) -> Float[Tensor, " group"]:
-        """For every group the penalty of least n RSS / (n - df)^2 on a grid, refined once."""
+        """Choose every group's penalty of least n RSS / (n - df)^2 on a grid, refined once."""
         largest = self._values.max() if self.rank else squares.new_ones(())
         decades = torch.linspace(*_LAMBDAS, 57, dtype=torch.float64, device=squares.device)
         chosen = squares.new_zeros(squares.shape)

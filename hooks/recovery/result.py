@@ -92,7 +92,7 @@ class RecoveryResult(Result):
         *,
         model: nn.Module,
     ) -> Float[Tensor, "*row target"]:
-        """What a map reads off states of `model`; the target's sketch where that was fitted.
+        """Apply a map to states of `model`: it gives the target, or the sketch that was fitted.
 
         Args:
             state: what the map was fitted on (the record's `source`), at any positions.
@@ -121,6 +121,7 @@ class RecoveryResult(Result):
             raise InfoFlowError(
                 f"states have {state.shape[-1]} features: expected {len(weight)}, as fitted"
             )
+        # at least the precision in which the map is kept
         dtype = torch.promote_types(state.dtype, torch.float32)
         return state.to(dtype) @ weight.to(state.device, dtype) + bias.to(state.device, dtype)
 
@@ -145,7 +146,7 @@ class RecoveryResult(Result):
             )
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, head and rank."""
+        """Return one row for each layer, head and rank."""
         arrays = self.arrays
         rows = [("n_fit", self.n_fit), ("n_eval", self.n_eval)]
         columns = [
@@ -154,6 +155,7 @@ class RecoveryResult(Result):
             *(LabelledArray(name, torch.tensor(n), ("layer",)) for name, n in rows),
             *(arrays[name] for name in _OPTIONAL if name in arrays),
         ]
+        # each control has its two columns behind the heads' own
         for control in self.controls:
             for error in ("second_moment", "fvu"):
                 array = arrays[f"control_{error}"].select(control=control)

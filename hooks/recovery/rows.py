@@ -114,6 +114,7 @@ class RowMaker:
         before: Int[Tensor, "_query _key"] | None,
     ) -> list[Int[Tensor, "batch query _group"]]:
         n_query = keys.shape[1]
+        # where the sequence before has no key, its place takes a random one
         lengths = [n_query] * len(keys) if seen.lengths is None else seen.lengths.tolist()
         groups = {}
         if "random" in self.controls or "shuffled" in self.controls:
@@ -154,13 +155,14 @@ def parts_of(values: Tensor, seen: Pass, n_blocks: int) -> list[Part]:
 def rows_of(
     layer: LayerRows, parts: Sequence[Part]
 ) -> tuple[list[list[tuple[int, Rows]]], Int[Tensor, " row"]]:
-    """For each set of features the rows of each buffer; and the order of the held-out rows.
+    """Return each set of features' rows for each buffer, and the order of the held-out rows.
 
     The order is that of the sequences, whatever the buffers that they are in.
     """
     device, n_query = layer.keys.device, layer.valid.shape[1]
     queries = torch.arange(n_query)
     picked = []
+    # the fit has one buffer, held-out rows one for each block of sequences
     held_out = []
     for part in parts:
         valid = layer.valid[part.sequences]
@@ -177,6 +179,7 @@ def rows_of(
                 start.expand_as(valid)[valid].to(device),  # of the sequence's values
             )
         )
+    # the same rows for every set of features: only what is read differs
     sets = []
     for features, chosen in zip(layer.features, layer.chosen, strict=True):
         n_pos = features.shape[1]

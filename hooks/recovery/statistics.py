@@ -69,10 +69,11 @@ class RegressionStatistics:
         shifted = x.double() - self.shift_x
         targets = values.double() - self.shift_y
         sums = (shifted.sum(dim=0), _gram(shifted), counts @ targets, counts @ targets.square())
+        # sums in float64, products in the precision that the device is fast in
         dtype = self._product_dtype(x, values)
         features, targets = shifted.to(dtype), targets.to(dtype)
         if values.shape[1] < _WIDE or x.is_cuda:
-            self._add_gathered(features, targets, chosen)
+            self._add_chosen_rows(features, targets, chosen)
         else:
             self._add_distinct(features, targets, chosen)
         self._end(len(x), *sums)
@@ -93,6 +94,7 @@ class RegressionStatistics:
         self._begin(x, x.new_zeros(n_classes, dtype=torch.float64), chosen.shape[1])
         shifted = x.double() - self.shift_x
         labels = classes.to(chosen.device)[chosen.long()].long()
+        # tokens that are no class have a row of their own, which is left out
         labels = torch.where(labels < 0, n_classes, labels)
         counts = _counts(labels, n_classes + 1)[:, :n_classes]
         sums = (shifted.sum(dim=0), _gram(shifted), counts, counts)
@@ -129,7 +131,7 @@ class RegressionStatistics:
         rough = torch.get_float32_matmul_precision() != "highest"
         return torch.float64 if exact or rough else torch.float32
 
-    def _add_gathered(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
+    def _add_chosen_rows(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
         n_groups = chosen.shape[1]
         step = max(1, _GATHERED // (len(x) * values.shape[1]))
         transposed = x.T.contiguous()
@@ -173,6 +175,7 @@ class RegressionStatistics:
         )
         move_x = other.shift_x.to(device) - self.shift_x  # to sums about this one's point
         move_y = other.shift_y.to(device) - self.shift_y
+        # sums about another point: (x + d)(y + e) = xy + x e + d y + d e, for each sum
         moved_x, moved_y = sum_x + other.n * move_x, sum_y + other.n * move_y
         self.gram += gram + torch.outer(sum_x, move_x) + torch.outer(move_x, moved_x)
         self.squares += squares + move_y * (2 * sum_y + other.n * move_y)
@@ -190,11 +193,11 @@ class RegressionStatistics:
             raise RuntimeError("statistics of no rows; update() first")
 
     def fit(self, ridge: Ridge = None) -> LinearFit:
-        """The map of all groups; see :class:`NormalEquations`."""
+        """Return the map of all groups; see :class:`NormalEquations`."""
         return self.fit_groups(self.normal_equations(ridge), ALL)
 
     def normal_equations(self, ridge: Ridge = None) -> NormalEquations:
-        """The Gram matrix, factored for all groups."""
+        """Return the Gram matrix, factored for all groups."""
         self._check()
         mean = self.sum_x / self.n
         gram = self.gram - self.n * torch.outer(mean, mean)
@@ -202,7 +205,7 @@ class RegressionStatistics:
         return NormalEquations(gram, raw.clamp(min=0).sqrt(), self.n, ridge)
 
     def fit_groups(self, equations: NormalEquations, groups: slice) -> LinearFit:
-        """The maps of some groups."""
+        """Return the maps of some groups."""
         mean_x, sum_y = self.sum_x / self.n, self.sum_y[groups]
         moment = self.cross[:, groups] - torch.einsum("f,gt->fgt", mean_x, sum_y)
         squares = (self.squares[groups] - sum_y.square() / self.n).sum(dim=1)
@@ -258,7 +261,7 @@ class RegressionStatistics:
 
 
 def _counts(chosen: Int[Tensor, "row group"], n_values: int) -> Float[Tensor, "group value"]:
-    """How often each group chose each value."""
+    """Count how often each group chose each value."""
     counts = torch.zeros(chosen.shape[1], n_values, dtype=torch.float64, device=chosen.device)
     ones = counts.new_ones(1, 1).expand(chosen.shape[1], len(chosen))
     return counts.scatter_add_(1, chosen.T.long(), ones)

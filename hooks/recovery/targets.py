@@ -11,7 +11,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Index, check
 from infoflow_lens.hooks.model.points import hook_name, reads_vectors
 from infoflow_lens.hooks.passes.view import Pass
-from infoflow_lens.hooks.probe import described
+from infoflow_lens.hooks.probe import describe_setting
 
 Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
 
@@ -35,6 +35,7 @@ class TargetOfMaps:
 
     def __init__(self, target: Target, vocabulary: tuple[int, ...] | None = None) -> None:
         self.target, self.vocabulary = target, vocabulary
+        # what each kind of target must look like
         known = target in ("embedding", "identity") if isinstance(target, str) else True
         if isinstance(target, tuple):
             known = (
@@ -47,9 +48,9 @@ class TargetOfMaps:
         elif not isinstance(target, str):
             known = callable(target)
         if not known:
-            shown = tuple(target.shape) if isinstance(target, Tensor) else repr(target)
+            form = tuple(target.shape) if isinstance(target, Tensor) else repr(target)
             raise InfoFlowError(
-                f"target is {shown}: expected 'embedding', 'identity', ('resid_pre', layer), a "
+                f"target is {form}: expected 'embedding', 'identity', ('resid_pre', layer), a "
                 "table [d_vocab, d] of numbers, or a function from tokens to [batch, pos, d]"
             )
         if vocabulary is not None and (not self.is_identity or not self.vocabulary):
@@ -59,11 +60,11 @@ class TargetOfMaps:
 
     @property
     def is_identity(self) -> bool:
-        """Whether targets are one-hot."""
+        """Say whether targets are one-hot."""
         return isinstance(self.target, str) and self.target == "identity"
 
     def points(self, model: nn.Module) -> tuple[str, ...]:
-        """The hook points that targets come from.
+        """Return the hook points that targets come from.
 
         Raises:
             InfoFlowError: if the model lacks one, or has no ids or too many.
@@ -80,7 +81,7 @@ class TargetOfMaps:
         return ()
 
     def classes(self, model: nn.Module) -> tuple[int, ...]:
-        """The token ids of the vocabulary.
+        """Return the token ids of the vocabulary.
 
         Raises:
             InfoFlowError: if nobody stated it and the model's is large or unknown.
@@ -105,17 +106,18 @@ class TargetOfMaps:
         self, seen: Pass, classes: Sequence[int]
     ) -> Float[Tensor, "batch source d_target"] | Int[Tensor, "batch source"]:
         """Targets of every token; with "identity" places in `classes`, -1 for other tokens."""
-        shown = seen.embedding()
-        n_source = shown.shape[1]
+        embedding = seen.embedding()
+        n_source = embedding.shape[1]
         if isinstance(self.target, tuple):
             return seen.state(self.target[1], "resid_pre")[:, :n_source]
         if self.target == "embedding" if isinstance(self.target, str) else False:
-            return shown
+            return embedding
+        # all other targets are made of token ids
         tokens = seen.tokens
         if tokens is None:
             raise InfoFlowError(
-                f"target is {described(self.target)!r}, but hooks alone do not see the tokens: use "
-                "attach() or run_probes(), or target='embedding'"
+                f"target is {describe_setting(self.target)!r}, but hooks alone do not see the "
+                "tokens: use attach() or run_probes(), or target='embedding'"
             )
         if self.is_identity:
             return _places(tokens, classes)
@@ -123,11 +125,11 @@ class TargetOfMaps:
             return self._from_table(self.target, tokens)
         assert callable(self.target)
         made: Any = self.target(tokens)
-        if not isinstance(made, Tensor) or made.ndim != 3 or made.shape[:2] != shown.shape[:2]:
+        if not isinstance(made, Tensor) or made.ndim != 3 or made.shape[:2] != embedding.shape[:2]:
             shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise InfoFlowError(
                 f"target gave {shape} for tokens of shape {tuple(tokens.shape)}: expected a "
-                f"tensor [{shown.shape[0]}, {n_source}, d]"
+                f"tensor [{embedding.shape[0]}, {n_source}, d]"
             )
         return made.detach()
 
@@ -175,7 +177,7 @@ def random_keys(
     seed: int,
     indices: Sequence[int],
 ) -> Int[Tensor, "batch query"]:
-    """A random allowed key for each query, -1 where there is none.
+    """Return a random allowed key for each query, -1 where there is none.
 
     Args:
         allowed: the keys that may be attended to.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, with_residual
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, add_residual
 from infoflow_lens.theory.propagation import propagate_edges, rows_at
 
 OverHeads = Literal["mean", "max"]
@@ -29,10 +29,10 @@ class OverHeadsProbe(RoutesProbe):
     heads: OverHeads = "mean"
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The pattern of a layer, its heads put together."""
+        """Return the pattern of a layer, its heads put together."""
         pattern = seen.pattern(layer).float()
         weights = pattern.mean(dim=1) if self.heads == "mean" else pattern.amax(dim=1)
-        return with_residual(weights) if self.residual else weights
+        return add_residual(weights) if self.residual else weights
 
 
 class AttentionWeight(OverHeadsProbe):
@@ -54,7 +54,7 @@ class AttentionWeight(OverHeadsProbe):
     residual = False
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """Each layer for itself."""
+        """Return each layer for itself."""
         return rows_at(edges, place)
 
 
@@ -78,5 +78,5 @@ class AttentionRollout(OverHeadsProbe):
     """
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The sum over all paths."""
+        """Return the sum over all paths."""
         return propagate_edges(edges, "sum-product", queries=place)

@@ -13,7 +13,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.rerun import start_point
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
-from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,14 +62,14 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         """The scores of all positions for the asked states of every layer."""
 
     def refusal(self, layer: int) -> str:
-        """What is wrong with edges that are negative or NaN."""
+        """Say what is wrong with edges that are negative or NaN."""
         return (
             f"the pattern of layer {layer} has negative weights: expected none, as of softmax, "
             f"ReLU or a hard maximum; {type(self).__name__} cannot follow them"
         )
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The routes of a pass."""
+        """Return the routes of a pass."""
         layers = range(seen.n_layers)
         n_source = seen.activation(start_point(seen.model, None)).shape[1]
         edges = torch.stack([self.edges(seen, layer) for layer in layers]).float().cpu()
@@ -79,9 +79,9 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         lengths = seen.lengths_of(n_source)
         place = self.place(lengths + n_pos - n_source, n_pos)  # CLS has no source
         scores = self.follow(edges, place)[..., :n_source]
-        scores = torch.where(existing(place, lengths, n_source), scores, 0)
+        scores = torch.where(mark_existing(place, lengths, n_source), scores, 0)
         return self.parts(scores, place, lengths, layers, n_pos)
 
     def compute(self) -> RoutesResult:
-        """All batches together."""
-        return self.scored_by(RoutesResult)
+        """Join all batches."""
+        return self.make_scores(RoutesResult)

@@ -99,23 +99,23 @@ class ContributionRoutes(RoutesProbe):
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Importances."""
-        parts = Parts.of(seen, layer, self._additions[layer])
+        parts = Parts.read(seen, layer, self._additions[layer])
         edges = parts.importances(self.heads_apart)
         # the reason is given once edges are read: nothing here waits for the device
         return edges.where(parts.add_up(seen, layer), torch.nan)
 
     def refusal(self, layer: int) -> str:
-        """What is wrong with edges of parts that do not add up."""
+        """Say what is wrong with edges of parts that do not add up."""
         return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The widest path, or the sum over all paths."""
+        """Return the widest path, or the sum over all paths."""
         semiring: Semiring = "sum-product" if self.combine == "rollout" else "max-min"
         return propagate_edges(edges, semiring, queries=place)
 
 
 def gap_in(layer: int) -> str:
-    """What is wrong with a layer whose parts do not add up."""
+    """Say what is wrong with a layer whose parts do not add up."""
     return (
         f"in layer {layer} {_GAP}. Expected weighted values that add up; take hooks off that "
         "edit heads or attention"
@@ -137,11 +137,12 @@ def find_additions(model: nn.Module) -> tuple[Addition, ...]:
     missing = seen.lacks(points)
     if missing:
         raise _cannot(model, f"{', '.join(missing[:3])} do not fire")
+    # tried on a short pass: parts that do not add up would name the wrong tokens
     found = []
     for layer in range(n_layers):
         try:
             found.append(_find_addition(seen, layer, reads))
-            reason = "" if Parts.of(seen, layer, found[-1]).add_up(seen, layer) else _GAP
+            reason = "" if Parts.read(seen, layer, found[-1]).add_up(seen, layer) else _GAP
         except RuntimeError as error:  # shapes of another attention
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
@@ -151,13 +152,13 @@ def find_additions(model: nn.Module) -> tuple[Addition, ...]:
 
 def _find_addition(seen: Pass, layer: int, reads: Sequence[Read]) -> Addition:
     """Find what stands between the heads and the stream: a constant, or else a norm."""
-    parts = Parts.of(seen, layer)
+    parts = Parts.read(seen, layer)
     if not reads_sums(seen):
         return _PLAIN
     addition = Addition(_find_factor(parts, seen, layer))
-    if Parts.of(seen, layer, addition).add_up(seen, layer):
+    if Parts.read(seen, layer, addition).add_up(seen, layer):
         return addition
-    added = parts.added()
+    added = parts.total()
     bar = 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
     path = find_norm(seen.model, added, reads, bar)
     return addition if path is None else Addition(norm=Norm(path, added.shape[-1]))
@@ -201,8 +202,8 @@ class Parts:
     bias: Tensor | float
 
     @classmethod
-    def of(cls, seen: Pass, layer: int, addition: Addition = _PLAIN) -> "Parts":
-        """From a pass; grouped values are those of each of their heads.
+    def read(cls, seen: Pass, layer: int, addition: Addition = _PLAIN) -> "Parts":
+        """Read the parts of a pass; grouped values are those of each of their heads.
 
         Args:
             seen: the pass.
@@ -214,6 +215,7 @@ class Parts:
         matrix = _output_matrix(seen.model, layer).detach().float()
         n_heads, d_head, _ = matrix.shape
         values = seen.activation(f"blocks.{layer}.attn.hook_v").float()
+        # grouped values serve several heads: one for each head
         values = values.reshape(*values.shape[:2], -1, d_head)
         values = values.repeat_interleave(n_heads // values.shape[2], dim=2)
         bias = getattr(blocks[layer].attn, "b_O", None)
@@ -223,17 +225,20 @@ class Parts:
             seen.state(layer, "resid_pre").float(),
             0.0 if bias is None else addition.factor * bias.detach().float().to(values.device),
         )
+        # what the heads bring is normed once it is summed: the norm is held at its scale
         if addition.norm is None:
             return parts
         with without_user_hooks(seen.model):  # a norm may have hook points
             numbers = addition.norm.numbers(seen.model)
-        return parts.behind(numbers, seen.activation(f"blocks.{layer}.hook_attn_out").float())
+        return parts.apply_norm(numbers, seen.activation(f"blocks.{layer}.hook_attn_out").float())
 
-    def behind(self, numbers: NormNumbers, shows: Float[Tensor, "batch query d_model"]) -> "Parts":
+    def apply_norm(
+        self, numbers: NormNumbers, shows: Float[Tensor, "batch query d_model"]
+    ) -> "Parts":
         """Make the parts of what a norm gives of their sum, with its scale held."""
         weight, bias = (one.detach().float().to(shows.device) for one in numbers[:2])
         norm = NormNumbers(weight, bias, numbers.centers)
-        scale = norm.scale(self.added(), shows)
+        scale = norm.scale(self.total(), shows)
         # heads bring nothing to padding, from which no scale can be read
         scale = torch.where(scale.isfinite(), scale, 1)
         own = norm.apply(self.bias + torch.zeros_like(bias), scale)
@@ -242,7 +247,7 @@ class Parts:
         )
 
     def strengths(self) -> Float[Tensor, "batch head query key"]:
-        """The length of what each head brings from each key, over that of what stood there.
+        """Return the length of what each head brings from each key, over that of what stood there.
 
         1 where it is as long, or longer.
         """
@@ -250,16 +255,16 @@ class Parts:
         stood = self.before.norm(dim=-1)[:, None, :, None]
         return (lengths / stood.clamp(min=torch.finfo(lengths.dtype).tiny)).clamp(max=1)
 
-    def added(self) -> Float[Tensor, "batch query d_model"]:
-        """What attention adds."""
+    def total(self) -> Float[Tensor, "batch query d_model"]:
+        """Sum what attention adds."""
         return torch.einsum("bhqk,bhkm->bqm", self.pattern, self.brought) + self.bias
 
     def add_up(self, seen: Pass, layer: int) -> Bool[Tensor, ""]:
-        """Whether these are the parts of the model's own states."""
+        """Say whether these are the parts of the model's own states."""
         shows = seen.activation(f"blocks.{layer}.hook_attn_out").float()
         if not reads_sums(seen):  # it is behind the norm, and another state
             return torch.ones((), dtype=torch.bool, device=shows.device)
-        gap, size = (shows - self.added()).norm(dim=-1), shows.norm(dim=-1)
+        gap, size = (shows - self.total()).norm(dim=-1), shows.norm(dim=-1)
         real = seen.is_real(gap.shape[1]).to(gap.device)
         # a state to which little is added is rounded like the others
         mean = (size * real).sum() / real.sum()
@@ -269,11 +274,11 @@ class Parts:
     def proximities(
         self, heads_apart: bool
     ) -> tuple[Float[Tensor, "batch part query key"], Float[Tensor, "batch query"]]:
-        """Those of what every head (or all of them together) brings, and of what stood before."""
-        whole = self.before + self.added()
+        """Return the proximities of what heads (or all together) bring, and of what was before."""
+        whole = self.before + self.total()
         near = torch.stack(
             [
-                _near(p, b, w, heads_apart)
+                _find_proximities(p, b, w, heads_apart)
                 for p, b, w in zip(self.pattern, self.brought, whole, strict=True)
             ]
         )
@@ -289,7 +294,7 @@ class Parts:
         return near / scale[:, None, :, None], torch.where(total > 0, itself / scale, 1)
 
     def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
-        """The edges: importances summed over heads, the residual's on the diagonal."""
+        """Return the edges: importances summed over heads, the residual's on the diagonal."""
         near, itself = self.proximities(heads_apart)
         edges = near.sum(dim=1)
         edges.diagonal(dim1=1, dim2=2).add_(itself)
@@ -299,7 +304,7 @@ class Parts:
 
 
 def reads_sums(seen: Pass) -> bool:
-    """Whether what attention adds is shown as it is added, and no state behind a norm."""
+    """Say whether what attention adds is shown as it is added, and no state behind a norm."""
     return bool(hook_semantics(seen.model).adds)
 
 
@@ -307,27 +312,28 @@ def _find_factor(parts: Parts, seen: Pass, layer: int) -> float:
     """Find what the model adds, over what the heads bring."""
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")
     real = seen.is_real(shows.shape[1]).to(shows.device)
-    ours, theirs = parts.added()[real].double(), shows[real].double()
-    factor = float((ours * theirs).sum() / ours.square().sum().clamp(min=1e-300))
+    parts_add, model_adds = parts.total()[real].double(), shows[real].double()
+    factor = float((parts_add * model_adds).sum() / parts_add.square().sum().clamp(min=1e-300))
     return 1.0 if abs(factor - 1) <= tolerance(shows) else factor
 
 
 def _proximity(
     part: Float[Tensor, "*shape d"], whole: Float[Tensor, "*shape d"]
 ) -> Float[Tensor, "*shape"]:
-    """By how much a part shortens the whole, in the L1 norm; 0 where it does not."""
+    """Return by how much a part shortens the whole, in the L1 norm; 0 where it does not."""
     return (whole.abs().sum(dim=-1) - (part - whole).abs().sum(dim=-1)).clamp(min=0)
 
 
-def _near(
+def _find_proximities(
     pattern: Float[Tensor, "head query key"],
     brought: Float[Tensor, "head key d_model"],
     whole: Float[Tensor, "query d_model"],
     heads_apart: bool,
 ) -> Float[Tensor, "part query key"]:
-    """The proximities of what one sequence's keys bring, by head or with all heads together."""
+    """Return the proximities of what a sequence's keys bring, by head or for all heads."""
     n_heads, n_query, n_key = pattern.shape
     found = []
+    # some queries at a time: vectors of all pairs of tokens would not fit
     for queries in torch.arange(n_query).split(max(1, _ROOM // (n_key * whole.shape[-1]))):
         weights, target = pattern[:, queries], whole[queries, None]
         if heads_apart:

@@ -25,7 +25,7 @@ def baselines(
     positions: Asked | None = None,
     cheap: bool = False,
 ) -> dict[str, Probe[Any]]:
-    """Other measures of what a state depends on, as probes for one call of ``run_probes``.
+    """Return other measures of what a state depends on, as probes for one call of ``run_probes``.
 
     Args:
         model: a TransformerLens model; one whose states cannot be decomposed has no contribution
@@ -48,6 +48,7 @@ def baselines(
     }
     if not cheap or layer_count(model) <= 2:
         found["attention flow"] = AttentionFlow(positions=positions)
+    # without parts that add up, routes by contributions have no numbers here
     try:
         find_additions(model)
     except InfoFlowError:
@@ -59,6 +60,7 @@ def baselines(
         )
         for question in SETTINGS:
             found[f"power rollout, {question}"] = PowerRollout(question, positions=positions)
+    # it takes backward passes, and all else only what one forward pass shows
     if not cheap:
         found["gradient x input"] = GradientTimesInput(state, positions=positions)
     return found

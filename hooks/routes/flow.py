@@ -37,12 +37,12 @@ class AttentionFlow(OverHeadsProbe):
     """
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """A maximum flow for every asked state and every position."""
+        """Return a maximum flow for every asked state and every position."""
         return maximum_flows(edges, place)
 
 
 def maximum_flows(edges: Edges, place: Places) -> Scores:
-    """The maximum flow from every asked state down to every position."""
+    """Return the maximum flow from every asked state down to every position."""
     flows = rows_at(edges, place)
     if len(edges) > 1:
         flows[1] = _through_one_layer(flows[1], edges[0])

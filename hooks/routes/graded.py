@@ -39,7 +39,7 @@ class GradedSetsResult(RoutesResult):
     """
 
     def graded(self) -> GradedSets:
-        """The same as graded sets, of all positions; of one that was not asked for 0."""
+        """Return the same as graded sets, of all positions; 0 for one that was not asked for."""
         return GradedSets(self.full(), self.lengths)
 
 
@@ -119,9 +119,9 @@ class GradedSetsProbe(RoutesProbe):
         return found
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The strengths of the strongest heads."""
+        """Return the strengths of the strongest heads."""
         if self.strength == "norm":
-            parts = Parts.of(seen, layer, self._additions[layer])
+            parts = Parts.read(seen, layer, self._additions[layer])
             return parts.strengths().amax(dim=1).where(parts.add_up(seen, layer), torch.nan)
         pattern = within_one(seen.pattern(layer).float())
         if self.strength == "damage":
@@ -137,17 +137,17 @@ class GradedSetsProbe(RoutesProbe):
         return pattern.amax(dim=1)
 
     def refusal(self, layer: int) -> str:
-        """What is wrong with strengths that are negative or NaN."""
+        """Say what is wrong with strengths that are negative or NaN."""
         if self.strength != "norm":
             return super().refusal(layer)
         return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The best path."""
+        """Return the best path."""
         return propagate_edges(add_own(edges), BEST[self.path], queries=place)
 
     def compute(self) -> GradedSetsResult:
-        """All batches together."""
-        made: Any = self.scored_by(GradedSetsResult)
+        """Join all batches."""
+        made: Any = self.make_scores(GradedSetsResult)
         found: GradedSetsResult = made
         return found

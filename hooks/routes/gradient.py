@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infoflow_lens.hooks.influence.base import StateInfluence, StateName
 from infoflow_lens.hooks.influence.derivatives import forward_derivatives
-from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 
 
 class GradientTimesInput(StateInfluence):
@@ -57,17 +57,17 @@ class GradientTimesInput(StateInfluence):
         found = torch.zeros(shape, dtype=torch.float32)
         alone = torch.eye(n_source, dtype=torch.bool, device=start.device)
         for sources in torch.arange(n_source).split(chunk):
-            moved = _moved(rerun, start, alone[sources])
+            moved = _differentiate_states(rerun, start, alone[sources])
             for layer, change in enumerate(moved):  # [source, batch, pos, d_model]
                 norms = change.float().norm(dim=-1).permute(1, 2, 0)
-                found[layer, :, :, sources] = at_places(norms, place).cpu()
+                found[layer, :, :, sources] = take_places(norms, place).cpu()
         return found, {}
 
 
-def _moved(
+def _differentiate_states(
     rerun: Rerun, start: Float[Tensor, "batch position d"], alone: Bool[Tensor, "source position"]
 ) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
-    """Derivatives of the states in the direction of each token, by forward mode if there is one."""
+    """Differentiate the states in the direction of each token, by forward mode if there is one."""
 
     try:
         return forward_derivatives(rerun, start, lambda one: start * one[None, :, None], alone)[1]
@@ -76,13 +76,13 @@ def _moved(
     except RuntimeError as error:  # also NotImplementedError
         if "memory" in str(error):
             raise
-        return _by_reverse_mode(rerun, start, alone)
+        return _differentiate_in_reverse(rerun, start, alone)
 
 
-def _by_reverse_mode(
+def _differentiate_in_reverse(
     rerun: Rerun, start: Float[Tensor, "batch position d"], alone: Bool[Tensor, "source position"]
 ) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
-    """The same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
+    """Do the same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
     with torch.enable_grad():
         source = start.detach().requires_grad_()
         states = rerun(source)

@@ -16,8 +16,8 @@ Places: TypeAlias = Int[Tensor, "batch asked"]
 Scores: TypeAlias = Float[Tensor, "layer batch asked position"]
 
 
-def with_residual(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
-    """(W + I) with rows that sum to 1: the residual connection weighs as much as a whole row.
+def add_residual(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
+    """Add the residual connection, W + I with rows that sum to 1: it weighs as much as a row.
 
     For rows that sum to 1 this is 0.5 W + 0.5 I (Abnar & Zuidema 2020, Sec. 3). Rows that sum to
     something else (ReLU, sinks, a query without keys) keep that proportion to the residual.

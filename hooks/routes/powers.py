@@ -66,13 +66,13 @@ class PowerRolloutResult(RoutesResult):
 
     @property
     def question(self) -> Question:
-        """What the order of the scores is made for."""
+        """The question that the order of the scores answers."""
         asked: Question = self.record.config["question"]
         return asked
 
     @property
     def claim(self) -> bool:
-        """Whether the order of scores may be read as that of influence.
+        """Say whether the order of scores may be read as that of influence.
 
         It holds in trained models, and not in networks with random weights, whose attention is
         nearly even; see docs/results/real_models.
@@ -139,8 +139,8 @@ class PowerRollout(RoutesProbe):
         return needs
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The sizes of what is taken."""
-        parts = Parts.of(seen, layer, self._additions[layer])
+        """Return the sizes of what is taken."""
+        parts = Parts.read(seen, layer, self._additions[layer])
         path, reader = self._readers[layer], None
         if path is not None:
             with without_user_hooks(seen.model):  # a norm may have hook points
@@ -148,23 +148,23 @@ class PowerRollout(RoutesProbe):
         return sizes(parts, reader, self.size).where(parts.add_up(seen, layer), torch.nan)
 
     def refusal(self, layer: int) -> str:
-        """What is wrong with edges of parts that do not add up."""
+        """Say what is wrong with edges of parts that do not add up."""
         return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The sum over all paths of the products of powers."""
+        """Return the sum over all paths of the products of powers."""
         p, own = SETTINGS[self.question]
         kept = edges.clone()
         kept.diagonal(dim1=2, dim2=3).mul_(own ** (1 / p))
         return propagate_edges(kept, "power", p, queries=place)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
-        """The scores of a pass, and how peaked its attention is."""
+        """Return the scores of a pass, and how peaked its attention is."""
         found = [peakedness(seen, layer) for layer in range(seen.n_layers)]
         return {**super().update(seen), "peaks": torch.stack(found).sum(dim=0)}
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
+        """Return what a reader of the result must know."""
         notes = super().notes()
         if self.peaks is None or self._peakedness() >= PEAKED:
             return notes
@@ -180,14 +180,14 @@ class PowerRollout(RoutesProbe):
         return total / count if count else 0.0
 
     def compute(self) -> PowerRolloutResult:
-        """All batches together."""
-        made: Any = self.scored_by(PowerRolloutResult, peakedness=self._peakedness())
+        """Join all batches."""
+        made: Any = self.make_scores(PowerRolloutResult, peakedness=self._peakedness())
         found: PowerRolloutResult = made
         return found
 
 
 def sizes(parts: Parts, reader: NormNumbers | None, size: Size) -> Float[Tensor, "batch query key"]:
-    """The size of what each query takes from each key, heads together, its own state on top.
+    """Return the size of what each query takes from each key, heads together, its own state on top.
 
     Args:
         parts: of a layer's sums.
@@ -240,7 +240,7 @@ def _measure_products(
 
 
 def peakedness(seen: Pass, layer: int) -> Float[Tensor, "2"]:
-    """The sum of 1 - entropy / log(visible keys) over heads and queries, and their number.
+    """Return the sum of 1 - entropy / log(visible keys) over heads and queries, and their number.
 
     Queries that see one key have no choice and are left out, and so are those that look nowhere.
     """
@@ -270,9 +270,9 @@ def find_readers(model: nn.Module) -> tuple[str | None, ...]:
     seen, reads = run_example(model, [*needs_of_parts(model).points, *behind])
     found = []
     for layer, addition in enumerate(additions):
-        parts = Parts.of(seen, layer, addition)
+        parts = Parts.read(seen, layer, addition)
         bar = 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
-        states = [parts.before + parts.added()]
+        states = [parts.before + parts.total()]
         if not seen.lacks(behind[layer : layer + 1]):
             states.append(seen.activation(behind[layer]).float())
         paths = (find_norm(model, state, reads, bar) for state in states)

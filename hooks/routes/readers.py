@@ -48,6 +48,7 @@ def run_example(model: nn.Module, points: Sequence[str]) -> tuple[Pass, list[Rea
     def note(path: str, module: nn.Module) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             given = [one for one in args if isinstance(one, Tensor)]
+            # a norm reads one tensor and gives one of the same shape
             if len(given) == 1 and isinstance(output, Tensor) and given[0].shape == output.shape:
                 reads.append(Read(path, module, given[0].detach().float()))
 

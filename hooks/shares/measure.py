@@ -44,13 +44,18 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
     with eval_mode(model):
         writers, held = Writers(model), HeldNorms()
         points = [name for name in _attention_points(writers) if name in hook_points(model)]
+        # norms are held at their scale of this pass, so that the map from writers to readout is
+        # linear
         with torch.enable_grad(), held:
             caught = call(
                 model, batch, points, edit=list(writers.cut()), output=True, keep_graph=True
             )
             value = asked.read(caught.output)
             values = writers.shares(value, torch.ones_like(value)[None])[0]
-            by_key = _by_key(writers, value, {n: a.detach() for n, a in caught.activations.items()})
+            by_key = _split_by_key(
+                writers, value, {n: a.detach() for n, a in caught.activations.items()}
+            )
+        # the same norms, and writers that write nothing: what is left are constants
         with HeldNorms(held.statistics):
             silent = call(model, batch, edit=list(writers.silence()), output=True)
         constants = float(asked.read(silent.output)) if asked.is_linear else 0.0
@@ -74,12 +79,14 @@ def _attention_points(writers: Writers) -> list[str]:
     return [f"{name}hook_{what}" for name in attentions for what in ("pattern", "v")]
 
 
-def _by_key(writers: Writers, value: Tensor, shown: dict[str, Tensor]) -> Float[Tensor, "head key"]:
+def _split_by_key(
+    writers: Writers, value: Tensor, activations: dict[str, Tensor]
+) -> Float[Tensor, "head key"]:
     """Split the shares of heads over the keys from which they took them; NaN where not shown."""
     rows = []
     for name, z, gradient in writers.gradients_of_heads(value):
         place = name.removesuffix("hook_z")
-        pattern, v = shown.get(f"{place}hook_pattern"), shown.get(f"{place}hook_v")
+        pattern, v = activations.get(f"{place}hook_pattern"), activations.get(f"{place}hook_v")
         n_heads = z.shape[2]
         if pattern is None or v is None:
             rows.append(torch.full((n_heads, z.shape[1]), torch.nan, dtype=torch.float64))

@@ -54,15 +54,15 @@ class Shares(Result):
 
     @property
     def distance(self) -> float:
-        """What is read minus the sum of all shares and constants: 0 but for rounding."""
+        """The readout minus the sum of all shares and constants: 0 but for rounding."""
         return self.value - self.constants - float(self.values.sum())
 
     def by_writer(self) -> LabelledArray:
-        """The share of each writer, over all positions, [writer]."""
+        """Sum the shares of each writer over all positions, [writer]."""
         return LabelledArray("share", self.values.sum(-1), ("writer",), {"writer": self.writers})
 
     def table(self) -> "pd.DataFrame":
-        """A row for each writer, the largest first, and what it takes most from (heads)."""
+        """Return a row for each writer, the largest first, and what it takes most from (heads)."""
         import pandas as pd
 
         shares = self.values.sum(-1)
@@ -80,7 +80,7 @@ class Shares(Result):
         return pd.DataFrame(rows)
 
     def summary(self) -> str:
-        """In a sentence, who wrote most of it, and whether the shares add up."""
+        """Say in a sentence who wrote most of it, and whether the shares add up."""
         rows = self.table()
         said = [f"{row.writer} {row.share:+.3g}" for row in rows.head(4).itertuples()]
         sentence = f"{self.readout} is {self.value:.4g}: {', '.join(said)}"

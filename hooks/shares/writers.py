@@ -95,7 +95,7 @@ class Writers:
         return hook_fn
 
     def _is_table(self, activation: Tensor) -> bool:
-        """Whether a hook point of embeddings shows no part of the stream (rotary tables)."""
+        """Say whether a hook point of embeddings shows no part of the stream (rotary tables)."""
         others = (leaf.value.shape[-1] for leaf in self.leaves.values())
         return activation.ndim != 3 or any(width != activation.shape[-1] for width in others)
 
@@ -117,9 +117,9 @@ class Writers:
 
     def names(self, before: int | None = None) -> tuple[str, ...]:
         """Name all writers, or those before a layer, in the order in which they write."""
-        return tuple(name for leaf in self._written(before) for name in leaf.names)
+        return tuple(name for leaf in self._find_leaves(before) for name in leaf.names)
 
-    def _written(self, before: int | None) -> list[_Leaf]:
+    def _find_leaves(self, before: int | None) -> list[_Leaf]:
         missing = [n for n in self._points if n not in self.leaves and _HEADS.fullmatch(n)]
         if missing:
             raise InfoFlowError(
@@ -149,7 +149,7 @@ class Writers:
         Returns:
             float64; derivative times what was written, summed over the width.
         """
-        leaves = self._written(before)
+        leaves = self._find_leaves(before)
         values = [leaf.value for leaf in leaves]
         size = sum(value.numel() for value in values)
         found = []
@@ -183,7 +183,7 @@ class Writers:
 def differentiate(
     read: Tensor, by: Sequence[Tensor], weights: Float[Tensor, "readout ..."], **graph: bool
 ) -> list[Tensor]:
-    """The derivatives of weighted sums of what was read, [readout, *shape] for each tensor.
+    """Return the derivatives of weighted sums of what was read, [readout, *shape] for each tensor.
 
     Args:
         read: what is differentiated.
@@ -202,6 +202,7 @@ def differentiate(
             found: Any = torch.autograd.grad(
                 read, by, grad_outputs=weights, is_grads_batched=True, **settings
             )
+    # one by one, where autograd cannot take all at once
     except RuntimeError:  # an operation that cannot be batched
         rows = [torch.autograd.grad(read, by, grad_outputs=one, **settings) for one in weights]
         found = [
@@ -215,7 +216,7 @@ def differentiate(
 
 
 def _is_entrance(point: str) -> bool:
-    """Whether a hook point shows what enters the first block, or a part of it."""
+    """Say whether a hook point shows what enters the first block, or a part of it."""
     return point in _EMBEDDINGS or point.endswith("hook_resid_pre")
 
 

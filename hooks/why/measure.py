@@ -16,7 +16,7 @@ from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.passes.ranking import rank_keys
-from infoflow_lens.hooks.passes.view import padded_together
+from infoflow_lens.hooks.passes.view import pad_and_join
 from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
 from infoflow_lens.hooks.why.scoring import LayerScores, score_layers
 
@@ -60,6 +60,7 @@ def measure_why(
         n_heads, n_pos = found.scores.shape[:2]
         head = place(head, n_heads, "head", "heads")
         query = place(query, n_pos, "query", "positions")
+        # special tokens on which a head rests are no choice of its own
         sinks = find_sinks(found.open_scores, special_positions(model, rows[0]))
         chosen = _chosen(found, sinks, head, query, keys)
         pieces = found.pieces(head, query, chosen)
@@ -67,6 +68,7 @@ def measure_why(
     names = (*readable_tokens(model, rows)[0], "CLS")
     config = {"probe": "why", "layer": layer, "head": head, "query": query, "keys": list(chosen)}
     return Why(
+        # behind the tokens stands CLS, where the model has one
         pieces=pieces,
         query_parts=found.parts,
         key_parts=found.parts,
@@ -85,7 +87,7 @@ def measure_why(
 @takes_model
 @checked
 def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGEST) -> WhyAll:
-    """For every head and query, why the first key: :func:`infoflow_lens.why_all` in memory.
+    """Measure why the first key, for every head and query; see :func:`infoflow_lens.why_all`.
 
     Args:
         model: a TransformerLens model.
@@ -100,14 +102,16 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
     names: tuple[str, ...] = ()
     batches = read_inputs(model, inputs)
     for index, row in enumerate(batches.rows):
+        # each text alone: parts are tokens and heads of one sequence
         with eval_mode(model):
             scored = score_layers(model, batches.part(index, index + 1).whole(), layers)
             names = scored[-1].parts
             special = special_positions(model, row)
             found.append([_lines(layer, special, names, strongest) for layer in scored])
+    # texts and layers differ in length: filled up with what means none
     by_field: dict[str, Any] = {
         field: tuple(
-            padded_together([lines[layer][field][None].cpu() for lines in found], axes, fill)
+            pad_and_join([lines[layer][field][None].cpu() for lines in found], axes, fill)
             for layer in layers
         )
         for field, axes, fill in (
@@ -123,7 +127,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
 
 
 def place(asked: int, n: int, name: str, what: str) -> int:
-    """A place from 0.
+    """Return a place from 0.
 
     Raises:
         InfoFlowError: for one that is not there.
@@ -185,7 +189,7 @@ def _chosen(
     query: int,
     keys: tuple[int, int] | None,
 ) -> tuple[int, int]:
-    """The two keys.
+    """Return the two keys.
 
     Raises:
         InfoFlowError: if the query does not see two keys, or not these.
@@ -214,7 +218,7 @@ def _chosen(
 def _lines(
     layer: LayerScores, special: Bool[Tensor, " pos"], names: Sequence[str], strongest: int
 ) -> dict[str, Any]:
-    """The lines of all heads and queries of a layer, with parts numbered by their names."""
+    """Return the lines of all heads and queries of a layer, with parts numbered by their names."""
     scores = layer.open_scores
     chosen = _two_best(scores, find_sinks(scores, special)).to(scores.device)
     none = (chosen < 0).any(dim=-1)

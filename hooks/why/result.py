@@ -67,14 +67,14 @@ class Why(Result):
         return self.margin - self.added - float(self.pieces.sum())
 
     def by_key(self) -> LabelledArray:
-        """Why this key: for each part of the keys what it adds to the margin, [key_part]."""
-        return self._summed("by_key", 0, "key_part", self.key_parts)
+        """Return what each part of the keys adds to the margin: why this key, [key_part]."""
+        return self._sum_pieces("by_key", 0, "key_part", self.key_parts)
 
     def by_query(self) -> LabelledArray:
-        """What the head looks for: the same for each part of the query, [query_part]."""
-        return self._summed("by_query", 1, "query_part", self.query_parts)
+        """Return the same for each part of the query, what the head looks for, [query_part]."""
+        return self._sum_pieces("by_query", 1, "query_part", self.query_parts)
 
-    def _summed(self, name: str, axis: int, dim: str, names: tuple[str, ...]) -> LabelledArray:
+    def _sum_pieces(self, name: str, axis: int, dim: str, names: tuple[str, ...]) -> LabelledArray:
         return LabelledArray(name, self.pieces.sum(dim=axis), (dim,), {dim: names})
 
     def table(self, by: str = "key") -> "pd.DataFrame":
@@ -104,7 +104,7 @@ class Why(Result):
         )
 
     def summary(self) -> str:
-        """In a sentence, what is preferred to what, and what speaks most for and against it."""
+        """Say in a sentence what is preferred to what, and what speaks most for and against it."""
         query, one, other = map(quote, self.tokens)
         parts = self.table().set_index("part")["value"]
         said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
@@ -126,7 +126,7 @@ class Why(Result):
         return sentence
 
     def plot(self, *args: Any, **where: Any) -> "Figure":
-        """A heat map of the pieces: the strongest parts, and the sum of the others.
+        """Return a heat map of the pieces: the strongest parts, and the sum of the others.
 
         Arguments are those of :meth:`array`; with any the array is shown as it is.
         """
@@ -135,8 +135,8 @@ class Why(Result):
         rows, query_parts = _strongest(self.pieces, self.query_parts)
         columns, key_parts = _strongest(rows.T, self.key_parts)
         coords = {"query_part": query_parts, "key_part": key_parts}
-        shown = LabelledArray("pieces", columns.T, ("query_part", "key_part"), coords)
-        figure = shown.plot(self.summary())
+        grouped = LabelledArray("pieces", columns.T, ("query_part", "key_part"), coords)
+        figure = grouped.plot(self.summary())
         for axes in figure.axes[:1]:
             axes.tick_params(axis="x", rotation=90)
         return figure
@@ -150,7 +150,7 @@ class Why(Result):
 def _strongest(
     values: Float[Tensor, "part other"], names: tuple[str, ...]
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """The strongest rows in their order, and the sum of the others."""
+    """Return the strongest rows in their order, and the sum of the others."""
     if len(names) <= _SHOWN:
         return values, names
     kept = values.abs().sum(dim=1).topk(_SHOWN).indices.sort().values
@@ -190,7 +190,7 @@ class WhyAll(Result):
     part_names: tuple[str, ...]
 
     def of(self, layer: int, head: int, query: int, sample: int = 0) -> dict[str, Any] | None:
-        """One line as plain values; None where the query sees fewer than two keys.
+        """Return one line as plain values; None where the query sees fewer than two keys.
 
         Returns:
             "keys" (two positions), "margin", "parts" (pairs of a name and a value, the strongest

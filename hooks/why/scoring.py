@@ -78,13 +78,13 @@ class LayerScores:
         """Split the first key's score minus the second's over parts of the query and the keys."""
         margin = self.scores[head, query, keys[0]] - self.scores[head, query, keys[1]]
         by_query = differentiate(margin[None], [self.q.made], self._one(), create_graph=True)[0]
-        by_query = by_query[_at(0, 0, query, *self.q.place(head, len(self.scores)))]
+        by_query = by_query[_index(0, 0, query, *self.q.place(head, len(self.scores)))]
         of_query = self.parts_of(self.q, head, query)
         (of_keys,) = differentiate(by_query, [self.k.made], of_query.to(by_query.dtype))
         found = torch.zeros(len(self.parts), len(self.parts), dtype=torch.float64)
         for key in keys:
             weights = of_keys[
-                _at(slice(None), 0, key, *self.k.place(head, len(self.scores)))
+                _index(slice(None), 0, key, *self.k.place(head, len(self.scores)))
             ].double()
             found = found + (weights @ self.parts_of(self.k, head, key).T).cpu()
         return found
@@ -104,7 +104,7 @@ class LayerScores:
             place = self.k.place(head, n_heads)
             each = torch.eye(n_pos, dtype=margins.dtype, device=margins.device)
             (weights,) = differentiate(margins[head], [made], each)  # [query, pos, ...]
-            weights = weights[_at(slice(None), 0, slice(None), *place)].double()
+            weights = weights[_index(slice(None), 0, slice(None), *place)].double()
             of_keys = self._keys_of_parts(place)  # [part, pos, d_head]
             by_part.append(torch.einsum("qkd,pkd->qp", weights, of_keys))
         return torch.stack(by_part)
@@ -112,13 +112,13 @@ class LayerScores:
     def _keys_of_parts(self, place: tuple[int, ...]) -> Float[Tensor, "part pos d_head"]:
         """Split all keys of a head, or of the group that shares them, over their parts."""
         if place not in self._known:
-            vectors = self.k.made[_at(0, slice(None), *place)]
+            vectors = self.k.made[_index(0, slice(None), *place)]
             # a key depends on its own position alone, so that all positions go at once
             n_pos, width = vectors.shape
             each = torch.eye(width, dtype=vectors.dtype, device=vectors.device)
             weights = each[:, None].expand(-1, n_pos, -1)
             written = self.writers.shares(vectors, weights, self.layer)[..., :n_pos]
-            constants = self.k.constants[_at(0, slice(None), *place)].double()
+            constants = self.k.constants[_index(0, slice(None), *place)].double()
             self._known[place] = torch.cat([written.permute(1, 2, 0), constants[None]])
         return self._known[place]
 
@@ -147,13 +147,13 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
         name for layer in layers for side in ("q", "k") for name in _points(model, layer, side)
     ]
     scores = [attention_hook(model, layer) for layer in layers]
-    shown: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
     def keeper(name: str) -> HookFunction:
         def hook_fn(activation: Tensor, hook: Any) -> Tensor:
             # a copy goes on, on which scores depend even where the hook sees a view
-            shown[name] = activation.clone()
-            return shown[name]
+            activations[name] = activation.clone()
+            return activations[name]
 
         return hook_fn
 
@@ -161,7 +161,9 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
         cut = [*writers.cut(), *((name, keeper(name)) for name in sides)]
         own = call(model, batch, scores, edit=cut, keep_graph=True).activations
     chosen = {
-        (layer, side): _shown_side(model, layer, side, shown) for layer in layers for side in "qk"
+        (layer, side): _find_point(model, layer, side, activations)
+        for layer in layers
+        for side in "qk"
     }
     used = list(chosen.values())
     nothing: list[NamedHook] = [*writers.pin(), *((name, _zeros) for name in used)]
@@ -170,7 +172,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
             silent = call(model, batch, [*used, *scores], edit=list(writers.silence())).activations
         bare = call(model, batch, scores, edit=nothing).activations
     for layer, point in zip(layers, scores, strict=True):
-        has_both = all(bool(shown[chosen[layer, side]].any()) for side in "qk")
+        has_both = all(bool(activations[chosen[layer, side]].any()) for side in "qk")
         if has_both and bare[point].equal(own[point]):
             raise InfoFlowError(
                 f"the scores of layer {layer} of the {type(model).__name__} do not depend on what "
@@ -180,7 +182,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
     seen = Pass(model, {name: activation.detach() for name, activation in own.items()})
     found = []
     for layer, point in zip(layers, scores, strict=True):
-        q, k = (Side(shown[chosen[layer, s]], silent[chosen[layer, s]]) for s in "qk")
+        q, k = (Side(activations[chosen[layer, s]], silent[chosen[layer, s]]) for s in "qk")
         found.append(
             LayerScores(
                 layer,
@@ -202,10 +204,10 @@ def _points(model: nn.Module, layer: int, side: str) -> list[str]:
     return [name for name in tried if name in hook_points(model)]
 
 
-def _shown_side(model: nn.Module, layer: int, side: str, shown: dict[str, Tensor]) -> str:
+def _find_point(model: nn.Module, layer: int, side: str, activations: dict[str, Tensor]) -> str:
     """Find the hook point that showed queries or keys, as close to their product as any."""
     for name in _points(model, layer, side):
-        if name in shown:
+        if name in activations:
             return name
     raise InfoFlowError(
         f"attention layer {layer} of the {type(model).__name__} shows no "
@@ -214,17 +216,17 @@ def _shown_side(model: nn.Module, layer: int, side: str, shown: dict[str, Tensor
     )
 
 
-def _as_scores(model: nn.Module, layer: int, shown: Tensor) -> Float[Tensor, "head query key"]:
+def _as_scores(model: nn.Module, layer: int, attention: Tensor) -> Float[Tensor, "head query key"]:
     """Scores, or where the pattern stands in their place, its logarithm."""
     if hook_semantics(model).scores[layer] == "scores":
-        return shown
+        return attention
     # closed keys have no logarithm, and no derivative that is not NaN
-    is_open = shown > 0
-    return shown.where(is_open, 1).log().masked_fill(~is_open, -torch.inf)
+    is_open = attention > 0
+    return attention.where(is_open, 1).log().masked_fill(~is_open, -torch.inf)
 
 
-def _at(*places: Any) -> Any:
-    """An index of several axes."""
+def _index(*places: Any) -> Any:
+    """Return an index of several axes."""
     return places
 
 

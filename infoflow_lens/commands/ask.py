@@ -75,8 +75,10 @@ def ask(
     with report_errors():
         from infoflow_lens.foundation.documents import ANSWER_PAGE
 
+        # a page that may not be written is refused before minutes of measuring
         if out is not None:
             ANSWER_PAGE.check(out, overwrite=overwrite)
+        # heavy libraries load only once the options are known to be right
         from infoflow_lens.flows.ask import ask as measure
 
         found = measure(
@@ -119,6 +121,7 @@ def _print(found: Any) -> None:
         for line in _strips(found):
             show(f"    {line}")
     print_lines("Words: change when each is replaced", _words(found))
+    # heads that were not measured have no effect
     heads = found.to_frame("heads").dropna().head(10)
     pairs = zip(heads["name"], heads["effect"], strict=True)
     said = [f"{name} {effect:+.2f}" for name, effect in pairs]

@@ -54,6 +54,7 @@ def report_errors() -> Iterator[None]:
     """
     from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, panics_as_errors
 
+    # panics of libraries in Rust are no exceptions of Python
     try:
         with panics_as_errors("a model, a tokenizer or a file"):
             yield
@@ -76,8 +77,8 @@ def report_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def own_command(context: typer.Context, *more: str) -> str:
-    """The command line of a command, so that it can be run again.
+def repeat_command(context: typer.Context, *more: str) -> str:
+    """Return the command line of a command, so that it can be run again.
 
     Args:
         context: of the command that runs.

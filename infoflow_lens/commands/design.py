@@ -58,6 +58,7 @@ def design(
         from infoflow_lens.tasks import list_tasks
         from infoflow_lens.theory import design as designs
 
+        # only tasks of ours take a seed
         target = task_by_options(
             task, None, d_token, components, seed if task in list_tasks() else None
         )
@@ -78,6 +79,7 @@ def design(
                 seed=seed,
                 advance=advance,
             )
+        # trained afterwards: the design itself needs no model
         checked = _verify(result, target, seeds, epochs, seed, quiet) if verify else None
     if as_json:
         from dataclasses import asdict

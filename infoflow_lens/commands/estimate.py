@@ -106,6 +106,7 @@ def estimate(
         from infoflow_lens.foundation.files import add_digest
         from infoflow_lens.theory import estimate as estimates
 
+        # options that exclude each other, before any work
         if (heads is None) == (like is None):
             raise InfoFlowError("expected either --heads, such as 4,1, or --like, such as gpt2")
         if sweep is None and plot is not None:
@@ -127,6 +128,7 @@ def estimate(
             n_heads = integers(heads, "--heads")
             _sweep(target, n_heads, target.n_tokens, count, trees, as_json, plot, overwrite)
             return
+        # one architecture: by its heads, or like a model
         architecture = _architecture(like, heads, d_model, target.n_tokens, positions, encoder)
         result = estimates.estimate(
             architecture, target, count=cast(Any, count), trees=trees, seed=seed
@@ -170,11 +172,11 @@ def _architecture(
     encoder: bool,
 ) -> Any:
     from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.models.configs import shape_of_named
+    from infoflow_lens.models.configs import read_shape
     from infoflow_lens.theory.shapes import ModelShape
 
     if like is not None:
-        return shape_of_named(like).set_length(tokens)
+        return read_shape(like).set_length(tokens)
     n_heads = integers(heads or "", "--heads")
     if len(n_heads) > 200 or max(n_heads, default=0) > 10**6:
         raise InfoFlowError(f"--heads is {heads!r}: expected at most 200 layers of 10^6 heads")
@@ -302,7 +304,7 @@ def _survey(
     seed: int,
     as_json: bool,
 ) -> None:
-    """What a configuration can learn: a table over all tasks, D and T."""
+    """Print what a configuration can learn: a table over all tasks, D and T."""
     import json
 
     from rich.table import Table
@@ -312,7 +314,7 @@ def _survey(
 
     shape = _architecture(like, heads, d_model, tokens or 2**31 - 1, positions, encoder) if (
         like is None
-    ) else _named(like)  # fmt: skip
+    ) else _read_shape(like)  # fmt: skip
     lengths = (16, 64, 256) if tokens is None else (tokens,)
     cases = survey_cases(_all_tasks(seed), lengths)
     with progress_bar("tasks", len(cases), show=not as_json) as advance:
@@ -334,10 +336,10 @@ def _survey(
     out.print("exponent: of eps^-k parameters for the costliest state (0: it fits)")
 
 
-def _named(like: str) -> Any:
-    from infoflow_lens.models.configs import shape_of_named
+def _read_shape(like: str) -> Any:
+    from infoflow_lens.models.configs import read_shape
 
-    return shape_of_named(like)
+    return read_shape(like)
 
 
 def _all_tasks(seed: int) -> list[Any]:

@@ -67,6 +67,7 @@ def flow(
         from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make
 
+        # a second text, a second model, or both stand beside the first
         is_comparison = with_text is not None or with_model is not None
         if is_comparison and len(texts) > 1:
             raise InfoFlowError(
@@ -108,6 +109,7 @@ def flow(
         say(name + found.summary())
     if compared is not None:
         say(compared.summary())
+    # notes that both sides have are said once
     for note in dict.fromkeys(
         name + note for name, found in zip(names, flows, strict=True) for note in found.notes
     ):

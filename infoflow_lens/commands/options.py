@@ -24,13 +24,14 @@ def options_of(
         arguments: the fields that are arguments without a name.
     """
     kinds, texts = get_type_hints(config), help_texts(config)
-    repeated = [name for name, parts in _annotated(config).items() if Repeated() in parts]
-    shown = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
+    repeated = [name for name, parts in _read_annotations(config).items() if Repeated() in parts]
+    option_kinds = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
     parameters = [
-        _parameter(item, shown[item.name], texts[item.name], item.name in arguments)
+        _parameter(item, option_kinds[item.name], texts[item.name], item.name in arguments)
         for item in fields(config)
     ]
 
+    # the command gets a function that makes its settings, so that errors are reported by it
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
             p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -38,19 +39,20 @@ def options_of(
             if p.name != "config"
         ]
 
-        def filled(**given: Any) -> None:
+        def fill_config(**given: Any) -> None:
             of_config = {p.name: given.pop(p.name) for p in parameters}
             command(
-                lambda: config(**{k: _parsed(kinds[k], v, k) for k, v in of_config.items()}),
+                lambda: config(**{k: _parse(kinds[k], v, k) for k, v in of_config.items()}),
                 **given,
             )
 
+        # typer takes arguments without a default first
         required = [p for p in (*parameters, *own) if p.default is inspect.Parameter.empty]
         optional = [p for p in (*parameters, *own) if p.default is not inspect.Parameter.empty]
-        filled.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
-        filled.__annotations__ = {p.name: p.annotation for p in (*required, *optional)}
-        filled.__name__, filled.__doc__ = command.__name__, command.__doc__
-        return filled
+        fill_config.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
+        fill_config.__annotations__ = {p.name: p.annotation for p in (*required, *optional)}
+        fill_config.__name__, fill_config.__doc__ = command.__name__, command.__doc__
+        return fill_config
 
     return decorate
 
@@ -59,11 +61,11 @@ def help_texts(config: type[Any]) -> dict[str, str]:
     """The help of each field of a dataclass: the text among its annotations, beside ranges."""
     return {
         name: next(part for part in parts if isinstance(part, str))
-        for name, parts in _annotated(config).items()
+        for name, parts in _read_annotations(config).items()
     }
 
 
-def _annotated(config: type[Any]) -> dict[str, tuple[Any, ...]]:
+def _read_annotations(config: type[Any]) -> dict[str, tuple[Any, ...]]:
     hints = get_type_hints(config, include_extras=True)
     return {item.name: get_args(hints[item.name]) for item in fields(config)}
 
@@ -78,8 +80,8 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     choices = _choices(kind)
     if choices:  # checked by the dataclass, which knows what was meant
         kind = str | None if type(None) in get_args(kind) else str
-    shown = "|".join(choices) or None
-    info = typer.Argument(help=text) if is_argument else typer.Option(help=text, metavar=shown)
+    metavar = "|".join(choices) or None
+    info = typer.Argument(help=text) if is_argument else typer.Option(help=text, metavar=metavar)
     return inspect.Parameter(
         item.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -97,7 +99,7 @@ def _is_tuple(kind: Any) -> bool:
     return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
 
 
-def _parsed(kind: Any, value: Any, name: str) -> Any:
+def _parse(kind: Any, value: Any, name: str) -> Any:
     if isinstance(value, list):
         return tuple(value)
     if value is None or not _is_tuple(kind):

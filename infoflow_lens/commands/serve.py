@@ -61,6 +61,7 @@ def serve(
         def cut(found: Answer, lines: tuple[int, ...]) -> float:
             return cut_lines(loaded, found, lines)
 
+        # the port is taken before the model loads, which takes longer
         with closing(AnswerServer(measure, port, cut)) as server:
             with hide_library_bars() if quiet else nullcontext():
                 loaded = load_any(model, device=device, dtype=dtype, backend="opened")

@@ -111,7 +111,7 @@ def ask(
     if at is not None:
         texts = [_whole(opened, one, name) for one, name in ((text, "text"), (instead, "instead"))]
         n_pos, n_other = (0 if one is None else len(one) for one in texts)
-        place = _place_asked(opened, n_pos, at)
+        place = _check_place(opened, n_pos, at)
         if n_other not in (n_pos, place, 0):
             raise InfoFlowError(
                 f"text has {n_pos} tokens and instead has {n_other}: expected as many, or the "
@@ -121,10 +121,12 @@ def ask(
         instead = None if texts[1] is None else texts[1][: place + 1]
     ids = _ids(opened, text, "text")
     other_ids = None if instead is None else _ids(opened, instead, "instead")
+    # what stands at a place inside the text is the answer, and is not read
     if place is not None:
         if readout is None and answer is None:
             answer = int(ids[place])
         ids, other_ids = ids[:place], None if other_ids is None else other_ids[:place]
+    # tokens that both answers begin with are read as a part of the text
     prefix: list[int] = []
     if readout is None:
         one, other, prefix = _answers(opened, ids, answer, against)
@@ -135,6 +137,7 @@ def ask(
         read_inputs(opened, whole[None], name="text, with what the answers share,")
     second = None if other_ids is None else torch.cat([other_ids, end])
     spans = find_units(opened, whole, units)
+    # a folder keeps what was measured, so that the same question goes on
     with _keeping(resume) as kept:
         numbers = measure_answer(
             opened,
@@ -195,7 +198,7 @@ def cut_lines(
 
 
 def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -> NamedModel:
-    """The model as it is; a bridge in memory by what it computes."""
+    """Return the model as it is; a bridge in memory by what it computes."""
     with nullcontext() if progress else hide_library_bars():
         found = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend="opened")
     assert isinstance(found.model, NamedModel)
@@ -217,6 +220,7 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
         checkpoint = Checkpoint(run, _KEPT)
         last: list[Any] = []
 
+        # written some seconds apart; what is newer waits, and is written at the end
         def keep(state: Any) -> None:
             last[:] = [state]
             if checkpoint.keep(lambda: state):
@@ -250,7 +254,7 @@ def _whole(model: NamedModel, text: Any, name: str) -> Any:
     return text if is_row else _ids(model, text, name)
 
 
-def _place_asked(model: NamedModel, n: int, at: int) -> int:
+def _check_place(model: NamedModel, n: int, at: int) -> int:
     """Count a place of a text from its beginning.
 
     Raises:
@@ -271,7 +275,7 @@ def _place_asked(model: NamedModel, n: int, at: int) -> int:
 
 
 def _place(model: NamedModel, ids: Tensor) -> int:
-    """Where the answer is read: at a mask, where the text has one, else at the end."""
+    """Find where the answer is read: at a mask, where the text has one, else at the end."""
     mask = getattr(model.tokenizer, "mask_token_id", None)
     places = [] if mask is None else (ids == mask).nonzero().flatten().tolist()
     return int(places[-1]) if places else -1
@@ -280,7 +284,7 @@ def _place(model: NamedModel, ids: Tensor) -> int:
 def _answers(
     model: NamedModel, ids: Tensor, answer: Any, against: Any
 ) -> tuple[int, int, list[int]]:
-    """Two token ids, and the ids that stand before both where answers are several tokens.
+    """Return two token ids, and the ids that stand before both where answers are several tokens.
 
     Raises:
         InfoFlowError: for words without a tokenizer, and answers of which one begins the other.
@@ -292,6 +296,7 @@ def _answers(
     prefix: list[int] = []
     if rows[0] is not None and rows[1] is not None:
         pairs = list(zip(rows[0], rows[1]))
+        # one answer that begins the other has no token of its own
         differ = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
         if differ is None:
             raise InfoFlowError(
@@ -300,6 +305,7 @@ def _answers(
             )
         prefix = rows[0][:differ]
         return rows[0][differ], rows[1][differ], prefix
+    # without answers, what the model finds most probable
     with torch.no_grad():
         logits = model(ids[None].to(model.cfg.device))[0]
     likely = logits[_place(model, ids)].topk(3).indices.tolist()
@@ -312,5 +318,5 @@ def _bind(readout: Readout, model: NamedModel) -> Readout:
     """Bind a readout to a model; ids of a logit difference are shown as words."""
     bound = readout.bind(model)
     if isinstance(bound, LogitDifference) and model.tokenizer is not None:
-        return bound.spelled(model.tokenizer)
+        return bound.spell_ids(model.tokenizer)
     return bound

@@ -24,7 +24,7 @@ _NAME = 40  # characters of a text that names its side [chosen]
 def compare_flows(
     first: Flow, second: Flow, names: tuple[str, str] | None = None
 ) -> "FlowComparison":
-    """Two flows side by side, with the positions that stand for each other.
+    """Return two flows side by side, with the positions that stand for each other.
 
     Positions stand for each other where the tokens of both are the same in the same order, or where
     as many tokens of one take the place of as many of the other; inserted tokens have no
@@ -78,8 +78,8 @@ class FlowComparison:
     aligned: tuple[tuple[int, int], ...]
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each asked layer and position and each source that one of them has, with
-        `predicted`, `influence` and `share` of both, NaN where a side lacks the source.
+        """Return one row for each asked layer and position and each source that one of them has,
+        with `predicted`, `influence` and `share` of both, NaN where a side lacks the source.
 
         States that stand for each other are in the same rows; positions are those of the first
         side, `position_second` and `source_second` those of the second, -1 for none.
@@ -119,7 +119,7 @@ class FlowComparison:
         return pd.DataFrame(rows, columns=columns)
 
     def summary(self) -> str:
-        """In a sentence, how many sets and first choices changed."""
+        """Say in a sentence how many sets and first choices changed."""
         counterpart = dict(self.aligned)
         changed = [
             {counterpart.get(source, -1) for source in self.first.sets.of(layer, 0, one)}
@@ -135,7 +135,7 @@ class FlowComparison:
         )
 
     def _first_keys(self) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
-        """Of layers with as many heads on both sides: layer, both positions, each head's keys."""
+        """Yield the layer, both positions and each head's keys, of layers with as many heads."""
         sides = (self.first.positions.argmax, self.second.positions.argmax)
         for layer, (one, other) in enumerate(zip(*sides, strict=False)):
             if one.shape[1] != other.shape[1]:
@@ -163,7 +163,7 @@ class FlowComparison:
 
     @cached_property
     def view(self) -> FlowView:
-        """What the page shows."""
+        """The numbers that the page shows."""
         one, other = self.first.view, self.second.view
         title = one.title if one.title == other.title else "Information flow in two models"
         notes = [f"{self.summary()}.", *one.notes, *(n for n in other.notes if n not in one.notes)]
@@ -171,7 +171,7 @@ class FlowComparison:
         return replace(
             one,
             title=title,
-            inputs=[self._marked(side) for side in (0, 1)],
+            inputs=[self._mark_tokens(side) for side in (0, 1)],
             marked_name="not the same token on the other side",
             rules=rules,
             notes=notes,
@@ -182,8 +182,8 @@ class FlowComparison:
             aligned=self.aligned,
         )
 
-    def _marked(self, side: int) -> ViewedInput:
-        """The input of a side, with marks on the tokens that differ on the other side."""
+    def _mark_tokens(self, side: int) -> ViewedInput:
+        """Mark the tokens of a side's input that differ on the other side."""
         own = (self.first, self.second)[side]
         tokens, others = own.tokens[0], (self.second, self.first)[side].tokens[0]
         counterpart = {pair[side]: pair[1 - side] for pair in self.aligned}
@@ -205,16 +205,16 @@ class FlowComparison:
 
 
 def align(first: Flow, second: Flow) -> tuple[tuple[int, int], ...]:
-    """Positions of one input of each that stand for each other, in order."""
+    """Return positions of one input of each that stand for each other, in order."""
     (one,), (other,) = first.tokens, second.tokens
-    pairs = aligned_tokens(one, other)
+    pairs = align_tokens(one, other)
     states = [each.sets.members.shape[2] for each in (first, second)]
     more = zip(range(len(one), states[0]), range(len(other), states[1]), strict=False)  # CLS
     return (*pairs, *more)
 
 
-def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
-    """Indices of tokens that stand for each other: see :func:`compare_flows`."""
+def align_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
+    """Pair the indices of tokens that stand for each other: see :func:`compare_flows`."""
     pairs: list[tuple[int, int]] = []
     steps = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
     for kind, start, end, other_start, other_end in steps:
@@ -239,6 +239,6 @@ def _names(first: Flow, second: Flow) -> tuple[str, str]:
 
 
 def _short(tokens: Sequence[str], start: int) -> str:
-    """The text from a token on, with a sign where something is left out."""
+    """Return the text from a token on, with a sign where something is left out."""
     text = "…" * (start > 0) + "".join(tokens[start:]).strip()
     return text if len(text) <= _NAME else text[: _NAME - 1] + "…"

@@ -65,7 +65,7 @@ def influence_probe(
 
 
 def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], most: float) -> bool:
-    """Whether the influence takes at most so many multiplications."""
+    """Say whether the influence takes at most so many multiplications."""
     anatomy = getattr(model, "anatomy", None)
     blocks: Any = model.blocks if anatomy is None else [block.module for block in anatomy.blocks]
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters())
@@ -114,7 +114,7 @@ def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) 
 
 
 def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
-    """Tokens that replace the tokens of the inputs, [donor, pos] or [donor, pos, d_token].
+    """Return tokens that replace the tokens of the inputs, [donor, pos] or [donor, pos, d_token].
 
     They are those of the reference, or other tokens of the inputs.
 
@@ -134,10 +134,11 @@ def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
 
 
 def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
-    """For each position other tokens of the inputs, all different, the nearest before it first.
+    """Find for each position other, different tokens of the inputs, the nearest before it first.
 
     A token that an input has in that place is none: put there again, it would move nothing.
     """
+    # tokens of all inputs in one row, so that those of the text itself come first
     pool = [token for row in rows for token in row]
     keys = [tuple(token.flatten().tolist()) for token in pool]
     found = []
@@ -156,20 +157,19 @@ def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
                 "in its place; give reference=[...], or choose influence 'estimate'"
             )
         found.append(list(others.values()))
+    # as many donors at every position, as they make sequences
     n_donors = min(map(len, found))
     return torch.stack([torch.stack(others[:n_donors]) for others in found], dim=1)
 
 
 def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
-    """The positions at which every donor has the same token as the input."""
+    """Return the positions at which every donor has the same token as the input."""
     same = donors[:, : len(row)] == row.to(donors.device)
     return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
 
 
-def describe_unchanged_tokens(
-    probe: StateInfluence | None, rows: Sequence[Tensor]
-) -> Iterator[str]:
-    """Notes on tokens for which all donors have the same token, so that nothing is replaced."""
+def note_same_tokens(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
+    """Note the tokens for which all donors have the same token, so that nothing is replaced."""
     if not isinstance(probe, ResampleInfluence):
         return
     for index, row in enumerate(rows):
@@ -202,15 +202,16 @@ def run_with_bar(
     if not isinstance(measure, StateInfluence):
         return run_probes(model, inputs, probes, batch_size=1, progress=False)
     width = _width(model)
+    # passes differ in length from text to text, so the bar counts work
     costs = [_passes(model, measure, len(row), width) for row in inputs.rows]
-    total, seen, shown = max(1, round(sum(costs))), 0.0, 0
+    total, seen, advanced = max(1, round(sum(costs))), 0.0, 0
     with progress_bar("passes for influence", total, progress) as advance:
 
         def show(done: float) -> None:
-            nonlocal shown
-            steps = min(total, round(done)) - shown
+            nonlocal advanced
+            steps = min(total, round(done)) - advanced
             if steps > 0:
-                shown += steps
+                advanced += steps
                 advance(steps)
 
         def watch(share: float) -> None:

@@ -38,17 +38,17 @@ class Replaced:
 
 
 def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, ...] | None:
-    """The most probable next tokens of every position, as pairs of token and probability.
+    """Return the most probable next tokens of every position, as pairs of token and probability.
 
     Returns:
         For each sequence and position the first five; None where the model gives no logits of its
         vocabulary at every position.
     """
-    return _of_each(model, rows, lambda row, chances: _likeliest(model, chances))
+    return _call_each(model, rows, lambda row, chances: _likeliest(model, chances))
 
 
-def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced, ...] | None:
-    """The most probable next tokens with each token replaced in turn; one pass for each token.
+def predict_replacements(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced, ...] | None:
+    """Predict next tokens with each token replaced in turn; one pass for each token.
 
     For causal models alone, in which states before a replaced token do not change.
 
@@ -61,14 +61,14 @@ def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced,
     too_long = weights * sum(n * n for n in lengths) > _TWO_SECONDS
     if too_long or _MOST * sum(n * (n + 1) // 2 for n in lengths) > _MOST_SAID:
         return None
-    return _of_each(model, rows, partial(_replaced, model))
+    return _call_each(model, rows, partial(_replace_each, model))
 
 
-def _replaced(
+def _replace_each(
     model: nn.Module, row: Int[Tensor, " pos"], chances: Float[Tensor, "pos token"]
 ) -> Replaced:
-    """One text with each token replaced in turn."""
-    put = _expected_instead(row, chances)
+    """Predict next tokens of one text with each token replaced in turn."""
+    put = _choose_others(row, chances)
     changed = row.repeat(len(row), 1)
     changed.fill_diagonal_(0)
     changed += torch.diag(put.to(row))
@@ -81,7 +81,7 @@ def _replaced(
     return Replaced(tuple(names), tuple(predicted))
 
 
-def _of_each(
+def _call_each(
     model: nn.Module, rows: Sequence[Tensor], say: Callable[[Tensor, Tensor], SaidT]
 ) -> tuple[SaidT, ...] | None:
     """Call a function with each text and its probabilities; None if the model gives none."""
@@ -99,7 +99,7 @@ def _of_each(
 def _chances(
     model: nn.Module, batch: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch pos token"] | None:
-    """The probabilities of all next tokens; None where the model gives none."""
+    """Return the probabilities of all next tokens; None where the model gives none."""
     with eval_mode(model), torch.no_grad():
         output = run(model, batch, output=True).output
     logits = getattr(output, "logits", output)
@@ -117,10 +117,10 @@ def _likeliest(model: nn.Module, chances: Float[Tensor, "pos token"]) -> NextTok
     return tuple(tuple(zip(*each, strict=True)) for each in pairs)
 
 
-def _expected_instead(
+def _choose_others(
     row: Int[Tensor, " pos"], chances: Float[Tensor, "pos token"]
 ) -> Int[Tensor, " pos"]:
-    """For each token the most probable other one in its place, by the text before it."""
+    """Choose for each token the most probable other one in its place, by the text before it."""
     before = chances.roll(1, dims=0)
     before[0] = chances[0]
     return before.scatter(1, row[:, None].to(before.device), -1).argmax(dim=-1)

@@ -12,7 +12,7 @@ from infoflow_lens.models.loading import LoadedModel, load_any
 def load_and_read(
     model: Any, text: Any, max_length: int | None, progress: bool, **options: Any
 ) -> tuple[LoadedModel, Batches]:
-    """The model and what it reads.
+    """Return the model and what it reads.
 
     Args:
         model, options: as for `load_any`.

@@ -54,7 +54,7 @@ def predict(
     threshold: float,
     without: Sequence[int],
 ) -> dict[str, Any]:
-    """The sets of a flow, the rules by mechanisms, and the agreement with influence.
+    """Return the sets of a flow, the rules by mechanisms, and the agreement with influence.
 
     Args:
         rule: what heads pass on.

@@ -26,7 +26,7 @@ from infoflow_lens.hooks import (
     PositionsResult,
     PowerRolloutResult,
 )
-from infoflow_lens.hooks.passes.ranking import at_places
+from infoflow_lens.hooks.passes.ranking import mark_places
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
 from infoflow_lens.hooks.why import WhyAll
@@ -105,12 +105,12 @@ class Flow:
 
     @cached_property
     def graded(self) -> GradedSets:
-        """How strongly each state may hold each token, by the product of the weights on the best
-        path through all heads' attention; that of positions that no head passes on is left out.
+        """The strength with which each state may hold each token, by the product of the weights on
+        the best path through all heads' attention; without positions that no head passes on.
         """
         weights = [within_one(pattern) for pattern in self.attention.patterns]
         n_pos = weights[0].shape[-1]
-        left_out = at_places(self.record.config["without"], self.attention.lengths, n_pos)
+        left_out = mark_places(self.record.config["without"], self.attention.lengths, n_pos)
         strength = [layer.masked_fill(left_out[:, None, None], 0) for layer in weights]
         graded = propagate(strength=strength, n_sources=self.sets.n_sources)
         n_cls = graded.strengths.shape[2] - graded.n_sources
@@ -118,7 +118,7 @@ class Flow:
 
     @property
     def asked(self) -> tuple[tuple[int, ...], ...]:
-        """For every input the positions whose influence was measured."""
+        """The positions of every input whose influence was measured."""
         if self.influence is None:
             return tuple(() for _ in self.tokens)
         return tuple(tuple(p for p in row.tolist() if p >= 0) for row in self.influence.positions)
@@ -130,7 +130,7 @@ class Flow:
         return tuple(range(n_layers)) if self.influence is None else self.influence.layers
 
     def summary(self) -> str:
-        """In a sentence, how far the sets explain what the asked states of the last layer, of
+        """Say in a sentence how far the sets explain what the asked states of the last layer, of
         those that were asked for, depend on.
         """
         found = self.explained
@@ -138,6 +138,7 @@ class Flow:
             return "influence was not measured"
         several = sum(map(len, self.asked)) > 1
         states = "the asked states" if several else f"position {self.asked[0][0]}"
+        # the plain cases first, in which a share of the influence says nothing
         if found.no_other == found.n_states:
             return "no other token has any influence on the asked states"
         if found.empty + found.no_other == found.n_states:
@@ -159,8 +160,8 @@ class Flow:
 
     @cached_property
     def explained(self) -> Explained | None:
-        """How much of the influence on the asked states of the last of their layers lies inside
-        the sets, of the tokens that the model's mask lets them hold; None if it was not measured.
+        """The share of the influence on the asked states of the last of their layers that lies
+        inside the sets, of the tokens that the model's mask lets them hold; None if not measured.
         """
         if self.influence is None:
             return None
@@ -168,15 +169,15 @@ class Flow:
         without = self.record.config["without"]
         return explained(sets, self.influence, candidates=self._visible(), without=tuple(without))
 
-    def _left_out(self) -> Bool[Tensor, "input source"]:
-        """The tokens that are no candidates, as no head passes them on."""
+    def _find_non_candidates(self) -> Bool[Tensor, "input source"]:
+        """Mark the tokens that are no candidates, as no head passes them on."""
         n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
-        return at_places(self.record.config["without"], n_tokens, self.sets.n_sources)
+        return mark_places(self.record.config["without"], n_tokens, self.sets.n_sources)
 
     @cached_property
     def orders(self) -> dict[str, float]:
-        """How near predicted orders of tokens come to the measured one: Spearman, in the mean over
-        the asked states of the last of their layers.
+        """The correlation of predicted orders of tokens with the measured one: Spearman, the mean
+        over the asked states of the last of their layers.
 
         Candidates are the tokens that a state can see, but its own and those that were left out.
         Empty if nothing was measured, or no state sees three of them.
@@ -187,7 +188,8 @@ class Flow:
         influence = self.influence.full()[-1]
         n_pos = influence.shape[1]
         own = torch.eye(n_pos, n_source, dtype=torch.bool)
-        candidate = self._visible() & ~own & ~self._left_out()[:, None]
+        candidate = self._visible() & ~own & ~self._find_non_candidates()[:, None]
+        # an order of two tokens is right or wrong by chance
         asked = self.influence.asked & (candidate.sum(dim=-1) > 2)
         if not asked.any():
             return {}
@@ -195,6 +197,7 @@ class Flow:
         if self.contributions is not None:
             name = f"contributions ({self.contributions.question})"
             scores = {name: self.contributions.full()[layer], **scores}
+        # the control: nearer tokens move a state more in most models
         near = -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs()
         scores["last tokens first"] = near.float().expand_as(influence)
         measured, those = influence[asked].double(), candidate[asked]
@@ -213,7 +216,7 @@ class Flow:
         return text
 
     def _visible(self) -> Bool[Tensor, "input pos source"]:
-        """What each state of the last of the asked layers could hold, by the model's mask."""
+        """Mark what each state of the last of the asked layers could hold, by the model's mask."""
         n_states, n_source = self.sets.members.shape[2:]
         reached = torch.eye(n_states, n_source, dtype=torch.float32).expand(
             len(self.tokens), -1, -1
@@ -224,8 +227,8 @@ class Flow:
         return reached > 0
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each input, asked state and source: whether the predicted set holds the
-        source, its influence, and its share of the influence of other tokens on that state, NaN
+        """Return one row for each input, asked state and source: whether the predicted set holds
+        the source, its influence, and its share of the influence of other tokens on that state, NaN
         for the state's own and for tokens that were left out; shares of predicted tokens add up to
         what lies inside.
 
@@ -234,7 +237,7 @@ class Flow:
         import pandas as pd
 
         measured = None if self.influence is None else self.influence.full()
-        left_out, frames = self._left_out(), []
+        left_out, frames = self._find_non_candidates(), []
         for index, tokens in enumerate(self.tokens):
             n_source = len(tokens)
             n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
@@ -254,6 +257,8 @@ class Flow:
                         found = measured[row, index, position, :n_source]
                         columns["influence"] = found.numpy()
                         others = found.double()
+                        # of a state's own token, and of those that nobody passes on, there is no
+                        # share
                         if position < n_source:
                             others[position] = math.nan
                         others[left_out[index, :n_source]] = math.nan
@@ -328,10 +333,10 @@ class Flow:
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        from infoflow_lens.flows.saving import loaded_fields
+        from infoflow_lens.flows.saving import read_fields
         from infoflow_lens.report.flow import render_flow
 
-        with loaded_fields(path) as values:
+        with read_fields(path) as values:
             found = cls(**values)
             # what is loaded can be shown, or is refused here
             found.to_frame()
@@ -340,7 +345,7 @@ class Flow:
 
     @cached_property
     def view(self) -> FlowView:
-        """What the interactive picture shows."""
+        """The numbers that the interactive picture shows."""
         return view_of(self)
 
     def __repr__(self) -> str:
@@ -372,7 +377,7 @@ def view_of(flow: Flow) -> FlowView:
     asked = flow.asked[0]
     return FlowView(
         title=flow.title,
-        inputs=[_viewed(flow, i, with_patterns) for i in range(len(flow.tokens))],
+        inputs=[_view_input(flow, i, with_patterns) for i in range(len(flow.tokens))],
         rules={rule: RULES[rule] for rule in order},
         record=flow.record.to_dict(),
         notes=(*flow.notes, *filter(None, [flow.describe_order()])),
@@ -383,7 +388,7 @@ def view_of(flow: Flow) -> FlowView:
     )
 
 
-def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
+def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
     n_source = len(flow.tokens[index])
     members = flow.sets.members
     n_states = n_source + members.shape[2] - members.shape[3]
@@ -397,6 +402,7 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         weights.append(pattern.gather(2, at).masked_fill(none, 0))
         scores.append(score.gather(2, at).masked_fill(none, 0))
         patterns.append(pattern[:, :, :n_states])
+    # influence on the asked states goes over the estimate on the others
     influence = None
     if flow.influence is not None:
         influence = torch.full(
@@ -418,15 +424,15 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
-        left_out=flow._left_out()[index].nonzero().flatten().tolist(),
+        left_out=flow._find_non_candidates()[index].nonzero().flatten().tolist(),
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
-        replaced=None if flow.replaced is None else _replaced(flow.replaced[index]),
+        replaced=None if flow.replaced is None else _view_next_tokens(flow.replaced[index]),
         causal=flow.attention.is_causal,
     )
 
 
-def _replaced(found: Replaced) -> ViewedReplaced:
+def _view_next_tokens(found: Replaced) -> ViewedReplaced:
     return ViewedReplaced(found.by, found.next_tokens)
 
 
@@ -462,7 +468,7 @@ def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechan
 
 
 def _keys_of(rule: Rule, index: int, n_states: int) -> Int[Tensor, "pos k"]:
-    """The keys that a rule moves in one input; -1 for none."""
+    """Return the keys that a rule moves in one input; -1 for none."""
     keys = rule.describe(index)[:n_states]
     keys = torch.where(keys < n_states, keys, -1)
     return keys[:, (keys >= 0).any(dim=0)]

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from infoflow_lens.flows.measuring import (
-    describe_unchanged_tokens,
     influence_probe,
+    note_same_tokens,
     probe_elsewhere,
     run_with_bar,
 )
-from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
+from infoflow_lens.flows.next_tokens import next_tokens, predict_replacements
 from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.flows.predicting import measure_contributions, predict
 from infoflow_lens.flows.result import Flow
@@ -75,7 +75,7 @@ def flow(
     backend: str = "auto",
     progress: bool = True,
 ) -> Flow:
-    """What can reach a state, predicted from attention, beside what does, measured.
+    """Predict from attention what can reach a state, and measure what does.
 
     Predicted are the information sets of all states, as heads pass keys on from layer to layer
     (Yu, Jiang, Bao, Li 2026, Sec. 5.1; `propagate`). Measured is the influence of every token on
@@ -123,6 +123,7 @@ def flow(
         >>> f = il.flow("gpt2", "The cat sat on the mat because it was tired")
         >>> f.to_html("flow.html")
     """
+    # rule: a name, or mechanisms that were measured before
     mechanisms = rule if isinstance(rule, MechanismsResult) else None
     rule_name: RuleName = "mechanisms" if mechanisms is not None else check(rule, RuleName, "rule")
     loaded, inputs = load_and_read(
@@ -136,6 +137,7 @@ def flow(
         others = read_inputs(
             host, as_list(host, reference), max_length=max_length, name="reference"
         )
+    # refused before anything is measured
     layers = layers_of(layer, layer_count(host))
     positions = positions_of(position, rows, int(reads_vectors(host)))
     longest = max(map(len, rows))
@@ -146,6 +148,7 @@ def flow(
     ranks = range(1, max(k if rule_name == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)
     if rule_name == "mechanisms" and mechanisms is None:
         check_enough(others, rows)
+    # all probes of the texts share one run
     ranking, patterns = PositionsProbe(tuple(ranks), without=without), PatternsProbe()
     measure = influence_probe(host, influence, layers, positions, rows, others, n_directions, seed)
     wanted: dict[str, Any] = {"positions": ranking, "attention": patterns}
@@ -162,6 +165,7 @@ def flow(
         )
     depth = k if rule_name == "top_k" else 1
     result: InfluenceResult | None = found.get("influence")
+    # other states get an estimate where that takes little
     everywhere = probe_elsewhere(host, measure, rows, seed) if position == "auto" else None
     elsewhere = None
     if everywhere is not None:
@@ -169,6 +173,7 @@ def flow(
     reasons, unknown = _reasons(host, inputs, chosen)
     is_plain = found["attention"].is_causal and not inputs.columns  # next tokens go by ids alone
     said = next_tokens(host, rows) if is_plain else None
+    # all that decides the numbers, by which a saved flow is known
     config = {
         "flow": loaded.description.split(":")[0],
         "rule": rule_name,
@@ -187,7 +192,7 @@ def flow(
         elsewhere=elsewhere,
         reasons=reasons,
         next_tokens=said,
-        replaced=None if said is None else replaced_tokens(host, rows),
+        replaced=None if said is None else predict_replacements(host, rows),
         positions=chosen,
         attention=found["attention"],
         attended=found.get("attended"),
@@ -208,14 +213,14 @@ def flow(
             without,
         ),
     )
-    notes = [*unknown, *_notes(made, loaded, without), *describe_unchanged_tokens(measure, rows)]
+    notes = [*unknown, *_notes(made, loaded, without), *note_same_tokens(measure, rows)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))
 
 
 def _name(loaded: LoadedModel) -> str:
-    """What the model is called in a title."""
+    """Name the model in a title."""
     name = loaded.description.split(":")[0]
     return "a model in memory" if name == "in memory" else name
 
@@ -234,7 +239,7 @@ def _reasons(
 
 
 def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
-    """What a reader must know of positions that were not asked for."""
+    """Say what a reader must know of positions that were not asked for."""
     if found is None:
         yield (
             "influence was measured on the last position alone, as all take more than some "
@@ -248,7 +253,7 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
 
 
 def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:
-    """What a reader must know."""
+    """Return what a reader must know."""
     results = (made.positions, made.attention, made.influence, made.mechanisms)
     notes = [note for result in results if result is not None for note in result.notes]
     found = made.explained

@@ -63,7 +63,7 @@ def save_fields(
     for name in _MEASURED:
         found: Result | None = flow[name]
         if found is not None:
-            measured[name], parts = found.stored()
+            measured[name], parts = found.to_parts()
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     plain = {name: flow[name] for name in _ASKED}
     plain["replaced"] = flow["replaced"] and [[r.by, r.next_tokens] for r in flow["replaced"]]
@@ -72,7 +72,7 @@ def save_fields(
 
 
 @contextmanager
-def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Read the fields of the flow that :func:`save_fields` wrote, for use in the block.
 
     Raises:
@@ -80,6 +80,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """
     with read_parts(path, _SCHEMA, "flow") as (plain, tensors):
         found: dict[str, Any] = dict.fromkeys(_MEASURED)
+        # each result is kept whole, its tensors under its name
         for name, kind in _MEASURED.items():
             if name not in plain["measured"]:
                 continue
@@ -88,7 +89,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 for key, tensor in tensors.items()
                 if key.startswith(f"{name}.")
             }
-            found[name] = kind.of_stored(plain["measured"][name], inside)
+            found[name] = kind.from_parts(plain["measured"][name], inside)
         missing = [name for name in _NEEDED if found[name] is None]
         if missing or plain["measured"].keys() - found.keys():
             raise InfoFlowError(
@@ -107,6 +108,7 @@ def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 "rule is 'mechanisms', and no mechanisms are there: expected them, and the "
                 "attended keys"
             )
+        # predictions follow from what was measured, so they are made again and not kept
         predicted = predict(
             asked["rule"], asked["k"], found["positions"], found["attended"], found["mechanisms"],
             max(map(len, asked["tokens"])), found["influence"], threshold, without,

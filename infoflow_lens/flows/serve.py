@@ -219,6 +219,7 @@ class AnswerServer:
             def set_default_headers(self) -> None:
                 for name, value in _HEADERS.items():
                     self.set_header(name, value)
+                # of the server's software nobody need know
                 self.clear_header("Server")
 
             def prepare(self) -> None:
@@ -238,6 +239,7 @@ class AnswerServer:
                 self.finish(server._page(self._number()))
 
             def post(self) -> None:
+                # a browser writes line ends as on Windows
                 fields = ("text", "answer", "against", "instead", "at")
                 given = [self.get_body_argument(name, "", strip=False) for name in fields]
                 form = Form(*(text.replace("\r\n", "\n") for text in given))
@@ -245,6 +247,7 @@ class AnswerServer:
                     form = Form(form.text, at=place)
                 elif guess := self.get_body_argument("further", "", strip=False):
                     form = Form(form.text + guess)
+                # the page from which the form comes, whose answer may be cut or gone on from
                 before, answer = server._pages[self._number()]
                 if self.get_body_argument("do", "") == "cut" and server._cut is not None:
                     given = self.get_body_arguments("cut")

@@ -53,7 +53,7 @@ def as_list(model: nn.Module, text: Any) -> Any:
 
 
 def layers_of(asked: Layers, n_layers: int) -> tuple[int, ...]:
-    """The asked layers, counted from 0, in order.
+    """Return the asked layers, counted from 0, in order.
 
     Raises:
         InfoFlowError: for layers that the model does not have.
@@ -70,7 +70,7 @@ def layers_of(asked: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def positions_of(asked: Place, rows: Sequence[Tensor], n_more: int) -> tuple[int, ...] | None:
-    """The asked positions, as they were given; None for all, (-1,) for "auto".
+    """Return the asked positions, as they were given; None for all, (-1,) for "auto".
 
     Raises:
         InfoFlowError: naming the input that is too short.

@@ -41,6 +41,7 @@ def find_units(
                 f"{(start, stop)} is no unit of {len(ids)} tokens: expected spans (start, stop) of "
                 "positions, of at least one token, of which no two share one"
             )
+        # tokens between two spans are units of their own
         found += [(place, place + 1) for place in range(behind, start)]
         found.append((start, stop))
         behind = stop

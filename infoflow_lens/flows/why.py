@@ -88,7 +88,7 @@ def why_all(
     backend: str = "auto",
     progress: bool = True,
 ) -> WhyAll:
-    """For every head and query of a few texts, the strongest reasons for its first key.
+    """Find for every head and query of a few texts the strongest reasons for its first key.
 
     As :func:`why`, for the keys of the largest score of each query and of the next one that is
     no sink, with the strongest parts of the keys and the sum of the others. Each text is run three

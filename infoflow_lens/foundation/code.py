@@ -55,7 +55,8 @@ class _Reader:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def read(self, value: Any) -> Any:
-        """A value for JSON that is another where `value` does something else."""
+        """Return a value for JSON that is another where `value` does something else."""
+        # plain values by what they are
         if isinstance(value, _CONSTANTS):
             return repr(value)
         if isinstance(value, Tensor):
@@ -64,8 +65,10 @@ class _Reader:
             return [self.read(part) for part in value]
         if isinstance(value, (set, frozenset)):
             return sorted(map(repr, value))
+        # functions of the user's own by their bytecode, so that comments change nothing
         if isinstance(value, CodeType):
             return [value.co_code.hex(), value.co_names, self.read(value.co_consts)]
+        # what was met before is named by its number: values may hold themselves
         if id(value) in self._seen:
             return self._seen[id(value)][0]
         self._seen[id(value)] = len(self._seen), value  # kept, so that no other has its number
@@ -81,6 +84,7 @@ class _Reader:
             return self.read((value.func, value.args, value.keywords))
         if isinstance(value, MethodType):
             return self.read((value.__func__, value.__self__))
+        # of others' code the name is enough, as the version of the package is in the record
         if isinstance(value, FunctionType) and is_own(value, self.root):
             return [self.read(value.__code__), *map(self.read, self._read_by(value))]
         if isinstance(value, type) and is_own(value, self.root):
@@ -104,7 +108,7 @@ class _Reader:
 
 
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The names that code looks up, also in the functions inside of it."""
+    """Return the names that code looks up, also in the functions inside of it."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     return (*code.co_names, *(name for part in inner for name in _names(part)))
 

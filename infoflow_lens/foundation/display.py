@@ -87,7 +87,7 @@ def quote(text: str) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value in a few words: of tensors and tables their shapes, of sequences how many."""
+    """Return a value in a few words: of tensors and tables their shapes, of sequences how many."""
     shape = getattr(value, "shape", None)
     if shape is not None and not callable(shape):
         kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
@@ -152,7 +152,7 @@ def panel(
     more: str = "",
     head: Any | None = None,
 ) -> str:
-    """A small table for a notebook; every string is escaped.
+    """Return a small table for a notebook; every string is escaped.
 
     Args:
         title: what is shown.
@@ -183,7 +183,7 @@ def _plain(value: Any) -> str:
 
 
 def table(frame: Any) -> str:
-    """The first rows of a data frame as HTML, its strings escaped and cut."""
+    """Return the first rows of a data frame as HTML, its strings escaped and cut."""
     first = frame.head(_ROWS)
     esc = html.escape
     head = "".join(f"<th>{esc(_cut(str(name), 40))}</th>" for name in list(first.columns)[:20])

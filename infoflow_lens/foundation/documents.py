@@ -70,6 +70,7 @@ class Document:
                 a link, a pipe, a device or a folder in its place, and a file of another kind.
         """
         target = user_path(path)
+        # names that no file system takes, or that would split a line of the log
         if not target.name or target.name == ".." or {"\0", "\n"} & set(os.fspath(path)):
             raise InfoFlowError(f"{os.fspath(path)!r} names no file: expected a file's name")
         writable_folder(target.parent)
@@ -82,6 +83,7 @@ class Document:
             raise InfoFlowError(
                 f"{os.fspath(path)!r} is no name of a file ({reason}): expected another name"
             ) from error
+        # a file of a run belongs to that run, which decides
         if owner_of(target) is not None:
             return target
         kind = _kind_of(target)

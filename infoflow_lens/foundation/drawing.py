@@ -41,6 +41,7 @@ class SeededRandom(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        # only operations that draw; those with a generator are in the caller's hands
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
             return func(*args, **kwargs)
         if _device_of(args, kwargs).type == "meta":  # where there are no numbers
@@ -50,6 +51,7 @@ class SeededRandom(TorchDispatchMode):
             return _WITHOUT_GENERATOR[func](self, *args, **kwargs)
         if not _draws_at_all(func, args, kwargs):
             return func(*args, **kwargs)
+        # without such an argument: as smaller operations, or by another overload
         if not any(argument.name == "generator" for argument in func._schema.arguments):
             func_with = getattr(func.overloadpacket, "generator", None)
             with self:  # what is made of other operations
@@ -66,7 +68,7 @@ class SeededRandom(TorchDispatchMode):
         return func(*args, **{**kwargs, "generator": self.generator(_device_of(args, kwargs))})
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The generator of a device."""
+        """Return the generator of a device."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn, TypeVar
 
 from infoflow_lens.foundation.display import printable
+
+KindT = TypeVar("KindT", bound=type)
 
 
 class InfoFlowError(ValueError):
@@ -21,6 +24,32 @@ class InfoFlowError(ValueError):
 
 class InfoFlowWarning(UserWarning):
     """A result is valid, but not what its reader may assume (from a rank-deficient fit, say)."""
+
+
+class _EarlierName:
+    """An attribute that has another name now, and says it."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(self._message)
+
+
+def refuse_names(**present: str) -> Callable[[KindT], KindT]:
+    """Refuse earlier names of a class's attributes with an error that says the present ones.
+
+    Args:
+        present: by earlier name, the present one.
+    """
+
+    def decorate(kind: KindT) -> KindT:
+        for earlier, name in present.items():
+            message = f"{kind.__name__}.{earlier} is named {name} since 0.5: expected that name"
+            setattr(kind, earlier, _EarlierName(message))
+        return kind
+
+    return decorate
 
 
 @contextmanager

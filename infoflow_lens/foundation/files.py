@@ -322,7 +322,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def read_json(path: str | os.PathLike[str], what: str, hint: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Args:
         path: of the file.

@@ -29,10 +29,12 @@ def defer_interrupts() -> Iterator[Callable[[], None]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        note("stopping after this batch; again to stop at once")
+        note("stopping after this batch; press Ctrl-C again to stop at once")
 
+    # what a process does without us: only then the signals are ours to take
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     handled = signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
+    # a notebook or a server handles signals itself, and threads get none
     if handled or threading.current_thread() is not threading.main_thread():
         yield check
         return

@@ -83,7 +83,7 @@ def _free_in_groups(root: Path) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of one of the system's files; none where there is no such file."""
+    """Return the lines of one of the system's files; none where there is no such file."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -97,7 +97,7 @@ def _number(path: Path) -> int | None:
 
 
 def bytes_in(value: Any) -> int:
-    """The bytes of all tensors in nested dicts, lists and tuples."""
+    """Return the bytes of all tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ def bytes_in(value: Any) -> int:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """An amount of memory as text, in MiB or GiB."""
+    """Return an amount of memory as text, in MiB or GiB."""
     if n_bytes < 2**30:
         return f"{n_bytes / 2**20:.0f} MiB"
     return f"{n_bytes / 2**30:.1f} GiB"

@@ -31,6 +31,7 @@ def progress_bar(
     it is a line now and then. Work of a moment shows none. A total of None is one that nobody
     knows. Where standard error is closed, or cannot be written, the work goes on without a bar.
     """
+    # a pipe is a file for somebody to read later: few lines
     seen = _is_seen()
     settings: dict[str, Any] = {} if seen else {"mininterval": _PAUSE_OF_PIPES}
     bar = quiet_tqdm()(
@@ -45,6 +46,7 @@ def progress_bar(
     )
 
     def advance(steps: int = 1, status: str = "") -> None:
+        # a reader of standard error that has gone away is no reason to stop
         with suppress(OSError):
             bar.set_postfix_str(status, refresh=False)
             bar.update(steps)
@@ -64,15 +66,15 @@ def hide_library_bars() -> Iterator[None]:
     import datasets
     from transformers.utils import logging
 
-    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    before = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if not shown[0]:
+        if not before[0]:
             datasets.enable_progress_bars()
-        if shown[1]:
+        if before[1]:
             logging.enable_progress_bar()
 
 

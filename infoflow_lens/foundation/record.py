@@ -57,7 +57,7 @@ def environment() -> dict[str, Any]:
 
 @lru_cache
 def _processor() -> str:
-    """The processor's name, as the system tells it."""
+    """Return the processor's name, as the system tells it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model n")]
@@ -225,7 +225,7 @@ _digests: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str]] = WeakKeyDic
 
 
 def model_fingerprint(model: nn.Module, state: WeightState | None = None) -> str:
-    """The :func:`fingerprint` of a model's state, digested once for the same weights.
+    """Return the :func:`fingerprint` of a model's state, digested once for the same weights.
 
     Args:
         model: the model.
@@ -299,8 +299,8 @@ def is_same(before: Any, now: Any) -> bool:
     if None not in known and before.get("environment") == now["environment"]:
         return known[0] == known[1]
     try:
-        numbers, mine = (torch.tensor(each.get("numbers")).double() for each in (before, now))
-        return bool((numbers - mine).abs().max() <= now["tolerance"] * mine.abs().max())
+        numbers, current = (torch.tensor(each.get("numbers")).double() for each in (before, now))
+        return bool((numbers - current).abs().max() <= now["tolerance"] * current.abs().max())
     except (TypeError, ValueError, RuntimeError):  # it is not of our making
         return False
 
@@ -360,7 +360,7 @@ class RunRecord(Displayed):
 
     @classmethod
     def from_dict(cls, values: Any) -> RunRecord:
-        """The record that :meth:`to_dict` gave.
+        """Return the record that :meth:`to_dict` gave.
 
         Raises:
             InfoFlowError: for anything else.
@@ -381,5 +381,5 @@ class RunRecord(Displayed):
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON-compatible values."""
+        """Return the record as JSON-compatible values."""
         return asdict(self)

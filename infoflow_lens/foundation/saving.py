@@ -241,6 +241,7 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
             whose axes of the same name have different sizes.
     """
     hints = _hints(kind)
+    # fields that are computed are not in files
     known = {item.name: item for item in dataclasses.fields(kind) if item.init}
     needed = {
         name
@@ -252,6 +253,7 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
         problem = "has no field" if odd[0] not in known else "lacks the field"
         raise InfoFlowError(f"a {kind.__name__} {problem} {odd[0]!r}: expected {', '.join(known)}")
     found = {name: convert(value, hints[name], name) for name, value in values.items()}
+    # axes of one name have one size in all fields
     sizes: dict[Any, tuple[int, str]] = {}
     for name, value in found.items():
         for axis, size in _axes(value, hints[name]):
@@ -281,6 +283,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         InfoFlowError: if it is of another one.
     """
     origin, parts = get_origin(hint), get_args(hint)
+    # annotations in the order: anything, one of several, checked types, tensors, containers
     if hint is Any or isinstance(hint, TypeVar):
         return value
     if origin in (Union, types.UnionType):
@@ -292,6 +295,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
             raise InfoFlowError(f"{name} is {_shape_of(value)}: expected {_words_of(hint)}")
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
+        # tuple[X, ...] holds any number, tuple[X, Y] two
         several = len(parts) == 2 and parts[1] is Ellipsis
         if not several and len(value) != len(parts):
             raise InfoFlowError(f"{name} has {len(value)} values: expected {len(parts)}")

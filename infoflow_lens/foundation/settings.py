@@ -68,7 +68,7 @@ _SCALARS: tuple[Any, ...] = (int, float, bool, str)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose fields are checked against their annotations when it is made.
+    """Return a frozen dataclass whose fields are checked against their annotations when it is made.
 
     A ``__post_init__`` of the class runs after the fields are checked, for what holds between them.
 
@@ -178,7 +178,7 @@ def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of NumPy and torch as Python's, small arrays, tensors and lists as tuples."""
+    """Return numbers of NumPy and torch as Python's, small arrays, tensors and lists as tuples."""
     if hasattr(value, "dtype") and hasattr(value, "tolist") and hasattr(value, "ndim"):
         # what has more axes is data, and no setting
         return plain(value.tolist()) if value.ndim <= 2 else value
@@ -202,7 +202,7 @@ def _adapter(annotation: Any) -> Any:
 
 @functools.cache
 def _hints(owner: Any) -> Mapping[str, Any]:
-    """The annotations of a class or function that declare settings, by name."""
+    """Return the annotations of a class or function that declare settings, by name."""
     found: dict[str, Any] = {}
     for place in reversed(inspect.getmro(owner)) if isinstance(owner, type) else (owner,):
         module = inspect.getmodule(place)
@@ -242,13 +242,13 @@ def _metadata(annotation: Any) -> tuple[Any, ...]:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself."""
+    """Return the members of a union, or the annotation itself."""
     inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (annotation,)
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The words that may be given, if only words may be."""
+    """Return the words that may be given, if only words may be."""
     options = [part for part in _options(annotation) if part is not type(None)]
     inner = get_args(options[0])[0] if get_origin(options[0]) is Annotated else options[0]
     if (
@@ -272,6 +272,7 @@ def _is_distinct(value: Any, annotation: Any) -> bool:
 def _words(annotation: Any) -> str:
     """Say in words what an annotation allows."""
     options = _options(annotation)
+    # unions say each of their parts
     if len(options) > 1:
         return " or ".join(_words(option) for option in options)
     metadata, origin = _metadata(annotation), get_origin(annotation)
@@ -284,6 +285,7 @@ def _words(annotation: Any) -> str:
     if get_origin(inner) is Callable:
         return "a function"
     if get_origin(inner) is tuple:
+        # tuples say how many, and what each holds
         parts = get_args(inner)
         distinct = "different " if any(isinstance(part, Distinct) for part in metadata) else ""
         least = [part.min_length for part in metadata if isinstance(part, MinLen)]
@@ -308,6 +310,7 @@ def _range(metadata: Iterable[Any]) -> str:
     high: Any = None
     above: Any = None
     below: Any = None
+    # annotated_types writes a range as one object, or each end as its own
     for part in metadata:
         if isinstance(part, (Ge, Interval)) and part.ge is not None:
             low = part.ge

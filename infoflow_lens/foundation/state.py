@@ -107,6 +107,7 @@ def _encode(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], di
             key = (part.data_ptr(), tuple(part.shape), part.stride(), part.dtype)
             if not part.numel() or key not in places:  # the same tensor is written once
                 alive.append(part)
+                # safetensors holds no storage twice, and no strides
                 storage = part.untyped_storage().data_ptr()
                 if storage in stored or not part.is_contiguous():
                     part = part.clone(memory_format=torch.contiguous_format)
@@ -120,6 +121,7 @@ def _encode(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], di
             return {"tuple": [plain(item) for item in part]}
         if isinstance(part, list):
             return [plain(item) for item in part]
+        # JSON has no infinity, and no NaN
         if isinstance(part, float) and not math.isfinite(part):
             return {"float": "nan" if part != part else "inf" if part > 0 else "-inf"}
         if part is None or isinstance(part, (str, bool, int, float)):
@@ -140,6 +142,7 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Any, Any]:
+    # a file from elsewhere: nothing of it is believed before its digest fits
     try:
         header: Any = json.loads(metadata.get(_ENTRY, "{}"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -159,6 +162,7 @@ def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
             return [value(item) for item in part]
         if not isinstance(part, dict):
             return part
+        # each object has one key, which says what it is
         ((kind, inner),) = part.items()
         if kind == "tensor":
             return tensors[str(inner)]

@@ -35,7 +35,7 @@ def package_versions() -> dict[str, str]:
 
 
 def versions_identity() -> dict[str, str]:
-    """The versions on which numbers depend, by their names in error messages."""
+    """Return the versions on which numbers depend, by their names in error messages."""
     return {
         f"versions ({name})": version
         for name, version in package_versions().items()

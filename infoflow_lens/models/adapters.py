@@ -7,7 +7,7 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import read_json, user_path
-from infoflow_lens.models.weights import stored_shapes
+from infoflow_lens.models.weights import read_shapes
 
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -53,7 +53,7 @@ def find_base(folder: Path) -> Path:
             f"the folder {str(folder)!r} has an {ADAPTER} but no weights ({_WEIGHTS[0]} missing): "
             + hint
         )
-    most = max((min(shape, default=0) for shape in stored_shapes(files[:1]).values()), default=0)
+    most = max((min(shape, default=0) for shape in read_shapes(files[:1]).values()), default=0)
     ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     if not all(isinstance(rank, int) and 0 < rank <= most for rank in ranks):
         raise InfoFlowError(

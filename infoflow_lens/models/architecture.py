@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import MinLen
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.names import check_known
 from infoflow_lens.foundation.settings import (
     Count,
@@ -51,7 +51,7 @@ class _OfLayers:
         return len(self.n_heads)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-compatible values, and the ``kind``, if there is one."""
+        """Return the fields as JSON-compatible values, and the ``kind``, if there is one."""
         kind = {} if self.kind is None else {"kind": self.kind}
         values = {
             name: list(value) if isinstance(value, tuple) else value
@@ -61,7 +61,7 @@ class _OfLayers:
 
     @classmethod
     def from_dict(cls: type[ArchitectureT], values: Mapping[str, Any]) -> ArchitectureT:
-        """The inverse of :meth:`to_dict`.
+        """Return the inverse of :meth:`to_dict`.
 
         Raises:
             InfoFlowError: for a name that is no field, or a field that is missing.
@@ -141,7 +141,7 @@ class Architecture(_OfLayers):
 
     @classmethod
     def like(cls, model: Any, *, d_token: int, n_tokens: int, **settings: Any) -> Architecture:
-        """Heads, widths and positions of another model, over vector tokens: to be trained.
+        """Return heads, widths and positions of another model, over vector tokens: to be trained.
 
         Masks are not kept: tokens see all tokens, and CLS is read. The theory asks about the model
         as it is; see :func:`infoflow_lens.theory.shapes.shape_of`.
@@ -171,6 +171,7 @@ class Architecture(_OfLayers):
         return cls(d_token=d_token, n_tokens=n_tokens, **{**own, **settings})
 
 
+@refuse_names(of_layers="from_layers")
 @dataclass(frozen=True, kw_only=True)
 class TokenArchitecture(_OfLayers):
     """An attention-only Transformer over token ids, read at the last position (eq 2).
@@ -202,10 +203,10 @@ class TokenArchitecture(_OfLayers):
 
     @classmethod
     @checked
-    def of_layers(
+    def from_layers(
         cls, n_layers: Count, n_heads: Count | tuple[Count, ...], **sizes: Any
     ) -> TokenArchitecture:
-        """With `n_heads` in each of `n_layers`, or one number for each layer.
+        """Make one with `n_heads` in each of `n_layers`, or one number for each layer.
 
         Raises:
             InfoFlowError: if there are not `n_layers` numbers; and see the class.

@@ -57,7 +57,7 @@ class KeptScores(HookPoint):
         return {name: value for name, value in self.__dict__.items() if name != "kept"}
 
     def take(self) -> Tensor:
-        """The scores of this pass, once."""
+        """Return the scores of this pass, once."""
         if self.kept is None:
             raise InfoFlowError(
                 f"{self.name} did not run before the pattern: expected a forward pass through the "
@@ -78,7 +78,7 @@ class PatternOfScores(HookPoint):
         self._scores = (scores,)
 
     def __call__(self, softmax: Tensor) -> Tensor:
-        """The pattern, as the hooks on it leave it.
+        """Return the pattern, as the hooks on it leave it.
 
         It enters the hook point as its input, so that backward hooks see, and can change, its
         gradient.
@@ -123,6 +123,7 @@ def set_attention(model: nn.Module, kind: AttentionKind) -> None:
             "the model has attention sinks, which only a softmax has: expected a model without "
             "them; leave the attention as it is"
         )
+    # all layers are looked at before the first is changed
     for index, layer in enumerate(layers):
         for name in names:
             point = getattr(layer, name)
@@ -131,6 +132,7 @@ def set_attention(model: nn.Module, kind: AttentionKind) -> None:
                     f"blocks.{index}.attn.{name} has hooks, which would be lost: expected none; "
                     "set the attention first and add hooks afterwards"
                 )
+    # a softmax is what TransformerLens does between two plain hook points
     for layer in layers:
         if kind == "softmax":
             layer.hook_attn_scores, layer.hook_pattern = HookPoint(), HookPoint()

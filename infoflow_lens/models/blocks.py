@@ -27,7 +27,7 @@ class TokenEmbed(nn.Module):
         self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model))
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """The row of each token."""
+        """Return the row of each token."""
         return self.W_E[tokens, :]
 
 
@@ -41,7 +41,7 @@ class PositionalEmbed(nn.Module):
     def forward(
         self, n: int, length: int, attention_mask: Int[Tensor, "batch pos"] | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """For `n` sequences; with a mask, positions count from the first token that is seen."""
+        """Embed positions of `n` sequences; with a mask, they count from the first token seen."""
         if attention_mask is None:
             return self.W_pos[:length].repeat(n, 1, 1)
         positions = self.W_pos[get_offset_position_ids(0, attention_mask)]
@@ -105,7 +105,7 @@ class MLP(nn.Module):
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Two layers with the activation between."""
+        """Return two layers with the activation between."""
         before = self.hook_pre(_affine(x, self.W_in, self.b_in))
         return _affine(self.hook_post(self.act_fn(before)), self.W_out, self.b_out)
 
@@ -166,7 +166,7 @@ class Attention(nn.Module):
         value_input: Float[Tensor, "batch key *head d_model"],
         attention_mask: Int[Tensor, "batch key"] | None = None,
     ) -> Float[Tensor, "batch query d_model"]:
-        """What the heads write; inputs may have one vector a head (``use_split_qkv_input``)."""
+        """Return what heads write; inputs may have one vector a head (``use_split_qkv_input``)."""
         q = self.hook_q(_project(query_input, self.W_Q, self.b_Q))
         k = self.hook_k(_project(key_input, self.W_K, self.b_K))
         v = self.hook_v(_project(value_input, self.W_V, self.b_V))
@@ -191,7 +191,7 @@ class Attention(nn.Module):
     def _hidden_keys(
         self, n_keys: int, device: torch.device, attention_mask: Tensor | None
     ) -> Bool[Tensor, "..."] | None:
-        """Which keys no query sees, to be broadcast over [batch, head, query, key]."""
+        """Mark the keys that no query sees, to be broadcast over [batch, head, query, key]."""
         hidden = None
         if not self.last_is_key:
             hidden = torch.arange(n_keys, device=device) == n_keys - 1
@@ -254,7 +254,7 @@ class Block(nn.Module):
         resid_pre: Float[Tensor, "batch pos d_model"],
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream after the block."""
+        """Return the residual stream after the block."""
         resid_pre = self.hook_resid_pre(resid_pre)
         query, key, value = (self.ln1(x) for x in self._attention_inputs(resid_pre))
         resid = resid_pre + self.hook_attn_out(self.attn(query, key, value, attention_mask))
@@ -277,10 +277,10 @@ class Block(nn.Module):
         )
         return query, key, value
 
-    def at_the_last_position(
+    def run_last_position(
         self, residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch 1 d_model"]:
-        """The residual stream after the block at the last position, computed for it alone."""
+        """Return the residual stream after the block at the last position, and run it alone."""
         keys = self.ln1(residual)
         read = residual[:, -1:]
         read = read + self.attn(keys[:, -1:], keys, keys)

@@ -6,12 +6,12 @@ from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import GGUF, find_model
 from infoflow_lens.models.pretrained import config_of_gguf
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
 
-def shape_of_named(name: str) -> ModelShape:
-    """The shape of a model by name: nothing but its config is read.
+def read_shape(name: str) -> ModelShape:
+    """Read the shape of a model by name: nothing but its config is read.
 
     Args:
         name: a folder, a ``config.json``, a GGUF file, a checkpoint of ours, a model that comes
@@ -22,13 +22,14 @@ def shape_of_named(name: str) -> ModelShape:
     Raises:
         InfoFlowError: for what is none of these.
     """
+    # in the order in which a name is taken for a model elsewhere: files, what comes with us, names
     named = find_model(name)
     if named.path.suffix == GGUF and named.path.is_file():
         return shape_of(config_of_gguf(named.path))
     if named.kind == "file" and (named.path.exists() or named.is_said):
         return shape_of(named.path)
     name, path = named.name, named.path
-    if shipped := shipped_folder(name):
+    if shipped := find_package_folder(name):
         return shape_of(shipped)
     if path.suffix == ".json":
         raise InfoFlowError(f"there is no file {name!r}: expected a config.json")
@@ -37,6 +38,7 @@ def shape_of_named(name: str) -> ModelShape:
 
     config: Any = None
     reason = ""
+    # the local cache first, then the hub, then the defaults of a kind of model
     try:
         if not path.exists():  # else it would be read in the place of the name
             config = AutoConfig.from_pretrained(

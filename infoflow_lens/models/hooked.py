@@ -52,8 +52,8 @@ _INITIALISATIONS: dict[str, Callable[[Tensor, float], Any]] = {
 }
 
 
-def hooked_config(**settings: Any) -> Any:
-    """The config of TransformerLens that goes with a hosted model.
+def make_config(**settings: Any) -> Any:
+    """Return the config of TransformerLens that goes with a hosted model.
 
     A HookedTransformerConfig where it exists, else a TransformerBridgeConfig, which has the same
     names; with both, sizes are those of the first layer.
@@ -83,14 +83,14 @@ class MixedHeadsCache(ActivationCache):
 
 
 def _parameter_of(module: str, name: str, what: str) -> property:
-    """A parameter of the model, as an attribute of it."""
+    """Return a parameter of the model, as an attribute of it."""
     return property(lambda model: getattr(getattr(model, module), name), doc=f"{name} {what}.")
 
 
-def _stacked_over_layers(part: str, name: str, shape: str) -> property:
-    """A parameter of all blocks, stacked; reading it raises an InfoFlowError where it cannot be."""
+def _stack_layers(part: str, name: str, shape: str) -> property:
+    """Stack a parameter of all blocks; reading it raises an InfoFlowError where it cannot be."""
 
-    def stacked(model: Any) -> Tensor:
+    def stack(model: Any) -> Tensor:
         if part == "mlp" and model.cfg.attn_only:
             raise InfoFlowError(
                 f"the model is attention-only and has no {name}: expected a model with d_mlp"
@@ -104,11 +104,11 @@ def _stacked_over_layers(part: str, name: str, shape: str) -> property:
             )
         return torch.stack(tensors)
 
-    return property(stacked, doc=f"{name} of all layers, {shape}.")
+    return property(stack, doc=f"{name} of all layers, {shape}.")
 
 
 def _setter(flag: str, doc: str) -> Callable[[Any, bool], None]:
-    """A method that sets a flag of the config."""
+    """Return a method that sets a flag of the config."""
 
     def set_flag(model: Any, value: bool) -> None:
         setattr(model.cfg, flag, value)
@@ -138,7 +138,7 @@ class HookedModel(_Base):
     run_with_hooks, hooks, partial runs, stacked weights, the methods of ActivationCache, patching.
 
     Args:
-        cfg: see :func:`hooked_config`.
+        cfg: see :func:`make_config`.
         embed: input to [batch, pos, d_model].
         attention: an :class:`Attention` for each layer.
     """
@@ -225,6 +225,7 @@ class HookedModel(_Base):
                     f"sequence has {self.architecture.n_tokens} tokens; leave it out"
                 )
             attention_mask = attention_mask.to(self.unembed.W_U.device)
+        # arguments of other models of TransformerLens that change nothing here are taken
         check_known(ignored, (*_ARGUMENTS, *_ABOUT_TEXT), "forward", "argument")
         residual = self.embedded(input, attention_mask) if start_at_layer is None else input
         residual = self.run_layers(residual, start_at_layer, stop_at_layer, attention_mask)
@@ -243,12 +244,12 @@ class HookedModel(_Base):
         ``model(x)`` instead.
         """
         residual = self.run_layers(self.embedded(x), stop=-1)
-        return self.read_out(self.blocks[-1].at_the_last_position(residual))[:, 0]
+        return self.read_out(self.blocks[-1].run_last_position(residual))[:, 0]
 
     def embedded(
         self, x: Tensor, attention_mask: Tensor | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that enters the first block."""
+        """Return the residual stream that enters the first block."""
         if isinstance(x, Tensor) and x.ndim == 1 and not self.reads_vectors:
             x = x[None]
         self.check_input(x, attention_mask)
@@ -268,7 +269,7 @@ class HookedModel(_Base):
         stop: int | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream after the blocks from `start` up to, but not with, `stop`."""
+        """Return the residual stream after the blocks from `start` up to, but not with, `stop`."""
         for block in list(self.blocks)[start:stop]:
             residual = block(residual, attention_mask)
         return residual
@@ -276,7 +277,7 @@ class HookedModel(_Base):
     def read_out(
         self, residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_output"]:
-        """The output at every position of a residual stream that has passed all blocks."""
+        """Return the output at every position of a residual stream that has passed all blocks."""
         if self.cfg.normalization_type is not None:
             residual = self.ln_final(residual)
         output: Tensor = self.unembed(residual)
@@ -289,7 +290,7 @@ class HookedModel(_Base):
         remove_batch_dim: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As in TransformerLens; with layers of different head counts, a `MixedHeadsCache`."""
+        """Run as TransformerLens does; layers of different head counts give a `MixedHeadsCache`."""
         output, activations = HookedRootModule.run_with_cache(
             self, *model_args, remove_batch_dim=remove_batch_dim, **kwargs
         )
@@ -325,15 +326,15 @@ class HookedModel(_Base):
     # Device, precision, weights
 
     def to(self, *args: Any, print_details: bool = False, **kwargs: Any) -> Any:
-        """As ``nn.Module.to``; HookedTransformer's `print_details` is taken, and prints nothing."""
+        """Move as ``nn.Module.to``; `print_details`, as of HookedTransformer, prints nothing."""
         return nn.Module.to(self, *args, **kwargs)
 
     def cuda(self, device: int | torch.device | None = None) -> Any:
-        """As ``nn.Module.cuda``."""
+        """Move as ``nn.Module.cuda``."""
         return nn.Module.cuda(self, device)
 
     def cpu(self) -> Any:
-        """As ``nn.Module.cpu``."""
+        """Move as ``nn.Module.cpu``."""
         return nn.Module.cpu(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,7 +363,7 @@ class HookedModel(_Base):
     )
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Whether ``hook_mlp_in`` fires.
+        """Set whether ``hook_mlp_in`` fires.
 
         Raises:
             InfoFlowError: for an attention-only model.
@@ -391,18 +392,18 @@ class HookedModel(_Base):
     W_pos = _parameter_of("pos_embed", "W_pos", "of the positions, [n_ctx, d_model]")
     W_U = _parameter_of("unembed", "W_U", "of the read-out, [d_model, d_output]")
     b_U = _parameter_of("unembed", "b_U", "of the read-out, [d_output]")
-    W_Q = _stacked_over_layers("attn", "W_Q", "[layer, head, d_model, d_head]")
-    W_K = _stacked_over_layers("attn", "W_K", "[layer, head, d_model, d_head]")
-    W_V = _stacked_over_layers("attn", "W_V", "[layer, head, d_model, d_head]")
-    W_O = _stacked_over_layers("attn", "W_O", "[layer, head, d_head, d_model]")
-    b_Q = _stacked_over_layers("attn", "b_Q", "[layer, head, d_head]")
-    b_K = _stacked_over_layers("attn", "b_K", "[layer, head, d_head]")
-    b_V = _stacked_over_layers("attn", "b_V", "[layer, head, d_head]")
-    b_O = _stacked_over_layers("attn", "b_O", "[layer, d_model]")
-    W_in = _stacked_over_layers("mlp", "W_in", "[layer, d_model, d_mlp]")
-    b_in = _stacked_over_layers("mlp", "b_in", "[layer, d_mlp]")
-    W_out = _stacked_over_layers("mlp", "W_out", "[layer, d_mlp, d_model]")
-    b_out = _stacked_over_layers("mlp", "b_out", "[layer, d_model]")
+    W_Q = _stack_layers("attn", "W_Q", "[layer, head, d_model, d_head]")
+    W_K = _stack_layers("attn", "W_K", "[layer, head, d_model, d_head]")
+    W_V = _stack_layers("attn", "W_V", "[layer, head, d_model, d_head]")
+    W_O = _stack_layers("attn", "W_O", "[layer, head, d_head, d_model]")
+    b_Q = _stack_layers("attn", "b_Q", "[layer, head, d_head]")
+    b_K = _stack_layers("attn", "b_K", "[layer, head, d_head]")
+    b_V = _stack_layers("attn", "b_V", "[layer, head, d_head]")
+    b_O = _stack_layers("attn", "b_O", "[layer, d_model]")
+    W_in = _stack_layers("mlp", "W_in", "[layer, d_model, d_mlp]")
+    b_in = _stack_layers("mlp", "b_in", "[layer, d_mlp]")
+    W_out = _stack_layers("mlp", "W_out", "[layer, d_mlp, d_model]")
+    b_out = _stack_layers("mlp", "b_out", "[layer, d_model]")
 
     @property
     def W_E_pos(self) -> Float[Tensor, "n d_model"]:
@@ -422,7 +423,7 @@ class HookedModel(_Base):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """The sum of the biases that blocks before `layer` write to the residual stream.
+        """Sum the biases that blocks before `layer` write to the residual stream.
 
         Args:
             layer: from 0 to the number of layers.
@@ -447,7 +448,7 @@ class HookedModel(_Base):
     def tokens_to_residual_directions(
         self, tokens: int | Int[Tensor, "..."]
     ) -> Float[Tensor, "... d_model"]:
-        """Columns of W_U: directions that outputs are read from.
+        """Return columns of W_U: directions that outputs are read from.
 
         Args:
             tokens: numbers of outputs; a single one gives a vector, whatever its shape.

@@ -47,8 +47,8 @@ from infoflow_lens.models.architecture import (
 )
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.blocks import Attention, TokenEmbed
-from infoflow_lens.models.hooked import HookedModel, hooked_config
-from infoflow_lens.models.weights import stored_shapes
+from infoflow_lens.models.hooked import HookedModel, make_config
+from infoflow_lens.models.weights import read_shapes
 
 __all__ = [
     "TokenTransformer",
@@ -102,7 +102,7 @@ class VectorTransformer(HookedModel):
     def __init__(self, architecture: Architecture) -> None:
         beta = architecture.attn_scale
         with_positions = architecture.positional_embedding == "learned"
-        cfg = hooked_config(
+        cfg = make_config(
             n_layers=architecture.n_layers,
             d_model=architecture.d_model,
             n_ctx=architecture.n_tokens + 1,
@@ -121,6 +121,7 @@ class VectorTransformer(HookedModel):
             init_mode=architecture.init_mode,
             device="cpu",
         )
+        # layers may differ in heads, which the config of TransformerLens cannot say
         sizes = zip(architecture.n_heads, architecture.head_dimensions, strict=True)
         attention = [
             Attention(
@@ -155,7 +156,7 @@ class TokenTransformer(HookedModel):
     """
 
     def __init__(self, architecture: TokenArchitecture) -> None:
-        cfg = hooked_config(
+        cfg = make_config(
             n_layers=architecture.n_layers,
             n_heads=architecture.n_heads[0],
             d_head=architecture.d_head,
@@ -176,6 +177,7 @@ class TokenTransformer(HookedModel):
         ]
         super().__init__(cfg, TokenEmbed(cfg), attention)
         self.architecture = architecture
+        # the paper's models have no biases; a bridge expects the parameters to be there
         for name, parameter in self.named_parameters():
             if "b_" in name:
                 parameter.requires_grad_(False)
@@ -205,7 +207,7 @@ _HOSTS: Mapping[Any, Any] = {
 def build_model(
     architecture: Architecture, seed: Seed = 0, device: str | torch.device = "cpu"
 ) -> VectorTransformer:
-    """A freshly initialised model; the same seed gives the same weights.
+    """Return a freshly initialised model; the same seed gives the same weights.
 
     The global random state is left as it was.
 
@@ -224,7 +226,7 @@ def build_model(
 
 
 def zero_model(architecture: Architecture | TokenArchitecture) -> HookedModel:
-    """A model whose weights are all zero, for weights that are set by hand."""
+    """Return a model whose weights are all zero, for weights that are set by hand."""
     model: HookedModel = _HOSTS[type(architecture)](architecture)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -277,7 +279,7 @@ def build_token_model(
     Raises:
         InfoFlowError: for sizes below 1 or that do not fit each other, or an unknown choice.
     """
-    architecture = TokenArchitecture.of_layers(
+    architecture = TokenArchitecture.from_layers(
         n_layers,
         n_heads,
         d_head=d_head,
@@ -299,6 +301,7 @@ def build_token_model(
             f"{d_vocab + n_tokens}; raise d_model, or train the embeddings (init 'random' and "
             "one_hot False)"
         )
+    # weights come from a generator of their own, so other draws do not change them
     with SeededRandom(seed):
         model = TokenTransformer(architecture)
         model.init_weights()
@@ -376,7 +379,7 @@ def save_model(
 
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:
-    """The architecture, with the attention that `set_attention` may have changed since."""
+    """Return the architecture, with the attention that `set_attention` may have changed since."""
     kinds: set[Any] = {
         getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks
     }
@@ -391,7 +394,7 @@ def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | Tok
 def load_model(
     folder: str | os.PathLike[str], device: str | torch.device = "cpu"
 ) -> VectorTransformer | TokenTransformer:
-    """The model that :func:`save_model` wrote to `folder`.
+    """Return the model that :func:`save_model` wrote to `folder`.
 
     Raises:
         InfoFlowError: if the folder holds no such model.
@@ -408,6 +411,7 @@ def load_model(
             f"{str(folder)!r} is no saved model ({' and '.join(missing)} missing): "
             "expected a folder written by save_model"
         )
+    # all that may be wrong with a file from elsewhere is said of the folder
     try:
         settings = json.loads((path / "architecture.json").read_text(encoding="utf-8"))
         _check_shapes(settings, path)
@@ -440,7 +444,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
     Raises:
         InfoFlowError: with the first weight that differs.
     """
-    stored = stored_shapes([folder / "model.safetensors"])
+    stored = read_shapes([folder / "model.safetensors"])
     n_stored = sum(name.endswith(".attn.W_Q") for name in stored)
     heads = settings.get("n_heads")
     if isinstance(heads, (list, tuple)) and len(heads) != n_stored:
@@ -461,7 +465,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
 
 
 def _model_of(settings: dict[str, Any]) -> VectorTransformer | TokenTransformer:
-    """A model of the sizes that were saved, with weights of any value."""
+    """Return a model of the sizes that were saved, with weights of any value."""
     kind = settings.get("kind")
     for architecture, host in _HOSTS.items():
         if architecture.kind == kind:

@@ -36,11 +36,11 @@ from infoflow_lens.models.pretrained import (
     check_one_stack,
     check_sizes,
     config_of_gguf,
-    own_tokenizer,
+    load_tokenizer,
     transformers_model,
     without_trace,
 )
-from infoflow_lens.models.shipped import SHIPPED, shipped_folder
+from infoflow_lens.models.shipped import SHIPPED, find_package_folder
 
 Backend = Literal["auto", "hooked", "opened"]
 DTYPES = {
@@ -165,7 +165,7 @@ def _load(
     """Find out what the model is, and load it."""
     hooked = backend == "hooked"
     if isinstance(name_or_path, nn.Module | LoadedModel):
-        return _in_memory(name_or_path, tokenizer, device, wanted, hooked)
+        return _take_model(name_or_path, tokenizer, device, wanted, hooked)
     if not isinstance(name_or_path, str | os.PathLike):
         raise InfoFlowError(
             f"the model is of type {type(name_or_path).__name__}: expected a name such as gpt2, a "
@@ -182,44 +182,46 @@ def _load(
             "bring their own; load the model with transformers, and give both"
         )
     place = Place(device or "cpu", wanted or torch.float32)
+    # a file, a folder, a name that comes with the package, or one of the hub
     named = find_model(name)
     name = named.name
     if named.kind == "file":
         folder = named.path
         if folder.suffix == GGUF and folder.is_file():
-            _check_not_hooked(hooked, f"{name!r} is a GGUF file")
+            _refuse_backend(hooked, f"{name!r} is a GGUF file")
             return _from_gguf(folder, place)
         kind = _kind_of_folder(folder)
         if kind == "checkpoint":
             return _checkpoint(folder, place.device, wanted)
-        _check_not_hooked(hooked, f"{name!r} is a local folder")
+        _refuse_backend(hooked, f"{name!r} is a local folder")
         if kind == "adapter":
-            return _with_adapter(folder, place)
-        return _opened(str(folder), place, "folder")
-    if shipped := shipped_folder(name):
+            return _open_adapter(folder, place)
+        return _open(str(folder), place, "folder")
+    if shipped := find_package_folder(name):
         if hooked:
-            _check_has_hooked()
-            return _gpt2_by_hooked(shipped, place)
-        return _opened(str(shipped), place, "name", shipped.name)
+            _check_backend()
+            return _load_gpt2(shipped, place)
+        return _open(str(shipped), place, "name", shipped.name)
+    # libraries read a folder of that name in the place of the hub
     if os.path.isdir(name) and "@" not in name:
         raise InfoFlowError(
             f"hub:{name} is to come from the hub, and the libraries would read the folder "
             f"{name!r}: run it from another folder, or give file:{name}"
         )
     if "@" in name:
-        _check_not_hooked(hooked, f"{name!r} names a revision")
-        return _opened(_at_revision(name), place, "name", name)
-    return _by_name(name, place, hooked)
+        _refuse_backend(hooked, f"{name!r} names a revision")
+        return _open(_download_revision(name), place, "name", name)
+    return _load_name(name, place, hooked)
 
 
-def _check_not_hooked(hooked: bool, why: str) -> None:
+def _refuse_backend(hooked: bool, why: str) -> None:
     """Refuse a HookedTransformer where it is asked for and cannot be had.
 
     Raises:
         InfoFlowError: with the reason.
     """
     if hooked:
-        _check_has_hooked()
+        _check_backend()
         raise InfoFlowError(
             f"{why}, which HookedTransformer does not load: expected backend 'auto'"
         )
@@ -229,7 +231,7 @@ def _is_hooked(model: nn.Module) -> bool:
     return any(kind.__name__ == "HookedTransformer" for kind in type(model).__mro__)
 
 
-def _check_has_hooked() -> None:
+def _check_backend() -> None:
     """Refuse a HookedTransformer where the installed TransformerLens has none.
 
     Raises:
@@ -252,7 +254,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
-    """What a folder holds, by its files."""
+    """Tell what a folder holds, by its files."""
     if not folder.is_dir():
         what = "a file" if folder.is_file() else "missing"
         raise InfoFlowError(
@@ -294,7 +296,7 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
 
 
 def _from_gguf(path: Path, place: Place) -> LoadedModel:
-    """A model of llama.cpp, with the tokenizer that its file holds, opened.
+    """Return a model of llama.cpp, with the tokenizer that its file holds, opened.
 
     Raises:
         InfoFlowError: without the package that reads it, for an adapter beside it, which
@@ -305,22 +307,22 @@ def _from_gguf(path: Path, place: Place) -> LoadedModel:
             f"an adapter (adapter_config.json) lies beside {str(path)!r}: expected the file in a "
             "folder without one; move it"
         )
-    with without_trace(), _named(str(path)):
+    with without_trace(), _naming_model(str(path)):
         config, folder = config_of_gguf(path), str(path.parent)
         check_one_stack(str(path), config)
-        check_sizes(path, config, Stored.in_gguf(path))
+        check_sizes(path, config, Stored.read_gguf(path))
         alone, _ = transformers_model(folder, config, place, gguf_file=path.name)
-        opened = open_model(alone, own_tokenizer(folder, gguf_file=path.name))
+        opened = open_model(alone, load_tokenizer(folder, gguf_file=path.name))
     return LoadedModel(opened, opened.tokenizer, "file", _description(opened, str(path)))
 
 
-def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
-    """A folder of a GPT-2 of any size; HookedTransformer itself loads only official ones."""
+def _load_gpt2(folder: Path, place: Place) -> LoadedModel:
+    """Load a folder of a GPT-2 of any size; HookedTransformer itself loads only official ones."""
     import transformer_lens
     from transformers import AutoConfig, AutoTokenizer
 
     name = folder.name
-    with without_trace(), _named(name):
+    with without_trace(), _naming_model(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         alone, _ = transformers_model(str(folder), config, place)
         model = transformer_lens.HookedTransformer(
@@ -342,6 +344,7 @@ def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
             ),
             tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         )
+        # with the weights as they are: folding would change what the hook points show
         conversions = import_module("transformer_lens.pretrained.weight_conversions")
         weights = conversions.convert_gpt2_weights(alone, model.cfg)
         model.load_and_process_state_dict(
@@ -349,13 +352,13 @@ def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
             fold_value_biases=False,
         )  # fmt: skip
         model.to(place.device)
-    return _hosted(model, name)
+    return _wrap_model(model, name)
 
 
-def _by_name(name: str, place: Place, hooked: bool) -> LoadedModel:
+def _load_name(name: str, place: Place, hooked: bool) -> LoadedModel:
     official = _official_names().get(name.lower())
     if hooked:
-        _check_has_hooked()
+        _check_backend()
     if official is None:
         if hooked or "/" not in name:
             raise InfoFlowError(
@@ -363,16 +366,17 @@ def _by_name(name: str, place: Place, hooked: bool) -> LoadedModel:
                 "official name such as gpt2, owner/name of the Hugging Face hub (backend 'auto'), "
                 f"a local folder, or what comes with this package: {', '.join(SHIPPED)}"
             )
-        return _opened(name, place, "name")
+        return _open(name, place, "name")
     if hooked and official.startswith(_NOT_HOOKED):
-        _check_not_hooked(hooked, f"{official!r} is no decoder of tokens")
+        _refuse_backend(hooked, f"{official!r} is no decoder of tokens")
     if hooked and _runs_code(official):
-        _check_not_hooked(hooked, f"{official!r} would run Python from the hub")
+        _refuse_backend(hooked, f"{official!r} would run Python from the hub")
+    # HookedTransformer, where it is asked for, or where weights are in its own format alone
     if hooked or (HAS_HOOKED_TRANSFORMER and official.startswith(_IN_OLD_FORMAT)):
-        return _by_hooked(official, place)
+        return _load_by_transformer_lens(official, place)
     if official.startswith(_IN_OLD_FORMAT):
-        return _in_old_format(official, place)
-    return _opened(official, place, "name")
+        return _load_old_format(official, place)
+    return _open(official, place, "name")
 
 
 def _runs_code(official: str) -> bool:
@@ -403,11 +407,11 @@ def _meant(name: str) -> str:
     return f" (did you mean {', '.join(names)}?)" if names else ""
 
 
-def _by_hooked(name: str, place: Place) -> LoadedModel:
+def _load_by_transformer_lens(name: str, place: Place) -> LoadedModel:
     import transformer_lens
     from huggingface_hub import errors, hf_hub_download
 
-    with without_trace(), _named(name):
+    with without_trace(), _naming_model(name):
         try:
             hf_hub_download(name, "config.json")  # without a network, stop at the first attempt
         except errors.LocalEntryNotFoundError:
@@ -416,13 +420,13 @@ def _by_hooked(name: str, place: Place) -> LoadedModel:
             pass  # some official models have a config of another kind
         # HookedTransformer loads a tokenizer anew from where it came from
         with temporary_folder() as folder:
-            words = None if own_tokenizer(name) is not None else _no_words(folder)
+            words = None if load_tokenizer(name) is not None else _no_words(folder)
             model = transformer_lens.HookedTransformer.from_pretrained_no_processing(
                 name, dtype=place.dtype, device=place.device, tokenizer=words
             )
     if words is not None:
         model.tokenizer = None
-    return _hosted(model, name)
+    return _wrap_model(model, name)
 
 
 def _no_words(folder: Path) -> Any:
@@ -437,33 +441,33 @@ def _no_words(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
 
 
-def _in_old_format(name: str, place: Place) -> LoadedModel:
-    """Models from before the format of Hugging Face, with a native bridge of TransformerLens 4."""
-    with without_trace(), _named(name):
+def _load_old_format(name: str, place: Place) -> LoadedModel:
+    """Load a model from before the format of Hugging Face as TransformerLens 4's native bridge."""
+    with without_trace(), _naming_model(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=place.device, dtype=place.dtype)
-    return _hosted(model, name)
+    return _wrap_model(model, name)
 
 
-def _at_revision(name: str) -> str:
-    """The folder in the hub's cache of name@revision, downloaded if it is not there."""
+def _download_revision(name: str) -> str:
+    """Find the folder in the hub's cache of name@revision; download it if it is not there."""
     from huggingface_hub import snapshot_download
 
     known, _, revision = name.partition("@")
     official = _official_names().get(known.lower(), known)
-    with _named(name):
+    with _naming_model(name):
         files = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.txt", "*.model"]
         return snapshot_download(official, revision=revision or None, allow_patterns=files)
 
 
-def _opened(
+def _open(
     name: str, place: Place, source: Literal["folder", "name"], known_as: str | None = None
 ) -> LoadedModel:
-    """A folder or a name of the hub; `known_as` is what messages call it, by default the same."""
-    with without_trace(), _named(known_as or name):
+    """Open a folder or a name of the hub; messages call it `known_as`, by default the same."""
+    with without_trace(), _naming_model(known_as or name):
         from transformers import AutoConfig
 
-        stored = Stored.in_folder(Path(name)) if source == "folder" else None
+        stored = Stored.read_folder(Path(name)) if source == "folder" else None
         if stored is not None:
             check_config(Path(name), stored)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -471,18 +475,18 @@ def _opened(
         if stored is not None:
             check_sizes(Path(name), config, stored)
         alone, note = transformers_model(name, config, place)
-        opened = open_model(alone, own_tokenizer(name))
+        opened = open_model(alone, load_tokenizer(name))
     description = ", ".join([_description(opened, known_as or name), *filter(None, [note])])
     return LoadedModel(opened, opened.tokenizer, source, description)
 
 
-def _with_adapter(folder: Path, place: Place) -> LoadedModel:
-    """An adapter of PEFT on its base.
+def _open_adapter(folder: Path, place: Place) -> LoadedModel:
+    """Open an adapter of PEFT on its base.
 
     Raises:
         InfoFlowError: for a base that is no folder of Hugging Face with a whole model.
     """
-    with _named(str(folder)):
+    with _naming_model(str(folder)):
         base = find_base(folder)
     if _kind_of_folder(base) != "folder":
         raise InfoFlowError(
@@ -490,22 +494,22 @@ def _with_adapter(folder: Path, place: Place) -> LoadedModel:
             "transformers by itself: expected a folder that save_pretrained wrote; load both "
             "yourself, and give the model"
         )
-    found = _opened(str(base), place, "folder")
-    with without_trace(), _named(str(folder)):
+    found = _open(str(base), place, "folder")
+    with without_trace(), _naming_model(str(folder)):
         model = add_adapter(found.model.original_model, folder, place.device)
-        opened = open_model(model, own_tokenizer(str(folder)) or found.tokenizer)
+        opened = open_model(model, load_tokenizer(str(folder)) or found.tokenizer)
     description = f"{_description(opened, str(folder))}, an adapter on {str(base)!r}"
     return LoadedModel(opened, opened.tokenizer, "folder", description)
 
 
-def _in_memory(
+def _take_model(
     given: nn.Module | LoadedModel,
     tokenizer: Any,
     device: str | None,
     dtype: torch.dtype | None,
     hooked: bool,
 ) -> LoadedModel:
-    """A model that is there already.
+    """Take a model that is there already.
 
     Raises:
         InfoFlowError: for a device or dtype that it does not have: moving it would move the user's
@@ -517,6 +521,7 @@ def _in_memory(
     first = next(model.parameters(), None)
     if first is None:
         raise InfoFlowError(f"the model, a {kind}, has no weights: expected a Transformer")
+    # "cuda" is any device of that kind
     other_device = device is not None and device not in (str(first.device), first.device.type)
     for what, wanted, has, differs in (
         ("device", device, first.device, other_device),
@@ -532,6 +537,7 @@ def _in_memory(
             f"backend is 'hooked', and the {kind} in memory is no HookedTransformer: expected "
             "backend 'auto', which measures it as it is, or the model's name"
         )
+    # models of TransformerLens are measured as they are
     if hasattr(model, "hook_dict"):
         if tokenizer is not None:
             raise InfoFlowError(
@@ -542,13 +548,13 @@ def _in_memory(
             model, getattr(model, "tokenizer", None), "memory", _description(model, "in memory")
         )
     name = getattr(model, "name_or_path", None)
-    tokenizer = own_tokenizer(name) if tokenizer is None and isinstance(name, str) else tokenizer
+    tokenizer = load_tokenizer(name) if tokenizer is None and isinstance(name, str) else tokenizer
     opened = open_model(model, tokenizer)
     return LoadedModel(opened, tokenizer, "memory", _description(opened, name or kind))
 
 
-def _hosted(model: Any, name: str) -> LoadedModel:
-    """A model of TransformerLens, in evaluation mode."""
+def _wrap_model(model: Any, name: str) -> LoadedModel:
+    """Put a model of TransformerLens in evaluation mode, and describe it."""
     model.eval()
     return LoadedModel(model, model.tokenizer, "name", _description(model, name))
 
@@ -569,8 +575,8 @@ def _description(model: Any, name: str) -> str:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Whatever goes wrong while a model loads is said of that model, with what to do."""
+def _naming_model(name: str) -> Iterator[None]:
+    """Name the model in errors while it loads, with what to do."""
     try:
         with panics_as_errors(repr(name)):
             yield
@@ -584,6 +590,7 @@ def _named(name: str) -> Iterator[None]:
 def _why(name: str, error: BaseException) -> str:
     from huggingface_hub import errors as hub
 
+    # libraries wrap the reason in errors of their own: look at all causes
     causes = list(_causes(error))
     text = " ".join(str(cause) for cause in causes).lower()
     if any(isinstance(cause, hub.GatedRepoError) for cause in causes) or "gated repo" in text:

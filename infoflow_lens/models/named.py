@@ -106,8 +106,8 @@ class NamedModel(HookedRootModule):
         self._padding: tuple[Anatomy | None, bool] = None, True
         self._build(self._find())
 
-    def _on_device(self) -> dict[str, Any]:
-        """The example where the model is."""
+    def _move_example(self) -> dict[str, Any]:
+        """Return the example on the model's device."""
         device = next((p.device for p in self.original_model.parameters()), torch.device("cpu"))
         return {
             name: value.to(device) if isinstance(value, Tensor) else value
@@ -115,7 +115,7 @@ class NamedModel(HookedRootModule):
         }
 
     def _find(self) -> Anatomy:
-        return find_anatomy(self.original_model, self._on_device(), self._stack)
+        return find_anatomy(self.original_model, self._move_example(), self._stack)
 
     def _build(self, anatomy: Anatomy) -> None:
         """Make the hook points of an anatomy."""
@@ -279,20 +279,20 @@ class NamedModel(HookedRootModule):
 
     @property
     def takes_padding(self) -> bool:
-        """Whether sequences show in a padded batch, with a mask, what each shows alone.
+        """Say whether sequences show in a padded batch, with a mask, what each shows alone.
 
         A few tokens are run to find out, once for an anatomy.
         """
         self.refresh()
         known, answer = self._padding
         if known is not self.anatomy:
-            answer = takes_padding(self.original_model, self.anatomy, self._on_device())
+            answer = takes_padding(self.original_model, self.anatomy, self._move_example())
             self._padding = self.anatomy, answer
         return answer
 
     @property
     def pooling(self) -> Pooling | None:
-        """What the embedding of a text is of its last states, where the model's folder says so.
+        """The way from last states to the embedding of a text, where the model's folder says so.
 
         Raises:
             InfoFlowError: for what :class:`~infoflow_lens.hooks.EmbeddingCosine` does not have.
@@ -461,6 +461,7 @@ def _token_example(model: nn.Module) -> dict[str, Tensor]:
 def _config(named: NamedModel) -> SimpleNamespace:
     """Collect the numbers that tools read: from the anatomy; the config only bounds positions."""
     anatomy, model = named.anatomy, named.original_model
+    # of layers that differ, the first: tools that read sizes here expect one number
     attentions = [block.attentions[0] for block in anatomy.blocks if block.attentions]
     widths = [block.mlp_output.d_in for block in anatomy.blocks if block.mlp_output]
     first = next(iter(model.parameters()), torch.empty(0))
@@ -493,7 +494,7 @@ def _config(named: NamedModel) -> SimpleNamespace:
 
 
 def _prepends(tokenizer: Any) -> bool:
-    """Whether a tokenizer begins each text with a token of its own."""
+    """Say whether a tokenizer begins each text with a token of its own."""
     if tokenizer is None:
         return False
     ids = tokenizer("a")["input_ids"]

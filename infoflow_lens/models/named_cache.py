@@ -129,6 +129,7 @@ class NamedCache(ActivationCache):
                 f"no final norm was found in {model.cfg.model_name}: expected a norm that reads "
                 "the last state; take gradients of the output"
             )
+        # the norm anew for each part, or with the scale that the whole state had
         if recompute_ln:
             return torch.stack([model.ln_final(part) for part in residual_stack])
         if SCALE not in self.cache_dict:
@@ -146,6 +147,7 @@ class NamedCache(ActivationCache):
         last = n_layers if layer in (None, -1) else int(layer or 0)
         point = "hook_resid_mid" if mlp_input else "hook_resid_pre"
         state = f"blocks.{last}.{point}"
+        # behind the last block there is no further one to name the state by
         if last == n_layers:
             state = f"blocks.{last - 1}.hook_resid_post"
         embeddings: list[str] = ["hook_embed", "hook_pos_embed"]
@@ -160,6 +162,7 @@ class NamedCache(ActivationCache):
                 f"the cache lacks {', '.join(missing[:3])}: expected all parts of the state; the "
                 f"model's lacks() says why it does not show them{self._reason(missing[0])}"
             )
+        # parts that do not add up to the state would share it out wrongly
         parts = [self.cache_dict[name] for name in names]
         fits = all(part.shape == self.cache_dict[state].shape for part in parts)
         self._check(names, sum(parts) if fits else torch.tensor(torch.nan), state)

@@ -24,7 +24,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, firs
 from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import check_regular, read_json
 from infoflow_lens.foundation.naming import GGUF
-from infoflow_lens.models.weights import stored_shapes
+from infoflow_lens.models.weights import read_shapes
 
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
 _SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
@@ -117,6 +117,7 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
     Raises:
         InfoFlowError: if the files lack other weights, which transformers would draw at random.
     """
+    # eager attention shows its pattern to everybody; what is missing would be random
     kind = find_class(config)
     model, info = kind.from_pretrained(
         name,
@@ -134,6 +135,7 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
             f"{name!r} lacks weights ({', '.join(missing[:3])}{more}), which would be random: "
             f"expected all of {type(model).__name__}; save or download it again"
         )
+    # weights that nothing reads: zeros, so that the model is the same each time
     for weight in absent:
         nn.init.zeros_(weight)
     note = "without weights of its pooler, which are not read" if absent else ""
@@ -156,7 +158,7 @@ class Stored:
     longest: int
 
     @classmethod
-    def in_folder(cls, folder: Path) -> "Stored":
+    def read_folder(cls, folder: Path) -> "Stored":
         """Read what a folder of Hugging Face holds.
 
         Raises:
@@ -164,7 +166,7 @@ class Stored:
         """
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
         try:
-            shapes = stored_shapes(files)
+            shapes = read_shapes(files)
             n_bytes = sum(file.stat().st_size for file in files)
         except Exception as error:  # the readers of two formats raise their own errors
             raise InfoFlowError(
@@ -176,7 +178,7 @@ class Stored:
         return cls(len(shapes), min(n_numbers, n_bytes), min(longest, n_bytes))
 
     @classmethod
-    def in_gguf(cls, path: Path) -> "Stored":
+    def read_gguf(cls, path: Path) -> "Stored":
         """Read what a GGUF file holds, of which a byte may be several numbers."""
         from gguf import GGUFReader
 
@@ -201,6 +203,7 @@ def check_config(folder: Path, stored: Stored) -> None:
     hint = "expected what save_pretrained writes; save or download it again"
     values = read_json(folder / "config.json", "config", hint)
     name = values.get("model_type")
+    # the folder is from elsewhere: nothing of it is believed before it is looked at
     if isinstance(name, str) and name in CONFIG_MAPPING and name not in _kinds_over_tokens():
         raise InfoFlowError(
             f"config.json in {str(folder)!r} is of a {name}: expected a model over tokens, such as "
@@ -214,6 +217,7 @@ def check_config(folder: Path, stored: Stored) -> None:
             f"config.json in {str(folder)!r} names {part!r} as a part of the model, which would be "
             "fetched from the hub: expected a folder that holds the whole model"
         )
+    # numbers of sizes that no such weights have would take all memory
     kind: Any = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
     known = {"num_labels"}
     if kind is not None:
@@ -282,6 +286,7 @@ def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
             f"name {kind.__name__}, which reads another config and would take its own sizes: "
             "expected a class of the same family; mend architectures"
         )
+    # made without memory, to compare its size with that of the file
     try:
         with torch.device("meta"):
             made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
@@ -346,7 +351,7 @@ def _file_of_tokenizer(name: str) -> str | None:
     return None
 
 
-def own_tokenizer(name: str | None, **options: Any) -> Any | None:
+def load_tokenizer(name: str | None, **options: Any) -> Any | None:
     """Load the tokenizer of a name or folder, where it has one with words.
 
     `options` are those of transformers. A file that cannot be read is warned of.

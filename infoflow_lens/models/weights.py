@@ -17,7 +17,7 @@ def _load_shapes(path: Path) -> dict[str, torch.Tensor]:
         return torch.load(path, weights_only=True, map_location="meta")
 
 
-def stored_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors of safetensors and bin files, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:

@@ -31,7 +31,7 @@ _SETTINGS = {item.name: item for item in fields(ProbingConfig)}
 _OF_MODEL = ("device", "dtype", "backend")
 
 
-def _with_own_probes(function: Callable[..., ProbingResult]) -> Callable[..., ProbingResult]:
+def _accept_probes(function: Callable[..., ProbingResult]) -> Callable[..., ProbingResult]:
     """Wrap a function so that its argument `probes` may hold probes as well as names of probes."""
 
     @functools.wraps(function)
@@ -52,7 +52,7 @@ def _with_own_probes(function: Callable[..., ProbingResult]) -> Callable[..., Pr
     return call
 
 
-@_with_own_probes
+@_accept_probes
 def probe(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     data: str | os.PathLike[str] | Inputs,
@@ -101,17 +101,18 @@ def probe(
     if unknown:
         known = [name for name in _SETTINGS if name not in ("model", "data")]
         raise InfoFlowError(f"there is no setting {unknown[0]!r}{nearest(unknown[0], known)}")
-    _check_is_named(data)
+    _refuse_text(data)
     if out is not None and not os.fspath(out).strip():
         raise InfoFlowError(
             f"out is {out!r}: expected a folder for results; give '.' for this one, or None"
         )
     config = ProbingConfig(
         model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
-        data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
+        data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _describe_data(data),
         **_name_devices(settings),
     )
     loaded = None
+    # other processes load the model by its name or from its folder
     if not isinstance(model, (str, os.PathLike)):
         if jobs != 1 or scheduler is not None:
             raise InfoFlowError(
@@ -125,6 +126,7 @@ def probe(
         config = replace(config, device=str(next(loaded.model.parameters()).device))
     elif tokenizer is not None:
         load_any(model, tokenizer=tokenizer)  # refuses it
+    # data in memory is read once, here
     batches = None
     if not isinstance(data, (str, os.PathLike)):
         if loaded is None:
@@ -135,6 +137,7 @@ def probe(
     workers: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
         return run_probing(out, config, progress, say, loaded, batches, **workers)
+    # without a folder of the user's, results pass through one that goes
     folder = make_temporary_folder("infoflow-probe-")
     try:
         result = run_probing(folder, config, progress, say, loaded, batches, **workers)
@@ -154,7 +157,7 @@ def probe(
 
 
 def _name_devices(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with PyTorch's devices and number types by name, as records keep them."""
+    """Return the settings with PyTorch's devices and number types by name, as records keep them."""
     named = dict(settings)
     if isinstance(named.get("device"), torch.device):
         named["device"] = str(named["device"])
@@ -165,8 +168,8 @@ def _name_devices(settings: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _with_settings() -> inspect.Signature:
-    """The signature with every setting, for completion and help."""
+def _complete_signature() -> inspect.Signature:
+    """Return the signature with every setting, for completion and help."""
     own = inspect.signature(probe)
     kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     more = [
@@ -179,18 +182,18 @@ def _with_settings() -> inspect.Signature:
     return own.replace(parameters=[*kept, *more])
 
 
-probe.__signature__ = _with_settings()  # type: ignore[attr-defined]
+probe.__signature__ = _complete_signature()  # type: ignore[attr-defined]
 
 
 def _name_of(model: Any) -> str:
-    """What records and errors call a model in memory."""
+    """Name a model in memory, for records and errors."""
     if isinstance(model, LoadedModel):
         return model.description.split(":")[0]
     name = getattr(model, "name_or_path", "") or type(model).__name__
     return f"{name} in memory"
 
 
-def _check_is_named(data: Any) -> None:
+def _refuse_text(data: Any) -> None:
     """Refuse a text where the name of data is expected.
 
     Raises:
@@ -205,7 +208,7 @@ def _check_is_named(data: Any) -> None:
         raise InfoFlowError(f"data is {data!r}: expected at least one text or sequence")
 
 
-def _described(data: Any) -> str:
+def _describe_data(data: Any) -> str:
     if isinstance(data, Batches):
         return f"{data.n_sequences} sequences in memory"
     n = f"{len(data)} " if isinstance(data, Sized) else ""
@@ -234,7 +237,7 @@ def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
 
 
 def _texts(data: Any, column: str | None) -> list[str] | None:
-    """The texts among data in memory; None for ids and vectors."""
+    """Return the texts among data in memory; None for ids and vectors."""
     names = getattr(data, "column_names", None)
     if names is not None or isinstance(data, Mapping):
         names = list(names or data)

@@ -22,7 +22,7 @@ from infoflow_lens.foundation.settings import (
     Seed,
     settings,
 )
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.probing.own_settings import OwnSetting, check_different
 from infoflow_lens.probing.registry import part_names, paths_of_code
 
@@ -108,7 +108,7 @@ class ProbingConfig:
     ] = ()
 
     def __post_init__(self) -> None:
-        check_different(self.own_settings())
+        check_different(self.single_settings())
         object.__setattr__(self, "setting", tuple(sorted(self.setting)))  # in whatever order given
         if self.ranks != tuple(range(1, len(self.ranks) + 1)):
             raise InfoFlowError(
@@ -128,8 +128,8 @@ class ProbingConfig:
                 "tells the error"
             )
 
-    def own_settings(self) -> tuple[OwnSetting, ...]:
-        """The settings of single probes.
+    def single_settings(self) -> tuple[OwnSetting, ...]:
+        """Return the settings of single probes.
 
         Raises:
             InfoFlowError: for a text that is not NAME.FIELD=VALUE.
@@ -143,11 +143,11 @@ class ProbingConfig:
         return values
 
     def sources(self) -> dict[str, Path]:
-        """The paths of "model", "data" and the code of probes that other packages add.
+        """Return the paths of "model", "data" and the code of probes that other packages add.
 
         A name that is no path gives a path that is missing.
         """
-        model = shipped_folder(self.model) or find_model(self.model).path
+        model = find_package_folder(self.model) or find_model(self.model).path
         drawn = self.data == "repeated"
         code = {f"probe {name}": path for name, path in paths_of_code(self.probes).items()}
         return {"model": model, **code} | ({} if drawn else {"data": find_named(self.data).path})

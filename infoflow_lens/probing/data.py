@@ -93,6 +93,7 @@ def stream_data(
         InfoFlowError: for data that are not there or cannot be read, naming them.
     """
     check_data(data, column)
+    # windows cut one long text; other data keeps its sequences
     if window is not None:
         max_length = min(window, max_length or window)
         texts = stream_texts(data, column, scratch)
@@ -182,7 +183,7 @@ def check_data(data: str, column: str | None = None) -> None:
 
 
 def read_texts(data: str, column: str | None = None) -> list[str] | None:
-    """The texts that a user names, in memory; None for what holds ids or vectors.
+    """Return the texts that a user names, in memory; None for what holds ids or vectors.
 
     Raises:
         InfoFlowError: as for :func:`stream_texts`; and for a text file that holds no text.
@@ -197,7 +198,7 @@ def read_texts(data: str, column: str | None = None) -> list[str] | None:
 def stream_texts(
     data: str, column: str | None = None, scratch: Path | None = None
 ) -> Iterator[str] | None:
-    """The texts that a user names, as they are read; None for what holds ids or vectors.
+    """Return the texts that a user names, as they are read; None for what holds ids or vectors.
 
     Args:
         data: a text file, which is one text, given in pieces that end with a line; rows with a
@@ -208,6 +209,7 @@ def stream_texts(
     Raises:
         InfoFlowError: for data that are not there, cannot be read, or are empty.
     """
+    # tasks and tensors are sequences already
     named = find_data(data)
     path = named.path
     if named.kind == "task" or (named.kind == "file" and path.suffix in _TENSORS):
@@ -219,6 +221,7 @@ def stream_texts(
         if named.kind == "hub"
         else _rows_of(path, scratch, _columns_read(column))
     )
+    # of a table, the first part tells whether its column holds texts
     first = next(parts)
     chosen = column or next((name for name in COLUMNS if name in first.column_names), "")
     if chosen not in first.column_names:
@@ -231,7 +234,7 @@ def stream_texts(
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """A text file in pieces that end with a line, or with a word where lines are very long.
+    """Yield a text file in pieces that end with a line, or with a word where lines are very long.
 
     Raises:
         InfoFlowError: if it is not UTF-8, or holds nothing but blanks.
@@ -268,11 +271,11 @@ def _parts(
     if named.kind == "hub":
         yield from _split_rows(_from_hub(named.name))
     elif named.name == REPEATED and named.kind == "task":
-        yield _repeated(model, n, max_length, seed)
+        yield _draw_twice(model, n, max_length, seed)
     elif named.kind == "task":
         yield _task(model, named.name, n, seed)
     elif path.suffix in _TENSORS and path.is_file():
-        yield from _of_tensor(path)
+        yield from _read_tensor(path)
     else:
         more = sorted(find_pass_columns(model))
         yield from _rows_of(path, scratch, (*_columns_read(column), *more))
@@ -284,7 +287,7 @@ def _columns_read(column: str | None) -> tuple[str, ...]:
 
 
 def _split_rows(table: Any) -> Iterator[Any]:
-    """A table, some rows at a time."""
+    """Yield a table, some rows at a time."""
     for start in range(0, len(table), _ROWS):
         yield table.select(range(start, min(start + _ROWS, len(table))))
 
@@ -307,7 +310,7 @@ def _rows_of(path: Path, scratch: Path | None = None, columns: Sequence[str] = (
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
     n = 0
-    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path, scratch, columns):
+    for part in _lines_of(path) if path.suffix == ".txt" else _stream_rows(path, scratch, columns):
         n += 1
         yield part
     if not n:
@@ -315,10 +318,10 @@ def _rows_of(path: Path, scratch: Path | None = None, columns: Sequence[str] = (
 
 
 def _lines_of(path: Path) -> Iterator[list[str]]:
-    """The lines of a text file, without blank ones, which part paragraphs."""
+    """Yield the lines of a text file, without blank ones, which part paragraphs."""
     try:
         with path.open(encoding=_UTF_8) as file:
-            lines = (line.rstrip("\n") for line in _bounded(file))
+            lines = (line.rstrip("\n") for line in _read_lines(file))
             texts = (line for line in lines if line.strip())
             while some := list(islice(texts, _ROWS)):
                 yield some
@@ -329,8 +332,8 @@ def _lines_of(path: Path) -> Iterator[list[str]]:
         ) from error
 
 
-def _bounded(file: TextIO) -> Iterator[str]:
-    """The lines of a file; a very long line is cut, as no model reads all of it."""
+def _read_lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines of a file; a very long line is cut, as no model reads all of it."""
     while line := file.readline(_LINE):
         yield line
         while len(line) == _LINE and not line.endswith("\n"):
@@ -362,7 +365,7 @@ def _meant(path: Path) -> str:
     return f"; did you mean {ends[0]!r}?" if ends else ""
 
 
-def _streamed(path: Path, scratch: Path | None, columns: Sequence[str]) -> Iterator[Any]:
+def _stream_rows(path: Path, scratch: Path | None, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the rows of a json, jsonl, csv or parquet file by ``datasets``, some at a time.
 
     Its readers of files are called by themselves: ``load_dataset`` would ask the hub first. They
@@ -457,7 +460,7 @@ def read_rows(data: str) -> Any:
 def _folder(path: Path) -> Any:
     import datasets
 
-    _check_saved(path)
+    _check_dataset(path)
     try:
         with _plain_name(path) as place:
             try:
@@ -474,12 +477,13 @@ def _folder(path: Path) -> Any:
     return _without_media(found)
 
 
-def _check_saved(path: Path) -> None:
+def _check_dataset(path: Path) -> None:
     """Check that a saved dataset is one, and holds files, of which none lies elsewhere.
 
     Raises:
         InfoFlowError: naming the file.
     """
+    # a link may lead to a file that somebody else changes
     for file in path.rglob("*"):
         if file.is_symlink():
             raise InfoFlowError(
@@ -488,6 +492,7 @@ def _check_saved(path: Path) -> None:
             )
         if not (file.is_file() or file.is_dir()):
             raise InfoFlowError(f"{str(file)!r} is no regular file: expected those of a dataset")
+    # what the files of datasets name must lie beside them
     for state in path.rglob("state.json"):
         held = read_json(state, "state of a saved dataset", "save the dataset again")
         named = held.get("_data_files")
@@ -526,8 +531,8 @@ def _without_media(table: Any) -> Any:
     return table if len(kept) == len(table.features) else table.select_columns(kept)
 
 
-def _of_tensor(path: Path) -> Iterator[Tensor]:
-    """Token ids [n, pos] or vectors [n, pos, d_token] of a file, some sequences at a time.
+def _read_tensor(path: Path) -> Iterator[Tensor]:
+    """Yield token ids [n, pos] or vectors [n, pos, d_token] of a file, some at a time.
 
     Raises:
         InfoFlowError: if it cannot be read, or has too few axes.
@@ -551,10 +556,12 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
             if os.strerror(errno.ENODEV) not in str(error):
                 raise
             found = read(mapped=False)  # the file system cannot map files
+        # a type that torch has not is refused before rows are read
         if isinstance(found, np.ndarray):
             torch.from_numpy(_native(found[:0]))  # of a type that torch has
         elif isinstance(found, Tensor):
             check_is_plain(found, "it")
+        # a file that was cut off says more numbers than it holds
         if isinstance(found, Tensor) and found.nbytes > found.untyped_storage().nbytes():
             raise ValueError(f"it says {found.numel()} numbers, of which its file holds fewer")
     except Exception as error:
@@ -569,18 +576,19 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
             f"{str(path)!r} holds a tensor {tuple(found.shape)}: expected token ids [n, pos] or "
             "vector tokens [n, pos, d_token]"
         )
+    # a copy, as the mapped file may go while a part is in use
     for start in range(0, max(len(found), 1), _ROWS):
         part = found[start : start + _ROWS]
         yield torch.from_numpy(_native(part)) if isinstance(part, np.ndarray) else part.clone()
 
 
 def _native(array: Any) -> Any:
-    """A copy of an array, with its bytes in the order of this machine."""
+    """Return a copy of an array, with its bytes in the order of this machine."""
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:
-    """BOS where the model has one, then random different tokens, then the same again."""
+def _draw_twice(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:
+    """Draw random different tokens twice, behind BOS where the model has one."""
     cfg = getattr(model, "cfg", None)
     n_ctx, d_vocab = getattr(cfg, "n_ctx", None), getattr(cfg, "d_vocab", None)
     if n_ctx is None or d_vocab is None or getattr(model, "reads_vectors", False):
@@ -627,6 +635,7 @@ def _from_hub(data: str) -> Any:
     name, *rest = re.split(r":(?![^\[]*\])", data)  # a split may be a slice, "train[:50]"
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) > 1 else None
+    # the library reads folders, and builders of its own, in the place of such a name
     if os.path.isdir(name) or name in _PACKAGED_DATASETS_MODULES:
         what = "the folder of that name" if os.path.isdir(name) else "all files of this folder"
         raise InfoFlowError(

@@ -18,7 +18,7 @@ from infoflow_lens.hooks import (
     ShardedPositions,
 )
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.overview import Rows, explained_rows
+from infoflow_lens.probing.overview import Rows, explain_layers
 from infoflow_lens.probing.part import Part
 from infoflow_lens.theory import InformationSets
 
@@ -55,16 +55,16 @@ class Findings:
 
     @cached_property
     def explained(self) -> Rows:
-        """How much of the influence lies inside the sets, by (states, rule): the one object that
+        """The share of influence inside the sets, by (states, rule): the one object that
         tables, page and sentences show. Empty without influence.
         """
         if self.influence is None:
             return {}
-        return explained_rows(self.predicted, self.influence, self.config.without)
+        return explain_layers(self.predicted, self.influence, self.config.without)
 
     @property
     def last(self) -> dict[str, Explained]:
-        """How much of the influence lies inside the sets of the last position in the last layer, by
+        """The share of influence inside the sets of the last position in the last layer, by
         rule.
         """
         states = next((states for states, _ in self.explained), None)
@@ -73,47 +73,47 @@ class Findings:
     @property
     def positions(self) -> PositionsResult | ShardedPositions | None:
         """The positions to which heads attend; None if they were not measured."""
-        return self._of("positions", (PositionsResult, ShardedPositions))
+        return self._find("positions", (PositionsResult, ShardedPositions))
 
     @property
     def recovery(self) -> RecoveryResult | None:
         """The errors of recovery maps; None if they were not measured."""
-        return self._of("recovery", RecoveryResult)
+        return self._find("recovery", RecoveryResult)
 
     @property
     def influence(self) -> InfluenceResult | None:
         """The influence of tokens on states; None if it was not measured."""
-        return self._of("influence", InfluenceResult)
+        return self._find("influence", InfluenceResult)
 
     @property
     def mechanisms(self) -> MechanismsResult | None:
         """The mechanisms of heads; None if they were not measured."""
-        return self._of("mechanisms", MechanismsResult)
+        return self._find("mechanisms", MechanismsResult)
 
-    def _of(self, name: str, kind: type[Any] | tuple[type[Any], ...]) -> Any:
+    def _find(self, name: str, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         result = self.found.get(name)
         return result if isinstance(result, kind) else None
 
     def findings(self) -> list[str]:
-        """How far the sets of each rule explain what states depend on, and what the parts found."""
+        """Say how far the sets of each rule explain the states, and what the parts found."""
         lines = [f"by the rule {rule!r}, {found}" for rule, found in self.last.items()]
         return [*lines, *self.sentences()]
 
-    def printed_output(self) -> dict[str, Any]:
-        """What the command prints, as JSON-compatible values: "sentences", "title" and "rows"."""
+    def to_output(self) -> dict[str, Any]:
+        """Return what the command prints, as JSON values: "sentences", "title" and "rows"."""
         rows = []
         for rule, found in self.last.items():
             numbers = (found.inside, found.chance, found.auroc)
-            shown = (
+            cells = (
                 [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
             )
-            rows.append([rule, *shown, f"{found.size:.1f} of {found.others:.1f}"])
+            rows.append([rule, *cells, f"{found.size:.1f} of {found.others:.1f}"])
         states = next((str(found.states) for found in self.last.values()), "")
         title = f"{states[:1].upper()}{states[1:]}: measured against predicted"
         return {"sentences": self.sentences(), "title": title, "rows": rows}
 
     def sentences(self) -> list[str]:
-        """What the parts found, in words."""
+        """Say what the parts found, in words."""
         return [
             sentence
             for name, part in self.parts.items()

@@ -27,7 +27,7 @@ _WORDS_OF_MODEL = {
 
 
 def settings_identity(config: ProbingConfig) -> dict[str, Any]:
-    """The settings on which numbers depend, by what errors call them."""
+    """Return the settings on which numbers depend, by what errors call them."""
     settings = asdict(config).items()
     return {f"settings ({name})": v for name, v in settings if name not in _IGNORED_SETTINGS}
 
@@ -39,7 +39,7 @@ def run_identity(
     tokenizer: str | None,
     code: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What the numbers of a run depend on, by what errors call it: contents, never paths.
+    """Return what the numbers of a run depend on, named as in errors: contents, never paths.
 
     Args:
         config: the settings.
@@ -61,7 +61,8 @@ def run_identity(
 def sequences_identity(
     config: ProbingConfig, configuration: str, tokenizer: str | None
 ) -> dict[str, Any] | None:
-    """What tokenised sequences depend on, so that they need not be made again; None if unknown.
+    """Return what tokenised sequences depend on, to know whether they can be reused; None if
+    unknown.
 
     Args:
         config: the settings.
@@ -82,6 +83,7 @@ def write_tables(out: Path, result: Findings) -> None:
 
     tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
     tables["capabilities"] = result.capabilities.to_frame()
+    # tables that compare what is predicted and what is measured
     if result.influence is not None:
         tables["agreement"] = pd.concat(
             [

@@ -28,17 +28,19 @@ _COLUMNS = {
 
 
 def heads_table(result: Findings) -> Table | None:
-    """A row for each head; None where nothing that concerns heads was measured."""
+    """Return a row for each head; None where nothing that concerns heads was measured."""
     recovery = result.recovery
     if result.positions is None and result.mechanisms is None and recovery is None:
         return None
     rows, unknown = [], too_few_rows(recovery) if recovery is not None else ()
     for head in per_head(result).to_dict("records"):
         name = head.get("mechanism")
+        # a head without a mechanism is shown by the max-position rule
         ideal = name if f"damage_{name}" in head else "max_position"
         control = math.nan
         if recovery is not None and recovery.control_fvu:
             control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())
+        # maps that were fitted on too few rows say nothing of a head
         if head["layer"] in unknown:
             control = head["fvu_1"] = math.nan
         rows.append(
@@ -51,6 +53,7 @@ def heads_table(result: Findings) -> Table | None:
                 *(head.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
             ]
         )
+    # columns of what was not measured are left out
     empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     columns = {n: m for (n, m), gone in zip(_COLUMNS.items(), empty, strict=True) if not gone}
     kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]
@@ -62,8 +65,8 @@ def _is_missing(value: Any) -> bool:
 
 
 def examples(result: Findings) -> dict[str, list[list[float]]]:
-    """For each head, "layer.head", the queries of the shown sequences that attend most to one key:
-    (sequence, query, key, share of the weight), where keys are not the query itself."""
+    """Find for each head, "layer.head", the queries of the shown sequences that attend most to one
+    key: (sequence, query, key, share of the weight), where keys are not the query itself."""
     positions = result.found.get("influence_positions")
     if not isinstance(positions, PositionsResult) or not positions.concentration:
         return {}

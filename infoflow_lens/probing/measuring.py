@@ -9,7 +9,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.own_settings import check_named, with_own_settings
+from infoflow_lens.probing.own_settings import apply_settings, check_names
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
 from infoflow_lens.probing.patience import warn_if_long
 from infoflow_lens.probing.registry import part_names
@@ -50,7 +50,7 @@ def possible_parts(
 def parts_with_enough_data(
     parts: Mapping[str, Part], context: RunContext, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
-    """The parts that the sequences are enough for, with settings that these parts accept.
+    """Return the parts that the sequences are enough for, with settings that these parts accept.
 
     Args:
         parts: by name, those that the model can give.
@@ -74,13 +74,13 @@ def parts_with_enough_data(
             check_extent(context.model, list(_probes_of(part, context).values()), extent)
         enough[name] = part
     named = [name for part in enough.values() for name in _probes_of(part, context)]
-    check_named(context.config.own_settings(), named)
+    check_names(context.config.single_settings(), named)
     return enough
 
 
 def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
-    """The probes of a part, with the settings that the run has for them."""
-    return with_own_settings(part.probes(context), context.config.own_settings(), part.fixed)
+    """Return the probes of a part, with the settings that the run has for them."""
+    return apply_settings(part.probes(context), context.config.single_settings(), part.fixed)
 
 
 def code_of_own(parts: Mapping[str, Part], context: RunContext) -> dict[str, str]:
@@ -140,15 +140,15 @@ def measure_parts(
     for which in ("all", "detail"):  # probes of several parts share their passes
         wanted: dict[str, Probe[Any]] = {}
         for part in parts.values():
-            mine = _probes_of(part, context) if part.sequences == which else {}
-            twice = ", ".join(wanted.keys() & mine.keys())
+            of_part = _probes_of(part, context) if part.sequences == which else {}
+            twice = ", ".join(wanted.keys() & of_part.keys())
             if twice:
                 raise InfoFlowError(
                     f"{type(part).__name__} names a probe {twice!r}, as another part does: "
                     "expected a name of its own; rename it in the package that adds it"
                 )
-            wanted |= mine
-        found |= _run_shared_probes(folder, which, wanted, context, say)
+            wanted |= of_part
+        found |= _run_together(folder, which, wanted, context, say)
     for name, part in parts.items():
         if name not in found:
             now = replace(context, found=dict(found))
@@ -156,7 +156,7 @@ def measure_parts(
     return found
 
 
-def _run_shared_probes(
+def _run_together(
     folder: RunFolder,
     which: str,
     wanted: Mapping[str, Probe[Any]],
@@ -164,7 +164,7 @@ def _run_shared_probes(
     say: Say,
 ) -> dict[str, Any]:
     """Run probes that share forward passes, or read their results from disk if they are there."""
-    finished = {name: _load_finished(folder, name) for name in wanted}
+    finished = {name: _load_result(folder, name) for name in wanted}
     if all(result is not None for result in finished.values()):
         return finished
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
@@ -190,7 +190,7 @@ def _measure_part(
     folder: RunFolder, name: str, part: Part, context: RunContext, say: Say
 ) -> Result:
     """Measure a part that has no probes, or read its result from disk if it is there."""
-    finished = _load_finished(folder, name)
+    finished = _load_result(folder, name)
     if finished is not None:
         return finished
     say(name)
@@ -209,8 +209,8 @@ def _measure_part(
     return result
 
 
-def _load_finished(folder: RunFolder, name: str) -> Result | None:
-    """The result of a part that is finished.
+def _load_result(folder: RunFolder, name: str) -> Result | None:
+    """Load the result of a part that is finished.
 
     Raises:
         InfoFlowError: if it is spoiled, or of another run.

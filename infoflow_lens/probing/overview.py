@@ -10,12 +10,12 @@ from infoflow_lens.theory import InformationSets
 Rows = Mapping[tuple[str, str], Explained]  # by (states, rule)
 
 
-def explained_rows(
+def explain_layers(
     predicted: Mapping[str, InformationSets],
     influence: InfluenceResult,
     without: tuple[int, ...] = (),
 ) -> Rows:
-    """How much of the influence lies inside the sets, by (states, rule).
+    """Measure how much of the influence lies inside the sets, by (states, rule).
 
     The last state comes first, then every layer; within each the max-position rule comes first.
     """
@@ -44,14 +44,15 @@ _COLUMNS = {
 
 
 def overview_table(rows: Rows) -> Table:
-    """The table of all rules: the first row, and the rows that have a meaning."""
-    shown: list[list[object]] = []
+    """Return the table of all rules: the first row, and the rows that have a meaning."""
+    cells: list[list[object]] = []
     reasons: dict[tuple[int, int], str] = {}
     first = next(iter(rows), None)
+    # the first row stays, so that the reader sees why it says nothing
     kept = {at: row for at, row in rows.items() if not row.reason() or at == first}
     for index, ((states, rule), row) in enumerate(kept.items()):
         size = f"{row.size:.1f} of {row.others:.1f}" if row.n_states else ""
-        shown.append(
+        cells.append(
             [states, rule, row.n_states, row.n_informative, size, row.inside, row.chance, row.auroc]
         )
         if row.reason():
@@ -64,4 +65,4 @@ def overview_table(rows: Rows) -> Table:
             f"{len(left)} more rows are left out, as nothing can be said where every set is empty "
             f"or holds everything: {some}; explained.csv has them"
         )
-    return Table(_COLUMNS, shown, reasons, caption)
+    return Table(_COLUMNS, cells, reasons, caption)

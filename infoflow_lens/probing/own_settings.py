@@ -39,12 +39,12 @@ class OwnSetting(NamedTuple):
             return cls(name, field, value)
 
 
-def with_own_settings(
+def apply_settings(
     probes: "Mapping[str, Probe[Any]]",
     settings: Sequence[OwnSetting],
     fixed: Mapping[str, Sequence[str]],
 ) -> "dict[str, Probe[Any]]":
-    """Probes by name, those that settings name made anew with them.
+    """Return probes by name, those that settings name made anew with them.
 
     Args:
         probes: as the run makes them.
@@ -76,7 +76,7 @@ def with_own_settings(
     return made
 
 
-def check_named(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:
+def check_names(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:
     """Refuse settings of probes that the run does not measure.
 
     Raises:

@@ -31,7 +31,11 @@ def build_report(result: Findings) -> ProbingReport:
     facts.insert(0, ("model", found.kind))
     headline = [f"Probed on {config.data}."]
     if "max_position" in result.last:
-        headline = [_headline(result.last["max_position"]), _by_strength(result), _ranked(result)]
+        headline = [
+            _headline(result.last["max_position"]),
+            _say_strength(result),
+            _compare_baselines(result),
+        ]
     sections = {
         name: Section(
             part.title or name,
@@ -40,20 +44,21 @@ def build_report(result: Findings) -> ProbingReport:
         )
         for name, part in result.parts.items()
     }
+    # maps over heads come first on the page; the other sections below
     first = next((name for name in ("mechanisms", "positions") if name in sections), None)
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
         headline=" ".join(filter(None, headline)),
         facts=facts,
         problems=found.problems(),
-        capabilities=Table.of_frame(found.to_frame()),
+        capabilities=Table.from_frame(found.to_frame()),
         maps=sections.pop(first) if first else None,
         sections=list(sections.values()),
         agreement=result.agreement,
         explained=overview_table(rows) if rows else None,
         heads=heads_table(result),
         examples=examples(result),
-        places=[*_by_place(result), *([_curve(result.curve)] if result.curve else [])],
+        places=[*_map_places(result), *([_curve(result.curve)] if result.curve else [])],
         flow=build_flow_view(result),
         record=result.record,
     )
@@ -72,8 +77,8 @@ def _headline(row: Explained) -> str:
     )
 
 
-def _by_strength(result: Findings) -> str:
-    """How much of the influence on the last states their strongest tokens have, in the mean.
+def _say_strength(result: Findings) -> str:
+    """Say how much of the influence on the last states their strongest tokens have, in the mean.
 
     The strength of a token is that of its best path, of the first keys of all heads; as many count
     as hold 90% of the influence of other tokens.
@@ -86,11 +91,13 @@ def _by_strength(result: Findings) -> str:
     graded = propagate(chosen.argmax, n_source, strength=weights).strengths
     rows = []
     for index, length in enumerate(influence.lengths.tolist()):
+        # the last state of each text; CLS stands behind the tokens
         last = length - 1 + influence.n_positions - n_source
         others = torch.arange(length) != last
         found = full[-1, index, last, :length].double()[others]
         if not float(found.sum()) > 0:
             continue
+        # as many tokens as hold most of the influence, whichever they are
         held = found.sort(descending=True).values.cumsum(0)
         n = min(len(found), int((held < _MOST * found.sum()).sum()) + 1)
         strength = graded[influence.layers[-1], index, last, :length][others]
@@ -106,8 +113,8 @@ def _by_strength(result: Findings) -> str:
     )
 
 
-def _ranked(result: Findings) -> str:
-    """Whether a baseline tells better than the set what the last states depend on."""
+def _compare_baselines(result: Findings) -> str:
+    """Say whether a baseline tells better than the set what the last states depend on."""
     part, found = result.parts.get("routes"), result.found.get("routes")
     if not isinstance(part, RoutesPart) or not isinstance(found, RoutesComparison):
         return ""
@@ -123,18 +130,18 @@ def _ranked(result: Findings) -> str:
 
 
 def _charts(part: Part, result: Any) -> Iterator[Any]:
-    """What a part shows; its table in the place of what a page cannot draw."""
+    """Yield the charts of a part; its table in the place of what a page cannot draw."""
     for figure in part.figures(result):
         if isinstance(figure, (list, tuple)):
             yield from figure
         elif isinstance(figure, (HeatMap, NameMap, Lines, Table)) or hasattr(figure, "savefig"):
             yield figure
         else:
-            yield Table.of_frame(part.table(result))
+            yield Table.from_frame(part.table(result))
 
 
-def _by_place(result: Findings) -> Iterator[HeatMap]:
-    """Influence inside the sets of the model's own rule, by layer and position."""
+def _map_places(result: Findings) -> Iterator[HeatMap]:
+    """Draw influence inside the sets of the model's own rule, by layer and position."""
     influence = result.influence
     if (
         influence is None

@@ -116,7 +116,7 @@ class Part:
         self.probes(context)
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """Probes by the names of their results; none if the part measures by itself."""
+        """Return probes by the names of their results; none if the part measures by itself."""
         return {}
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result | None:
@@ -124,12 +124,12 @@ class Part:
         return None
 
     def table(self, result: Any) -> "pd.DataFrame":
-        """The numbers, for a csv file."""
+        """Return the numbers, for a csv file."""
         frame: pd.DataFrame = result.to_frame()
         return frame
 
     def figures(self, result: Any) -> Sequence["Chart"]:
-        """What its section of the report shows; without any it has no section.
+        """Return what its section of the report shows; without any it has no section.
 
         Charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines, Table), heat maps over
         heads from a frame (`infoflow_lens.report.heads.by_head`), or figures of matplotlib. In the
@@ -137,14 +137,14 @@ class Part:
         """
         from infoflow_lens.report.charts import Table
 
-        return (Table.of_frame(self.table(result)),)
+        return (Table.from_frame(self.table(result)),)
 
     def remarks(self, result: Any) -> str:
-        """What a reader of its section must know; empty for nothing."""
+        """Say what a reader of its section must know; empty for nothing."""
         return ""
 
     def sentences(self, result: Any) -> Sequence[str]:
-        """What the terminal shows."""
+        """Return the sentences that the terminal shows."""
         return ()
 
     def facts(self, result: Any) -> Sequence[tuple[str, str]]:
@@ -176,11 +176,11 @@ class ProbePart(Part):
         return ""
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """A copy of the probe."""
+        """Return a copy of the probe."""
         return {self.name: copy.deepcopy(self._probe)}
 
     def figures(self, result: Any) -> Sequence[Any]:
-        """The plot of the result."""
+        """Return the plot of the result."""
         return (result.plot(),)
 
 
@@ -208,7 +208,7 @@ Say = Callable[[str], None]
 
 
 def load_part(name: str) -> Part:
-    """The part of that name.
+    """Return the part of that name.
 
     Raises:
         InfoFlowError: for an unknown name, or an entry point that is no part.

@@ -43,6 +43,7 @@ def warn_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable
 
     timer = threading.Timer(_SOON, warn)
     timer.daemon = True
+    # the message is a courtesy: a run goes on without it
     with suppress(RuntimeError):  # no room for a thread, and so no message
         timer.start()
     try:

@@ -14,7 +14,7 @@ _HEAD = ["layer", "head"]
 
 
 def per_head(result: Findings) -> "pd.DataFrame":
-    """A row for each layer and head, with the columns of the parts that were measured.
+    """Return a row for each layer and head, with the columns of the parts that were measured.
 
     ``mechanism``, ``sufficient``, all ideals that suffice (with commas), and for every ideal
     ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal
@@ -27,6 +27,7 @@ def per_head(result: Findings) -> "pd.DataFrame":
     layers = [layer.n_heads or 0 for layer in result.capabilities.layers]
     table = pd.DataFrame([(i, h) for i, n in enumerate(layers) for h in range(n)], columns=_HEAD)
 
+    # left joins on layer and head: heads that a part did not measure have NaN
     def add_columns(frame: "pd.DataFrame") -> None:
         nonlocal table
         table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")

@@ -17,13 +17,14 @@ _HOW = {
 
 
 def build_flow_view(result: Findings) -> FlowView | None:
-    """The picture of the first sequences of a run; None if influence was not measured."""
+    """Return the picture of the first sequences of a run; None if influence was not measured."""
     positions, influence = result.found.get("influence_positions"), result.influence
     if influence is None or not isinstance(positions, PositionsResult):
         return None
     n = min(len(result.texts), len(influence.lengths))
-    measured = _measured_influence(result)
+    measured = _spread_influence(result)
     mechanisms = list(_mechanisms(result, n))
+    # weights of a softmax can be shown as shares; others and bare scores cannot
     softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
     inputs = []
     for index in range(n):
@@ -46,12 +47,13 @@ def build_flow_view(result: Findings) -> FlowView | None:
     how = _HOW.get(kind, kind)
     if influence.relative_error is not None:
         how += f", an estimate (relative error up to {max(influence.relative_error):.0%})"
+    # opens at the text in which influence comes from farthest
     first = max(range(n), key=lambda i: _from_afar(inputs[i]), default=0)
     return FlowView(title="", inputs=inputs, influence_name=how, first=first)
 
 
 def _from_afar(viewed: ViewedInput) -> float:
-    """The largest influence on the last state from beyond its neighbour, over the total."""
+    """Return the largest influence on the last state from beyond its neighbour, over the total."""
     assert viewed.influence is not None
     last = viewed.n_queries - 1
     found = viewed.influence[-1, last].nan_to_num(0)
@@ -61,8 +63,8 @@ def _from_afar(viewed: ViewedInput) -> float:
     return float(far.max() / found.sum()) if len(far) and float(found.sum()) > 0 else 0.0
 
 
-def _measured_influence(result: Findings) -> Tensor:
-    """Influence on every state [layer, sequence, pos, source]; NaN where it was not measured."""
+def _spread_influence(result: Findings) -> Tensor:
+    """Return influence on every state [layer, sequence, pos, source]; NaN where not measured."""
     influence = result.influence
     assert influence is not None
     _, n_batch, _, n_source = influence.influence.shape
@@ -103,7 +105,7 @@ def _weights(
 
 
 def _mechanisms(result: Findings, n: int) -> Iterator[list[list[ViewedMechanism]]]:
-    """What each head passes on in each of the first sequences, as predictions take it."""
+    """Yield what each head passes on in each of the first sequences, as predictions take it."""
     mechanisms, attended = result.mechanisms, result.found.get("influence_attended")
     chosen = result.found.get("influence_positions")
     if not isinstance(mechanisms, MechanismsResult) or not isinstance(attended, AttendedResult):
@@ -115,6 +117,7 @@ def _mechanisms(result: Findings, n: int) -> Iterator[list[list[ViewedMechanism]
     )
     influence = result.influence
     assert influence is not None
+    # positions behind the tokens, such as CLS
     n_extra = influence.n_positions - influence.influence.shape[-1]
     for index in range(n):
         n_source = len(result.texts[index])

@@ -37,7 +37,7 @@ def register_parts(parts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def part_names() -> tuple[str, ...]:
-    """The names of all parts.
+    """Return the names of all parts.
 
     Raises:
         InfoFlowError: if two packages add the same name.
@@ -46,7 +46,7 @@ def part_names() -> tuple[str, ...]:
 
 
 def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
-    """Where the code of other packages' parts lies, by name, without importing it.
+    """Find the paths of the code of other packages' parts, by name, without importing it.
 
     Args:
         names: of parts; None for all.

@@ -40,7 +40,7 @@ from infoflow_lens.probing.measuring import (
 )
 from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.probing.store import find_stored, store_sequences
+from infoflow_lens.probing.store import find_sequences, store_sequences
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.finished import write_output
 from infoflow_lens.runs.folder import RunFolder
@@ -137,7 +137,7 @@ def _run(
         made_from = None
         if batches is None:
             made_from = sequences_identity(config, configuration, tokenizer)
-        stored = find_stored(folder, made_from)
+        stored = find_sequences(folder, made_from)
         coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
         begin = next(coming) if stored is None else stored.sequences
         capabilities = inspect_model(model, begin[0][None])
@@ -188,14 +188,14 @@ def _run(
     result.report(out / "report.html")
     last(result)
     if not in_memory:
-        write_output(folder, config.output_settings(), config.sources(), result.printed_output())
+        write_output(folder, config.output_settings(), config.sources(), result.to_output())
     return result
 
 
 def _parts(
     model: nn.Module, config: ProbingConfig, scratch: Path, batches: Batches | None
 ) -> Iterator[Rows]:
-    """The sequences in memory, or those that the settings name, some at a time."""
+    """Yield the sequences in memory, or those that the settings name, some at a time."""
     if batches is None:
         names = ("column", "n", "max_length", "window", "seed")
         settings = {name: getattr(config, name) for name in names}

@@ -28,7 +28,7 @@ SUMS = "sums.safetensors"
 
 
 def states_of(probes: Probes) -> dict[str, Any]:
-    """What probes have measured, by name, as tensors and plain values."""
+    """Return what probes have measured, by name, as tensors and plain values."""
     return {name: probe.state_dict() for name, probe in probes.items()}
 
 
@@ -45,7 +45,7 @@ class PackedSequences:
     lengths: list[int]
 
     def unpack(self) -> list[Tensor]:
-        """The sequences."""
+        """Return the sequences."""
         return list(self.together.split(self.lengths))
 
 
@@ -218,6 +218,6 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
 
 @lru_cache(maxsize=1)
 def _load_model(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
-    """The model, loaded once in a process."""
+    """Return the model, loaded once in a process."""
     with hide_library_bars():
         return load_any(model, device=device, dtype=dtype, backend=backend)

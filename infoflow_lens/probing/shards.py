@@ -101,18 +101,18 @@ class ShardSums:
         return self.extent.n_sequences - self.n_seen
 
     def missing_shards(self) -> Iterator[int]:
-        """The numbers of the shards that are not measured."""
+        """Yield the numbers of the shards that are not measured."""
         for index in range(self._n_in_all):
             if index >= self.n_shards and not self._waits(index // self.stride):
                 yield index
 
     def part(self, shards: range) -> Batches:
-        """The sequences of shards in a row."""
+        """Return the sequences of shards in a row."""
         stop = min(shards.stop * self.size, self.extent.n_sequences)
         return self.batches.part(shards.start * self.size, stop)
 
     def begin(self) -> Probes:
-        """The probes for the next shard: those that have begun it, or new ones."""
+        """Return the probes for the next shard: those that have begun it, or new ones."""
         self.begun = self.begun or self._new()
         return self.begun
 
@@ -131,7 +131,7 @@ class ShardSums:
         self._add_waiting()
 
     def missing_stretches(self) -> Iterator[tuple[int, range, Probes, Probes]]:
-        """The stretches that are still to be measured.
+        """Yield the stretches that are still to be measured.
 
         Yields:
             Number, shards, begun probes, and the sum so far, as in :class:`StretchTask`.
@@ -166,10 +166,10 @@ class ShardSums:
     def keep(self, now: bool = False) -> None:
         """Write the checkpoint, if the last one is old or `now` is set."""
         if self._is_whole and self.checkpoint.keep(self._state, now):
-            self.remove_added()
+            self.clean_up()
 
     def result(self, name: str) -> Any:
-        """The result of a probe.
+        """Return the result of a probe.
 
         Raises:
             NothingMeasuredError: if it saw nothing that it could measure.
@@ -179,10 +179,10 @@ class ShardSums:
         if kind is None or not manifests:
             return self._whole[name].result()
         path = self.folder.path / name
-        return kind.of_shards(path, manifests, kind.of.load(path / "000000").record)
+        return kind.from_shards(path, manifests, kind.of.load(path / "000000").record)
 
     def results(self) -> dict[str, Any]:
-        """The results of all probes; see :meth:`result`."""
+        """Return the results of all probes; see :meth:`result`."""
         return {name: self.result(name) for name in self.fresh}
 
     # How it is kept
@@ -260,7 +260,7 @@ class ShardSums:
                     if not path.is_file():
                         raise ValueError(f"{str(path)!r} is gone")
 
-    def remove_added(self) -> None:
+    def clean_up(self) -> None:
         """Remove the files of stretches that are in the sums."""
         names = {self._name(number) for number in range(-(-self.n_shards // self.stride))}
         self.folder.remove(*names.intersection(self.folder.names()))
@@ -323,7 +323,8 @@ def run_in_shards(
     gathered = ShardSums(probes, batches, context.config.shard, checkpoint, to_disk)
     begun = max((probe.n_sequences for probe in gathered.begun.values()), default=0)
     seen = gathered.n_seen + begun
-    say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
+    say(f"{', '.join(probes)}" + (f": going on after {seen} sequences" if seen else ""))
+    # processes that take a shard each are not worth starting for one
     alone = context.executor.is_one_process or gathered.n_left <= context.config.shard
     total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
     with (
@@ -344,7 +345,7 @@ def run_in_shards(
             gathered.keep(now=True)
             raise
     assert not gathered.n_left  # else sums of a part would pass for those of all
-    gathered.remove_added()
+    gathered.clean_up()
     return gathered
 
 

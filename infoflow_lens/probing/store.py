@@ -69,7 +69,7 @@ class StoredSequences(Sequence[Tensor]):
                 yield row[: self._longest]
 
     def cut(self, longest: int) -> "StoredSequences":
-        """The same sequences, of at most so many tokens each."""
+        """Return the same sequences, of at most so many tokens each."""
         most, least = min(self.extent.longest, longest), min(self.extent.shortest, longest)
         return StoredSequences(self._file, Extent(len(self), most, least), self._start, longest)
 
@@ -91,11 +91,11 @@ class _ArrowFile:
         self._n_read = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """The path alone, as another process opens the file by itself."""
+        """Return the path alone, as another process opens the file by itself."""
         return {"path": self.path, "_table": None, "_n_read": 0}
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        """The sequences from `start` to before `stop`.
+        """Return the sequences from `start` to before `stop`.
 
         Raises:
             InfoFlowError: if the file is spoiled or gone.
@@ -114,19 +114,19 @@ class _ArrowFile:
             return list(numbers.to(dtype).reshape(shape).split(np.diff(offsets).tolist()))
 
     def extent(self) -> Extent:
-        """How many sequences the file holds, and how long."""
+        """Count the sequences of the file, and find their lengths."""
         with self._reading(0, 0) as (table, _):
             n = len(table)
         return Extent(n, *self.lengths(0, n))
 
     def lengths(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens of the longest and of the shortest of some sequences; 0 for none."""
+        """Return the tokens of the longest and of the shortest of some sequences; 0 for none."""
         with self._reading(start, stop) as (_, column):
             found = pc.min_max(pc.list_value_length(column)).as_py()
             return found["max"] or 0, found["min"] or 0
 
-    def _opened(self) -> Any:
-        """The file, mapped, or to be read where a file system cannot map files (ENODEV)."""
+    def _open(self) -> Any:
+        """Open the file, mapped, or to be read where a file system cannot map files (ENODEV)."""
         try:
             return pa.memory_map(str(self.path))
         except OSError as error:
@@ -139,7 +139,7 @@ class _ArrowFile:
         try:
             if self._table is None or self._n_read > _MAPPED:
                 self._table, self._n_read = None, 0
-                with self._opened() as file, pa.ipc.open_stream(file) as reader:
+                with self._open() as file, pa.ipc.open_stream(file) as reader:
                     self._table = reader.read_all()
             column = self._table.column(0).slice(start, stop - start)
             if len(column) != stop - start:
@@ -176,7 +176,7 @@ class SequenceStore:
 
         Args:
             into: the folder.
-            made_from: JSON-compatible, by which :func:`find_stored` finds them again; with None
+            made_from: JSON-compatible, by which :func:`find_sequences` finds them again; with None
                 no later run uses them.
         """
         if self.path.parent == into.path / _FOLDER:
@@ -187,7 +187,7 @@ class SequenceStore:
         return replace(self, path=into.path / _FOLDER / _FILE)
 
 
-def find_stored(folder: RunFolder, made_from: Any) -> SequenceStore | None:
+def find_sequences(folder: RunFolder, made_from: Any) -> SequenceStore | None:
     """Find the sequences in the folder of a run; None if they are spoiled or made from other data.
 
     Args:
@@ -228,6 +228,7 @@ def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> Sequence
     with ExitStack() as stack:
         stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
         writer = None
+        # written as they come: all sequences need not fit into memory
         for rows in parts:
             if not len(rows):
                 continue
@@ -240,6 +241,7 @@ def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> Sequence
                 file = stack.enter_context(pa.OSFile(str(path), "wb"))
                 schema = batch.schema
                 writer = stack.enter_context(pa.ipc.new_stream(file, schema))
+            # a stream has one schema
             elif not batch.schema.equals(schema, check_metadata=True):
                 raise InfoFlowError(
                     f"{what} holds {numbers.dtype} {list(numbers.shape[1:])} behind others: "
@@ -265,7 +267,7 @@ def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
 
 
 def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBatch:
-    """Sequences, one behind the other in `numbers`, as rows of an Arrow table."""
+    """Return sequences, one behind the other in `numbers`, as rows of an Arrow table."""
     kept = numbers.float() if numbers.dtype == torch.bfloat16 else numbers
     values = pa.array(kept.flatten().numpy())
     if not numbers.is_floating_point():

@@ -88,7 +88,7 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
 
 
 def survey_bytes(context: RunContext) -> int:
-    """An upper estimate, in bytes, of the memory of a survey without the model's weights."""
+    """Return an upper estimate, in bytes, of the memory of a survey without the model's weights."""
     cfg = getattr(context.model, "cfg", None)
     size = next(context.model.parameters()).element_size()
     n_pos, width = context.batches.longest or 1, context.width
@@ -105,7 +105,7 @@ def survey_bytes(context: RunContext) -> int:
 
 
 def _bytes_of_files(folder: Path, dtype: str | None) -> int:
-    """The bytes that the weights of a local folder take in memory; 0 for a name."""
+    """Return the bytes that the weights of a local folder take in memory; 0 for a name."""
     if not folder.is_dir():
         return 0
     files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]

@@ -48,7 +48,7 @@ class SurveyConfig:
         self.probing()
 
     def probing(self) -> ProbingConfig:
-        """The probe run that the survey is."""
+        """Return the probe run that the survey is."""
         return ProbingConfig(
             model=self.model,
             data=self.data,

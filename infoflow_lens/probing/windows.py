@@ -26,7 +26,7 @@ _AT_ONCE = 1000  # windows
 def token_stream(
     model: nn.Module, texts: Sequence[str]
 ) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
-    """All texts as ids, one behind the other, and what the model's tokenizer puts before a text.
+    """Join all texts as ids, and find what the model's tokenizer puts before a text.
 
     Args:
         model: with a tokenizer.
@@ -74,7 +74,7 @@ def windows(
     one_text: bool = False,
     scratch: Path | None = None,
 ) -> Iterator[Int[Tensor, "window length"]]:
-    """The windows of :func:`spread_windows` over a :func:`token_stream`, some at a time.
+    """Yield the windows of :func:`spread_windows` over a :func:`token_stream`, some at a time.
 
     Args:
         model: with a tokenizer.
@@ -150,12 +150,14 @@ def _prefix_and_stream(
     first = next(coming, None)
     if first is None:
         raise InfoFlowError("there are no texts: expected at least one")
+    # the start of a text is enough to see what the tokenizer puts before it
     beginning = [first[:256]]
     (whole,), (bare,) = (
         tokenize(model, beginning, "the texts"), ids_of_texts(model, beginning, bare=True)
     )  # fmt: skip
     prefix = whole[: len(whole) - len(bare)]
     yield prefix
+    # only the first piece of a text begins with the prefix; a file is one text
     pieces = (
         (piece, place == 0 and not (one_text and index))
         for index, text in enumerate(chain([first], coming))
@@ -169,7 +171,7 @@ def _prefix_and_stream(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces that end with a line, or with a word where lines are very long."""
+    """Yield a text in pieces that end with a line, or with a word where lines are very long."""
     start = 0
     while len(text) - start > _PIECE:
         stop = text.rfind("\n", start, start + _PIECE) + 1

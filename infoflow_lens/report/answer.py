@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infoflow_lens.hooks.answer.result import AnswerNumbers
-from infoflow_lens.report.assets import with_policy
+from infoflow_lens.report.assets import add_policy
 from infoflow_lens.report.charts import Table, render_chart
 from infoflow_lens.report.strips import draw_strips
 from infoflow_lens.report.templating import templates
@@ -62,6 +62,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         ],
         anchors=[f"line-{number}" for number in range(1, len(lines) + 1)],
     )
+    # a guess that is a class cannot stand in the text
     says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     page = (
         templates()
@@ -73,19 +74,19 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
             presses=form is not None and not form.waits and says_token,
             chart=render_chart,
             bundles=bundles if lines else None,
-            paths=None if paths is None else Table.of_frame(paths),
+            paths=None if paths is None else Table.from_frame(paths),
             strips=draw_strips(answer) if len(answer.strips) else None,
-            words=Table.of_frame(answer.to_frame("tokens")),
-            heads=Table.of_frame(answer.to_frame("heads").head(_HEADS)),
+            words=Table.from_frame(answer.to_frame("tokens")),
+            heads=Table.from_frame(answer.to_frame("heads").head(_HEADS)),
             looks=_looks(answer),
             record=json.dumps(answer.record.to_dict(), indent=2),
         )
     )
-    return with_policy(page, "'none'" if form is None else "'self'")
+    return add_policy(page, "'none'" if form is None else "'self'")
 
 
 def _looks(answer: AnswerNumbers) -> Table | None:
-    """Where each head looks most in both texts, and what it writes from there."""
+    """Tabulate where each head looks most in both texts, and what it writes from there."""
     effects = dict(zip(map(tuple, answer.units.tolist()), answer.unit_effect.tolist(), strict=True))
     rows: list[list[Any]] = []
     for number, (layer, head) in enumerate(answer.looked.tolist()):

@@ -14,7 +14,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @cache
 def asset(name: str) -> str:
-    """The text of a script or style of this package, safe inside a script element."""
+    """Return the text of a script or style of this package, safe inside a script element."""
     path = files("infoflow_lens.report") / "assets" / name
     return path.read_text(encoding="utf-8").replace("</", "<\\/")
 
@@ -42,7 +42,7 @@ def script(*names: str) -> str:
     )
 
 
-def with_policy(page: str, form_action: str = "'none'") -> str:
+def add_policy(page: str, form_action: str = "'none'") -> str:
     """Add a content security policy to a page, after its first ``<meta charset>``.
 
     The policy allows the scripts and styles that the page contains, and no request to a network.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from markupsafe import Markup, escape
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,6 +80,7 @@ class Lines:
     most: float | None = None
 
 
+@refuse_names(of_frame="from_frame")
 @dataclass(frozen=True)
 class Table:
     """A table; one press on a column's name sorts it.
@@ -99,8 +100,8 @@ class Table:
     anchors: Sequence[str] = ()
 
     @classmethod
-    def of_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
-        """A frame's first rows; the caption says how many there are."""
+    def from_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
+        """Take a frame's first rows; the caption says how many there are."""
         if len(frame) > most:
             caption = f"{caption} The first {most} of {len(frame)} rows.".strip()
         columns = {str(name).replace("_", " "): "" for name in frame.columns}
@@ -111,7 +112,7 @@ Chart: TypeAlias = "HeatMap | NameMap | Lines | Table | Figure"
 
 
 def render_chart(chart: Any) -> Markup:
-    """A chart as HTML.
+    """Return a chart as HTML.
 
     Raises:
         InfoFlowError: for anything that is no chart.
@@ -133,7 +134,7 @@ def render_chart(chart: Any) -> Markup:
 
 
 def number(value: Any) -> str:
-    """A number with three digits, a dash for what is missing, other things as they are."""
+    """Return a number with three digits, a dash for what is missing, other things as they are."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return MISSING
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -202,6 +203,7 @@ def _heat_map(chart: HeatMap) -> Markup:
 
 
 def _name_map(chart: NameMap) -> Markup:
+    # many heads get smaller cells, so that the picture fits a screen
     n_columns = max((len(row) for row in chart.names), default=0)
     cell = _CELL if n_columns <= 24 else 16
     parts = _grid(len(chart.names), n_columns, "layer", "head", cell)
@@ -217,6 +219,7 @@ def _name_map(chart: NameMap) -> Markup:
                 f"<title>{escape(said)}</title></rect>"
             )
     at = cell * len(chart.names) + 48
+    # only colours that are seen are in the legend
     used = [n for n in chart.colours if any(n in row for row in chart.names)]
     for index, name in enumerate(used):
         parts.append(
@@ -232,12 +235,12 @@ _COLOURS = 8  # line colours in the style sheet
 
 
 def _colour(index: int, n: int) -> str:
-    """The class of a line's colour, where there are few lines."""
+    """Return the class of a line's colour, where there are few lines."""
     return f" s{index}" if n <= _COLOURS else ""
 
 
 def _ramp(index: int, n: int) -> str:
-    """A colour of its own for each of many lines, from blue by way of green to red."""
+    """Return a colour of its own for each of many lines, from blue by way of green to red."""
     if n <= _COLOURS:
         return ""
     colour = f"hsl({220 - 220 * index / (n - 1):.0f}, 65%, {45 + 8 * (index % 2)}%)"
@@ -248,6 +251,7 @@ def _lines(chart: Lines) -> Markup:
     width, height, left, top = 560.0, 260.0, 54.0, 10.0
     inner, tall = width - left - 16, height - top - 46
     known = [v for values in chart.series.values() for v in values if not math.isnan(v)]
+    # from 0 on, to a top that may be given, so that charts can be compared
     most = chart.most or max([*known, 1e-12])
     first, last = chart.x[0], chart.x[-1]
 
@@ -260,6 +264,7 @@ def _lines(chart: Lines) -> Markup:
         _, y = place(first, most * step / 4)
         parts.append(f'<path class="rule" d="M{left:.0f},{y:.1f}H{width - 16:.0f}"/>')
         parts.append(_text(left - 6, y + 4, f"{most * step / 4:.2g}", "end"))
+    # about ten ticks
     every = max(1, len(chart.x) // 10)
     parts += [_text(place(x, 0)[0], top + tall + 16, x) for x in chart.x[::every]]
     parts.append(_text(left + inner / 2, height - 6, chart.x_title))
@@ -297,9 +302,10 @@ def _table(chart: Table) -> Markup:
     for i, row in enumerate(chart.rows):
         cells = []
         for j, value in enumerate(row):
+            # a reason for a missing value stands once for neighbours that share it
             reason = chart.reasons.get((i, j))
             repeated = reason is not None and chart.reasons.get((i, j - 1)) == reason
-            shown = (
+            text = (
                 Markup('<span title="{}">{}<small>{}</small></span>').format(
                     reason, MISSING, "" if repeated else f" {reason}"
                 )
@@ -307,7 +313,7 @@ def _table(chart: Table) -> Markup:
                 else escape(number(value))
             )
             key = "" if reason or number(value) == MISSING else value
-            cells.append(Markup('<td data-value="{}">{}</td>').format(key, shown))
+            cells.append(Markup('<td data-value="{}">{}</td>').format(key, text))
         anchor = Markup(' id="{}"').format(chart.anchors[i]) if chart.anchors else ""
         rows.append(Markup("<tr{}>{}</tr>").format(anchor, Markup("").join(cells)))
     return Markup(

@@ -23,6 +23,7 @@ def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> Figure:
     figure.suptitle(f"Recovery error of the heads of layer {layer}", fontsize=11)
     first = None
     for place, (index, rank, error) in enumerate(panels):
+        # panels share their scale
         axes = figure.add_subplot(1, len(panels), place + 1, sharey=first)
         first = first or axes
         width = 0.8 / len(results)

@@ -18,7 +18,7 @@ from markupsafe import escape
 from torch import Tensor
 
 from infoflow_lens.foundation.documents import FLOW_PAGE
-from infoflow_lens.report.assets import asset, script, with_policy
+from infoflow_lens.report.assets import add_policy, asset, script
 from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
@@ -39,7 +39,7 @@ _SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
 
 
 def render_flow(view: FlowView, fragment: bool = False) -> str:
-    """The interactive picture, with all that it needs in itself.
+    """Return the interactive picture, with all that it needs in itself.
 
     Args:
         view: what it shows.
@@ -55,7 +55,7 @@ def render_flow(view: FlowView, fragment: bool = False) -> str:
         .get_template("flow.html.j2")
         .render(title=view.title, body=body, script=mounting_script([picture]))
     )
-    return with_policy(page)
+    return add_policy(page)
 
 
 def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -74,13 +74,14 @@ def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool 
 
 
 def picture_data(view: FlowView) -> str:
-    """The JSON that the page's script reads, safe inside a script element."""
+    """Return the JSON that the page's script reads, safe inside a script element."""
     groups, first = [], 0
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
         first += count
-    shown = view.inputs[view.first]
-    n_layers, n_pos = len(shown.ranked), shown.n_queries
+    opened = view.inputs[view.first]
+    n_layers, n_pos = len(opened.ranked), opened.n_queries
+    # opens at the last state of the last layer
     layer, position = view.selected or (n_layers - 1, n_pos - 1)
     return str(
         htmlsafe_json_dumps(
@@ -88,7 +89,7 @@ def picture_data(view: FlowView) -> str:
                 "title": view.title,
                 "rules": view.rules,
                 "record": view.record,
-                "notes": [*view.notes, *_measured_how(view)],
+                "notes": [*view.notes, *_describe_influence(view)],
                 "unmeasured": view.unmeasured,
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
@@ -96,7 +97,7 @@ def picture_data(view: FlowView) -> str:
                 "first": view.first,
                 "groups": groups,
                 "aligned": view.aligned and [list(pair) for pair in view.aligned],
-                "inputs": [_packed(each) for each in view.inputs],
+                "inputs": [_pack(each) for each in view.inputs],
             },
             dumps=_dumps,
         )
@@ -114,7 +115,7 @@ def fit_into_page(view: FlowView, most: int) -> FlowView:
     """
     size, kept = 0, 0
     for each in view.inputs:
-        size += len(_dumps(_packed(each)))
+        size += len(_dumps(_pack(each)))
         if kept and size > most:
             break
         kept += 1
@@ -130,14 +131,14 @@ def _dumps(value: Any, **kwargs: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False, **kwargs)
 
 
-def _measured_how(view: FlowView) -> list[str]:
+def _describe_influence(view: FlowView) -> list[str]:
     if all(each.influence is None for each in view.inputs):
         return []
     return [f"Measured influence: {view.influence_name}."]
 
 
 def picture_element(data: str, inside: str = "") -> str:
-    """The element that a picture is mounted on; `inside` is shown where no script runs."""
+    """Return the element that a picture is mounted on; `inside` is shown where no script runs."""
     return (
         f'<div data-infoflow="{identity(data)}">{inside}'
         f'<script type="application/json">{data}</script></div>'
@@ -145,12 +146,12 @@ def picture_element(data: str, inside: str = "") -> str:
 
 
 def identity(data: str) -> str:
-    """A name for a picture: pictures of the same content share it."""
+    """Return a name for a picture: pictures of the same content share it."""
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 def mounting_script(pictures: Sequence[str]) -> str:
-    """The script that mounts pictures.
+    """Return the script that mounts pictures.
 
     Args:
         pictures: as :func:`picture_data` gives them.
@@ -215,8 +216,9 @@ class _Blob:
         return self.add("share8", steps.numpy().astype("u1"))
 
 
-def _packed(view: ViewedInput) -> dict[str, Any]:
-    """An input as text for the page: arrays in one compressed blob."""
+def _pack(view: ViewedInput) -> dict[str, Any]:
+    """Pack an input as text for the page: arrays in one compressed blob."""
+    # half precision and shares of 8 bits are finer than a screen shows
     blob = _Blob()
     arrays: dict[str, Any] = {"ranked": [blob.keys(keys.cpu()) for keys in view.ranked]}
     for name in ("weights", "scores"):
@@ -236,9 +238,10 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
     rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
     arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
-    arrays["replaced"] = None if view.replaced is None else _replaced(blob, view.replaced)
+    arrays["replaced"] = None if view.replaced is None else _pack_next_tokens(blob, view.replaced)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
+        # by the largest of each state, which half precision could not hold as it is
         influence = view.influence.detach().cpu().float()
         largest = influence.nan_to_num(0).amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         arrays["influence"] = blob.half(influence / largest[..., None])
@@ -271,8 +274,8 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
     return packed
 
 
-def _replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
-    """Next tokens with each token replaced as the page reads them: words, and places of these."""
+def _pack_next_tokens(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
+    """Pack next tokens with each token replaced as the page reads them: words, and their places."""
     pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
     words = list(dict.fromkeys(token for token, _ in pairs))
     places = {word: place for place, word in enumerate(words)}
@@ -286,7 +289,7 @@ def _replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
 
 
 def _shares(edges: Tensor) -> Tensor:
-    """Of the largest in each row, which is all that the page draws."""
+    """Divide edges by the largest in each row, which is all that the page draws."""
     largest = edges.float().amax(dim=-1, keepdim=True)
     return edges.float() / largest.clamp(min=1e-30)
 

@@ -56,6 +56,7 @@ def draw_flow(
             f"the state is layer {layer}, position {position}: expected a layer from 0 to "
             f"{n_layers - 1} and a position from 0 to {n_pos - 1}"
         )
+    # the same sets as on the page
     rules = viewed.layers_of(rule, k)
     members = propagate(rules, n_source).members[layer, 0, position]
     weights = [_weights(viewed, rule, k, index) for index in range(layer + 1)]
@@ -64,6 +65,7 @@ def draw_flow(
     figure = StillPicture(figsize=(width, lattice_height + 1.9), layout="constrained")
     grid = GridSpec(2, 1, figure=figure, height_ratios=[lattice_height, 1.0])
     lattice, bars = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
+    # the strongest path first
     passed, kept, reached = _paths(weights, layer, position)
     lattice.add_collection(LineCollection(kept, colors=_KEPT, linewidths=1.0, zorder=1))
     levels = [strength / passed[0][0] for strength, _ in passed]
@@ -89,6 +91,7 @@ def draw_flow(
     lattice.set_xticks([])
     title = title or _title(viewed, layer, position)
     lattice.set_title(plain_label(title), fontsize=10)
+    # without measured influence the bars say what is predicted
     share = _share(viewed, layer, position)
     heights = members.float() if share is None else share
     for source, height in enumerate(heights.tolist()):

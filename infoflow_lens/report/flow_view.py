@@ -35,7 +35,7 @@ class Move:
     keys: Int[Tensor, "pos k"] | None = None
 
     def rule(self, ranked: Int[Tensor, "_head pos k"], view: "ViewedInput", k: int) -> Rule:
-        """The update rule of `propagate` for this move.
+        """Return the update rule of `propagate` for this move.
 
         Args:
             ranked: the ranked keys of the heads.
@@ -67,7 +67,7 @@ class ViewedMechanism:
     passes: Int[Tensor, "pos k"] | str | None = None
 
     def describe(self) -> Move:
-        """Which keys the head moves."""
+        """Say which keys the head moves."""
         if isinstance(self.passes, Tensor):
             return Move("keys", keys=self.passes)
         if self.passes == ALL_KEYS:
@@ -161,6 +161,7 @@ class ViewedInput:
     name: str = ""
 
     def __post_init__(self) -> None:
+        # refused here, where the sizes are known, as the page's script would fail in silence
         n_layers, n_source, n_pos = len(self.ranked), len(self.tokens), self.n_queries
         if not n_layers or not 1 <= n_source <= n_pos:
             raise InfoFlowError(
@@ -232,7 +233,7 @@ class ViewedInput:
             )
 
     def describe(self, rule: str) -> Move | list[list[Move]]:
-        """How a rule moves sets: one move for all heads, or one for each head of each layer.
+        """Say how a rule moves sets: one move for all heads, or one for each head of each layer.
 
         Args:
             rule: "max_position", "top_k" or "mechanisms".
@@ -250,7 +251,7 @@ class ViewedInput:
         return [[head.describe() for head in layer] for layer in self.mechanisms or ()]
 
     def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
-        """What `propagate` takes, for the same sets as the picture's.
+        """Return what `propagate` takes, for the same sets as the picture's.
 
         Args:
             rule: "max_position", "top_k" or "mechanisms".
@@ -324,9 +325,9 @@ class FlowView:
                 f"groups hold {sum(n for _, n in self.groups)} inputs: expected {len(self.inputs)}"
             )
         if self.aligned is not None:
-            self._check_aligned(self.aligned)
+            self._check_pairs(self.aligned)
 
-    def _check_aligned(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _check_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
         if len(self.inputs) != 2 or [n for _, n in self.groups] != [1, 1]:
             raise InfoFlowError(
                 f"positions are aligned between {len(self.inputs)} inputs in {len(self.groups)} "

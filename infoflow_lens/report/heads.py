@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def _grid(frame: "pd.DataFrame", column: str, missing: Any) -> list[list[Any]]:
-    """A column by layer and head; layers may have their own numbers of heads."""
+    """Return a column by layer and head; layers may have their own numbers of heads."""
     grid: list[list[Any]] = [[] for _ in range(int(frame["layer"].max()) + 1)]
     for layer, head, value in zip(frame["layer"], frame["head"], frame[column], strict=True):
         row = grid[int(layer)]
@@ -22,7 +22,7 @@ def _grid(frame: "pd.DataFrame", column: str, missing: Any) -> list[list[Any]]:
 def by_head(
     frame: "pd.DataFrame", columns: Mapping[Any, str], most: float | None = None
 ) -> list[HeatMap]:
-    """Heat maps over layers and heads.
+    """Draw heat maps over layers and heads.
 
     Args:
         frame: a row for each layer and head.
@@ -37,10 +37,10 @@ def by_head(
     ]
 
 
-def by_head_in_colours(
+def draw_names(
     frame: "pd.DataFrame", column: str, colours: Mapping[str, str], hover: Sequence[str]
 ) -> NameMap:
-    """A name for every head, in its colour.
+    """Draw a name for every head, in its colour.
 
     Args:
         frame: a row for each layer and head.

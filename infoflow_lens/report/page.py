@@ -12,7 +12,7 @@ from torch import Tensor
 from infoflow_lens.agreement import Agreement, SetAgreement
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
-from infoflow_lens.report.assets import with_policy
+from infoflow_lens.report.assets import add_policy
 from infoflow_lens.report.charts import render_chart
 from infoflow_lens.report.flow import fallback, mounting_script, picture_data, picture_element
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
@@ -80,7 +80,7 @@ METRICS = {
 
 
 def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[str, Any]]:
-    """Rows of the table of agreement: by place, then by what the agreements are called."""
+    """Return rows of the table of agreement: by place, then by what the agreements are called."""
     rows = []
     n_layers = max((len(each.layers) for each in agreement.values()), default=0)
     for index in range(n_layers + 1):
@@ -125,26 +125,27 @@ def render_report(report: Report) -> str:
             record=json.dumps(report.record.to_dict(), indent=2),
         )
     )
-    return with_policy(page)
+    return add_policy(page)
 
 
 def picture_of(report: Report) -> FlowView:
-    """The shown inputs of every stage, the last stage first."""
+    """Return the shown inputs of every stage, the last stage first."""
     inputs, groups = [], []
+    # the trained stage is what one looks at first
     for stage in reversed(report.stages):
         n_source, n_pos = stage.predicted.n_sources, stage.predicted.members.shape[2]
         groups.append((stage.name, len(report.active)))
-        for shown, active in enumerate(report.active):
+        for number, active in enumerate(report.active):
             inputs.append(
                 ViewedInput(
                     tokens=[f"x{position}" for position in range(n_source)],
                     n_queries=n_pos,
-                    ranked=[chosen[shown][..., None] for chosen in stage.positions],
-                    influence=stage.influence[:, shown],
-                    edges=[edges[shown] for edges in stage.edges],
+                    ranked=[chosen[number][..., None] for chosen in stage.positions],
+                    influence=stage.influence[:, number],
+                    edges=[edges[number] for edges in stage.edges],
                     marked=active.nonzero().flatten().tolist(),
                     causal=False,
-                    name=f"input {shown}",
+                    name=f"input {number}",
                 )
             )
     return FlowView(

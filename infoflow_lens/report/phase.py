@@ -66,7 +66,7 @@ def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def phase_key(figure: Figure) -> None:
-    """What the colours of phase panels say, below the figure."""
+    """Draw a legend of the colours of phase panels, below the figure."""
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(COLOURS), frameon=False)
 

@@ -10,7 +10,7 @@ from jinja2.utils import htmlsafe_json_dumps
 
 from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.report.assets import asset, with_policy
+from infoflow_lens.report.assets import add_policy, asset
 from infoflow_lens.report.charts import Table, render_chart
 from infoflow_lens.report.flow import (
     fallback,
@@ -80,7 +80,8 @@ class ProbingReport:
 
 
 def render_probing(report: ProbingReport) -> str:
-    """The report as one HTML page without references to anything that it would fetch."""
+    """Return the report as one HTML page without references to anything that it would fetch."""
+    # a picture that is too large for a page is left out, and the page says so
     flow = None if report.flow is None else fit_into_page(report.flow, PICTURE_BYTES)
     data = None if flow is None else picture_data(flow)
     script = "" if data is None else mounting_script([data])
@@ -103,7 +104,7 @@ def render_probing(report: ProbingReport) -> str:
             record=json.dumps(report.record.to_dict(), indent=2),
         )
     )
-    return with_policy(page)
+    return add_policy(page)
 
 
 def _anchor(title: str) -> str:

@@ -28,6 +28,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     layers = answer.strip_layers
     lines = answer.bundles() if strips else []
     sizes = [abs(float(answer.path_effect[group].sum())) for _, group in lines]
+    # the largest are drawn, in the order of their numbers
     drawn = sorted(sorted(range(len(lines)), key=lambda number: -sizes[number])[:_DRAWN])
     asides = _asides(answer, [lines[number][1] for number in drawn])
     beside = 20 + max(asides, default=0.0)
@@ -43,6 +44,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 return _TOP + _ROW * (row + 0.5 + (layer - above) / max(1, below - above))
         return foot - _ROW / 2
 
+    # words on top; thin columns of small words have none
     parts = []
     for position, word in enumerate(answer.tokens):
         if width[position] == _THIN:
@@ -52,6 +54,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
             f'<text class="tick"{bold} x="{middle[position]:.1f}" y="16" text-anchor="middle">'
             f"{escape(word.strip() or word)}</text>"
         )
+    # a row for each layer, a cell for each word
     for row, (layer, shares) in enumerate(zip(layers, strips, strict=True)):
         name = "the end" if row == len(layers) - 1 else f"layer {layer}"
         y = _TOP + _ROW * row
@@ -66,9 +69,11 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f'fill-opacity="{min(1.0, max(0.0, share)):.3f}">'
                 f"<title>{escape(said)}</title></rect>"
             )
+    # lines lie over the cells, their width the size of their effect
     for number, aside in zip(drawn, asides, strict=True):
         width_of_line = 1 + (_WIDEST - 1) * sizes[number] / max(max(sizes), 1e-12)
         parts += _line(answer, number, *lines[number], width_of_line, aside, middle, height, foot)
+    # below: how much each word is needed, and how much it decides
     for at, column, name in (
         (16, answer.token_mean, "needed"),
         (34, answer.token_other, "decides"),
@@ -98,6 +103,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     label = "Share of the difference by layer and word, and the paths that decide"
     picture = f'<svg {size} {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
     kinds = sorted({answer.places[lines[number][1][0]].tolist()[6] for number in drawn})
+    # a legend of the inputs by which paths enter heads
     keys = "".join(
         f'<span class="item"><svg class="swatch" width="14" height="4"><g class="s{kind}">'
         f'<circle cx="7" cy="2" r="7"/></g></svg>{describe_kind(KINDS[kind])}</span>'

@@ -4,7 +4,7 @@ import jinja2
 
 
 def templates() -> jinja2.Environment:
-    """The pages' templates, in which text is escaped and nothing may be missing."""
+    """Return the pages' templates, in which text is escaped and nothing may be missing."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
         autoescape=True,

@@ -20,8 +20,8 @@ TERMS = {
 }
 
 
-def term(name: str, shown: str | None = None) -> Markup:
-    """A word with its meaning on hover and focus."""
+def term(name: str, words: str | None = None) -> Markup:
+    """Return a word with its meaning on hover and focus."""
     return Markup('<span class="term" tabindex="0">{}<span role="tooltip">{}</span></span>').format(
-        shown or name, TERMS[name]
+        words or name, TERMS[name]
     )

@@ -155,6 +155,7 @@ def run_in_workers(
     remaining, running = iter(units), dict[Future[Any], Unit]()
     is_exhausted = False  # whether no unit remains
 
+    # workers come and go, so their number is asked for again
     def fill() -> None:
         nonlocal is_exhausted
         for _ in range(workers.room() - len(running)):
@@ -182,6 +183,7 @@ def run_in_workers(
                         "lack of memory; expected room for it: give fewer jobs or smaller batches, "
                         "or workers more memory"
                     ) from error
+                # another worker takes it, before all that is new
                 remaining, is_exhausted = chain([unit], remaining), False
                 continue
             fill()  # first: workers go on while the caller takes the result in
@@ -281,6 +283,7 @@ class _Cluster:
                 "expected the address of a running one, such as tcp://127.0.0.1:8786"
             ) from error
         try:
+            # workers of a queue may wait for machines
             self._client.wait_for_workers(1, timeout=_PATIENCE)
         except NoWorkersError as error:
             self.close()

@@ -87,7 +87,7 @@ def read_output(
 
 
 def file_digests(source: Path) -> dict[str, str] | None:
-    """The digests of a file, or of all files of a folder, by name.
+    """Return the digests of a file, or of all files of a folder, by name.
 
     Returns:
         None if the source is neither, or is a folder of more than 1000 files.
@@ -103,7 +103,7 @@ def file_digests(source: Path) -> dict[str, str] | None:
 
 
 def _sizes(folder: RunFolder) -> dict[str, int]:
-    """The sizes of the run's own files that are there."""
+    """Return the sizes of the run's own files that are there."""
     paths = {name: folder.path / name for name in folder.names() if name != FINISHED}
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 

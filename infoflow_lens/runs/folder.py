@@ -199,7 +199,7 @@ class RunFolder:
         return self.path / name
 
     def names(self, below: str = "") -> list[str]:
-        """The files of the run, all or those in one of its folders."""
+        """Return the files of the run, all or those in one of its folders."""
         self._read()
         beginning = f"{below}/" if below else ""
         return sorted(name for name in self._digests if name.startswith(beginning))
@@ -234,7 +234,7 @@ class RunFolder:
         return scratch
 
     def temporary(self, target: Path) -> Path:
-        """A path of its own for what will replace `target`.
+        """Return a path of its own for what will replace `target`.
 
         Raises:
             InfoFlowError: where links lead to `target`, or it is somebody else's.
@@ -295,7 +295,7 @@ class RunFolder:
     # The manifest
 
     def _digests_of(self, name: str) -> list[str]:
-        """The digests that a file of the run may have; none for what is not the run's."""
+        """Return the digests that a file of the run may have; none for what is not the run's."""
         if name not in self._digests:
             self._read()  # a worker may have written it
         return self._digests.get(name, [])
@@ -308,6 +308,7 @@ class RunFolder:
             return
         with naming_file(path, "read"), open_regular(path) as file:
             found = os.fstat(file.fileno())
+            # another file under the name, or a shorter one: read from the beginning
             if found.st_ino != self._read_position[0] or found.st_size < self._read_position[1]:
                 self._digests, self._read_position = {}, (found.st_ino, 0)
                 self._read_header(file.readline())
@@ -326,6 +327,7 @@ class RunFolder:
                     f"{str(path)!r} names {name!r}, which is no file below the folder of the run: "
                     "expected what this version wrote; choose another folder"
                 )
+            # the newest last; the one before counts while a file is replaced
             digests = self._digests.setdefault(name, [])
             digests[:] = [*(d for d in digests if d != digest), digest]
 
@@ -379,6 +381,7 @@ class RunFolder:
         self._read()
         self.identity = identity or self.identity
         target = self.path / MANIFEST
+        # a finished run has one digest for each file; one that goes on may be between two
         kept = {
             name: digests[-1:] if finished else digests[-2:]
             for name, digests in sorted(self._digests.items())
@@ -392,6 +395,7 @@ class RunFolder:
         lines = [json.dumps({**header, "digest": _digest_of_values(header)})]
         for name, digests in kept.items():
             lines += [json.dumps({"name": name, "sha256": digest}) for digest in digests]
+        # replaced at once: a reader sees the old manifest or the new one
         temporary = self.scratch / f"{MANIFEST}.{uuid.uuid4().hex[:12]}"
         with naming_file(target):
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

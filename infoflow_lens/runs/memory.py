@@ -52,7 +52,7 @@ def run_bytes(
     d_mlp: int = 0,
     d_encoder: int = 0,
 ) -> int:
-    """An upper estimate, in bytes, of the peak memory of a training run of a hosted model.
+    """Return an upper estimate, in bytes, of the peak memory of a training run of a hosted model.
 
     It counts three copies of the training sequences (drawn, converted, on the device); the weights
     with gradients, moments and kept states; and the larger of two numbers: what a step keeps for

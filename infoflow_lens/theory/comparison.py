@@ -134,7 +134,7 @@ def tuple_indices(n: int, arity: int, symmetric: bool) -> Int[Tensor, "tuple ari
 
 
 def component_tuples(n_tokens: int, component: Component) -> Int[Tensor, "tuple arity"]:
-    """The tuples that a component compares."""
+    """Return the tuples that a component compares."""
     if component.tuples is not None:
         return torch.tensor(component.tuples)
     n = n_tokens if component.positions is None else len(component.positions)
@@ -223,7 +223,7 @@ def best_in_list(
 def pair_scores(
     component: Component, x: Float[Tensor, "batch pos d_token"], reverse: bool
 ) -> Float[Tensor, "batch query key"]:
-    """The preference of every pair of tokens, -inf outside the component's positions."""
+    """Return the preference of every pair of tokens, -inf outside the component's positions."""
     n_tokens = x.shape[1]
     queries = x.unsqueeze(2).expand(-1, -1, n_tokens, -1)
     keys = x.unsqueeze(1).expand(-1, n_tokens, -1, -1)
@@ -249,7 +249,7 @@ def common_positions(
 
 
 def tuple_holders(n_tokens: int, rests: Sequence[Sequence[int]]) -> list[int]:
-    """A token for each tuple, one of its last where that is free [chosen].
+    """Return a token for each tuple, one of its last where that is free [chosen].
 
     Where there are more tuples than tokens, tokens hold several.
     """
@@ -340,7 +340,7 @@ class ComparisonTree:
         component: Component,
         shape: Literal["balanced", "chain"] | torch.Generator = "balanced",
     ) -> "ComparisonTree":
-        """A tree over all tuples of a component, with its score at every node.
+        """Return a tree over all tuples of a component, with its score at every node.
 
         Args:
             n_tokens: T.
@@ -371,7 +371,7 @@ class ComparisonTree:
     def evaluate(
         self, x: Float[Tensor, "batch pos d_token"]
     ) -> tuple[Int[Tensor, "batch arity"], int]:
-        """The winning tuple of every sequence, and the number of comparisons made.
+        """Return the winning tuple of every sequence, and the number of comparisons made.
 
         A node compares its children's tuples by its score; ties go to the left.
 
@@ -441,7 +441,7 @@ class ComparisonProfile:
 
     @checked
     def number(self, n_tokens: Number, count: Count) -> int:
-        """The number of comparisons at T by the chosen count; never below 0.
+        """Return the number of comparisons at T by the chosen count; never below 0.
 
         Raises:
             InfoFlowError: for T below 1, T below the dimension, or an unknown count.
@@ -455,7 +455,7 @@ class ComparisonProfile:
         return max(0, functions[count](n_tokens))
 
     def flags_for(self, count: Count) -> tuple[str, ...]:
-        """The limits that concern a count."""
+        """Return the limits that concern a count."""
         return tuple(flag.text for flag in self.flags if count in flag.counts)
 
     def leading_coefficient(self, count: Count) -> float:
@@ -500,7 +500,7 @@ _ORDERED_FLAG = Flag(
 
 
 def _tuple_profile(name: str, arity: int, n_trees: int = 1, *flags: Flag) -> ComparisonProfile:
-    """A target of D best tuples: a tree for each, over ordered or unordered tuples.
+    """Return a target of D best tuples: a tree for each, over ordered or unordered tuples.
 
     Below lie C(T, arity) leaves that distinct positions need, less one for each of the at most
     D arity retrieved tokens [derived].
@@ -550,7 +550,7 @@ def triangle_center_profile() -> ComparisonProfile:
 
 
 def kth_largest_profile(depth: int) -> ComparisonProfile:
-    """The k-th largest of T numbers, `depth` from the nearer end (Thm 2) [derived].
+    """Return the k-th largest of T numbers, `depth` from the nearer end (Thm 2) [derived].
 
     The k-th largest number is the largest minimum of a k-subset, so a tree over the C(T, k)
     subsets retrieves it; counted from the smallest, T - k + 1 takes the place of k. Every token
@@ -611,7 +611,7 @@ def context_profile(name: str, block: int, query: int, dimension: int) -> Compar
 def components_profile(
     name: str, components: Sequence[Component], *flags: Flag
 ) -> ComparisonProfile:
-    """The counts of any target that retrieves components, arities mixed [derived].
+    """Return the counts of any target that retrieves components, arities mixed [derived].
 
     A tree for each component, over the tuples that it compares: that is the upper bound, ordered
     ("paper") and unordered. The dimension and the order are those of the component with the longest
@@ -660,7 +660,7 @@ def components_profile(
 
 
 def reading_profile(name: str) -> ComparisonProfile:
-    """A target that compares nothing: it reads fixed positions, whatever they hold."""
+    """Return a target that compares nothing: it reads fixed positions, whatever they hold."""
     return ComparisonProfile(
         name, 1, 0, 1, paper=lambda t: 0, unordered=lambda t: 0, proved=lambda t: 0
     )
@@ -766,7 +766,7 @@ def least_information(
 
 
 def root_ceiling(value: int, degree: int) -> int:
-    """The smallest integer whose power reaches `value`; exact also for large integers."""
+    """Return the smallest integer whose power reaches `value`; exact also for large integers."""
     return least(lambda root: root**degree >= value, 0)
 
 

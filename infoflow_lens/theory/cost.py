@@ -174,7 +174,7 @@ class DigitCode:
     def _steps(
         self, z: Float[Tensor, "*batch n"], bits: int, steepness: float | None
     ) -> Float[Tensor, "*batch n unit"]:
-        """The hidden layer: unit k of an input is 1 from k / 2^bits on."""
+        """Return the hidden layer: unit k of an input is 1 from k / 2^bits on."""
         thresholds = torch.arange(1, 2**bits, dtype=z.dtype, device=z.device) / 2**bits
         gap = z.unsqueeze(-1) - thresholds
         if steepness is None:
@@ -192,7 +192,7 @@ class DigitCode:
     def encode(
         self, x: Float[Tensor, "*batch coordinate"], steepness: float | None = None
     ) -> Float[Tensor, "*batch latent"]:
-        """The E latents of inputs in [0, 1).
+        """Return the E latents of inputs in [0, 1).
 
         Args:
             x: coordinates.
@@ -219,7 +219,7 @@ class DigitCode:
     def decode(
         self, latents: Float[Tensor, "*batch latent"], steepness: float | None = None
     ) -> Float[Tensor, "*batch coordinate"]:
-        """The coordinates, each that is cut at the middle of its cell of width 2^-B."""
+        """Return the coordinates, each that is cut at the middle of its cell of width 2^-B."""
         steps = self._steps(latents, self.bits_per_latent, steepness)
         bits = steps @ self._bit_weights(self.bits_per_latent, latents)  # [..., latent, bit]
         places = 0.5 ** torch.arange(

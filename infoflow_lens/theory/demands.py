@@ -120,7 +120,7 @@ def _joins(job: Job, components: Sequence[Component]) -> bool:
 def _rank(
     job: Job, components: Sequence[Component], tokens: Float[Tensor, "sample d_token"]
 ) -> int | None:
-    """The rank of a token head's scores; None where it is not known."""
+    """Return the rank of a token head's scores; None where it is not known."""
     generator = torch.Generator().manual_seed(6)
 
     def draw(n: int) -> Tensor:

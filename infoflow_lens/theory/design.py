@@ -141,7 +141,7 @@ def design(
     seed: Seed = 0,
     advance: Advance | None = None,
 ) -> Design:
-    """The smallest architectures that the theory allows for a target.
+    """Return the smallest architectures that the theory allows for a target.
 
     Args:
         task: the target; its T is replaced by those asked, where it has one of its own.
@@ -334,6 +334,7 @@ def neighbours(
     candidate: Candidate, task: Any, positional: bool, count: Count, verify: int, seed: int
 ) -> tuple[Neighbour, ...]:
     """List what lies just below a candidate: a head less in a layer, or a layer less."""
+    # an architecture that is reached in two ways is listed once
     options: dict[tuple[int, ...], str] = {}
     for layer, heads in enumerate(candidate.n_heads):
         if heads > 1:

@@ -59,7 +59,7 @@ def readings(
     outer: Outer | None = None,
     values: Float[Tensor, "batch component"] | None = None,
 ) -> list[Reading]:
-    """The target's own list, and those that serve it as well.
+    """Return the target's own list, and those that serve it as well.
 
     Args:
         components: the target's list.
@@ -73,12 +73,14 @@ def readings(
     found = [Reading(tuple(components), tokens=tokens)]
     if any(c.tuples is not None for c in components):
         return found
+    # rows of tokens of other rows: inputs that a few samples do not have
     if values is not None:  # also such as no sampled input has: which one is largest varies
         generator = torch.Generator().manual_seed(0)
         pool = torch.randint(
             values.numel(), (4 * len(values), values.shape[1]), generator=generator
         )
         values = torch.cat([values, values.flatten()[pool]])
+    # with and without either of two changes, as each may make the search harder
     for joins in (False, True):
         for splits in (False, True):
             kept, notes = list(components), list[str]()
@@ -128,9 +130,11 @@ def _join_components(
     It does where the outer function of values at two tuples, some of each, is never above that of
     one tuple alone. Components with shorter tuples look at their first tokens.
     """
+    # several outputs may need one component each
     if outer(values[:2]).shape[1] > 1:
         return [components[i] for i in used]
     groups: list[list[int]] = []
+    # in a group if one tuple is best for all of it, whatever the others hold
     for index in used:
         for group in groups:
             together = [components[i] for i in (*group, index)]
@@ -265,7 +269,7 @@ def _split(
 
 
 def _part(component: Component, places: Sequence[int], tokens: Tensor) -> Component:
-    """A component of its own for a part of a score's graph."""
+    """Return a component of its own for a part of a score's graph."""
     inside = [p for p in component.parts or () if set(p.places) <= set(places)]
     return replace(
         component,

@@ -119,7 +119,7 @@ class Estimate(Displayed):
     flags: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate as JSON-compatible values; the schedule in words."""
+        """Return the estimate as JSON-compatible values; the schedule in words."""
         plain = replace(self, schedule=None)
         values = asdict(plain)
         values["schedule"] = self.schedule.describe() if self.schedule else None
@@ -127,7 +127,7 @@ class Estimate(Displayed):
 
 
 def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) -> int | None:
-    """The smallest h_1 that counting leaves for large T, with the other layers as given.
+    """Return the smallest h_1 that counting leaves for large T, with the other layers as given.
 
     Leading terms: ``(h_1 + .. + h_{L-1}) T^2`` for L >= 2, or ``h_1 T`` for one layer, against the
     target's ``c T^order``. None if the target's order is larger: then no number of heads is enough
@@ -225,7 +225,7 @@ def estimate(
     verify: Index = 100,
     seed: Seed = 0,
 ) -> Estimate:
-    """The two-step estimate of the paper's Sec. 5.3.
+    """Return the two-step estimate of the paper's Sec. 5.3.
 
     Args:
         architecture: heads, width and length: an `Architecture`, a `ModelShape`, a config or model
@@ -309,7 +309,7 @@ def estimate(
 
 
 def _fitting(architecture: Any, task: Any) -> ModelShape:
-    """The shape of the model on the task's sequences.
+    """Return the shape of the model on the task's sequences.
 
     Raises:
         InfoFlowError: where T or d of an architecture of ours is another than the task's.
@@ -422,7 +422,7 @@ class _Case:
     def decide(
         self, seed: int, count: Count, trees: int, known: Sequence[Document] = ()
     ) -> tuple[Verdict, str, Document | None]:
-        """The verdict, what it rests on, and the witness if it is proved.
+        """Return the verdict, what it rests on, and the witness if it is proved.
 
         A proof goes first: what a schedule misses may be too rare for samples. `known` are
         witnesses of other sizes, which may serve here as well.
@@ -522,8 +522,10 @@ def _reasons(
     answer: Answer,
     asked: Question,
 ) -> tuple[str, ...]:
-    """The argument, in words."""
+    """Return the argument, in words."""
     reasons = []
+    # in the order of the argument: what is needed, what is excluded, what is enough, and how it was
+    # tried
     alone = answer.schedule
     if result.needed:
         reasons.append(
@@ -592,6 +594,7 @@ def _reasons(
 
 def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
     reasons = []
+    # what counting asks of the heads of the first layer
     if result.min_heads is None and profile.order < 3:
         reasons.append(
             "one layer compares h T keys at its only query that is read, the target grows like "
@@ -627,13 +630,15 @@ def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
 def flags_of(
     profile: ComparisonProfile, n_heads: Sequence[int], count: Count, trees: int
 ) -> tuple[str, ...]:
-    """The limits of the argument that concern verdicts and counts."""
+    """Return the limits of the argument that concern verdicts and counts."""
     flags = list(profile.flags_for(count))
+    # limits of the count itself
     if count != "proved" and profile.order > 1:
         flags.append(
             f"[flag] count={count!r} is an upper bound on the target's number of comparisons, so "
             "it suggests but does not prove what is excluded; a witness does"
         )
+    # limits of how the paper applies it
     if trees == 1 and profile.n_trees >= 3:
         flags.append(
             "[flag] K = 1 is the literal reading of eq (5), under which one head of global "
@@ -666,6 +671,7 @@ def _flag_result(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...
             )
         )
     if result.upper_information is not None:
+        # what the found schedule does, against what is proved to be needed
         made = model_comparisons(
             result.n_heads,
             result.n_tokens,

@@ -109,7 +109,7 @@ def is_witness(document: Document, task: Any) -> bool:
 
 
 def values_of(task: Any, sequences: list[Any]) -> list[Any]:
-    """The target's values of sequences, both as lists.
+    """Return the target's values of sequences, both as lists.
 
     Raises:
         InfoFlowError: if they are no sequences of the target.

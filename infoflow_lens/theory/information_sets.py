@@ -107,13 +107,13 @@ class InformationSets(Savable):
     def part(
         self, layers: Sequence[int] | slice = slice(None), n: int | None = None
     ) -> "InformationSets":
-        """The sets of some layers and of the first `n` sequences."""
+        """Return the sets of some layers and of the first `n` sequences."""
         chosen = layers if isinstance(layers, slice) else list(layers)
         lengths = None if self.lengths is None else self.lengths[:n]
         return replace(self, members=self.members[chosen][:, :n], lengths=lengths)
 
     def sizes(self) -> Int[Tensor, "layer batch pos"]:
-        """The sizes |I_t^(l)|, on which the paper's parameter cost depends (Sec. 5.2)."""
+        """Return the sizes |I_t^(l)|, on which the paper's parameter cost depends (Sec. 5.2)."""
         return self.members.sum(dim=-1)
 
 
@@ -176,7 +176,7 @@ class GradedSets(Savable):
     def part(
         self, layers: Sequence[int] | slice = slice(None), n: int | None = None
     ) -> "GradedSets":
-        """The graded sets of some layers and of the first `n` sequences."""
+        """Return the graded sets of some layers and of the first `n` sequences."""
         chosen = layers if isinstance(layers, slice) else list(layers)
         lengths = None if self.lengths is None else self.lengths[:n]
         return replace(self, strengths=self.strengths[chosen][:, :n], lengths=lengths)
@@ -246,14 +246,14 @@ def _apply_rules(
 def update(
     sets: Bool[Tensor, "batch pos source"], rules: Sequence[Rule]
 ) -> Bool[Tensor, "batch pos source"]:
-    """The sets after one layer. All positions read the sets of the layer before."""
+    """Return the sets after one layer. All positions read the sets of the layer before."""
     packed = torch.nn.functional.pad(pack(sets.flatten(0, 1)), (0, 0, 0, 1))
     words = _apply_rules(packed, rules, sets.shape[0], sets.shape[2])
     return unpack(words[:-1], sets.shape[2]).view_as(sets)
 
 
 def _layers(given: object) -> Sequence[Layer]:
-    """The layers of what `propagate` takes.
+    """Return the layers of what `propagate` takes.
 
     Raises:
         InfoFlowError: for what does not say which keys heads move.
@@ -382,6 +382,7 @@ def _all_edges(
     """
     layers: list[Layer] = []
     edges: list[Strength] = []
+    # all keys are read, each as strongly as by the head that reads it most
     for layer, given in enumerate(() if strength is None else strength):
         if (
             not isinstance(given, Tensor)
@@ -407,13 +408,14 @@ def _all_edges(
 def _strengths(
     strength: Sequence[Strength], by_layer: Sequence[tuple[Rule, ...]], sizes: tuple[int, int, int]
 ) -> list[list[Tensor | None]]:
-    """The strengths of each rule of each layer, checked."""
+    """Return the strengths of each rule of each layer, checked."""
     if len(strength) != len(by_layer):
         raise InfoFlowError(
             f"there are strengths of {len(strength)} layers, and {len(by_layer)} layers: expected "
             "one for each; None where all edges have a strength of 1"
         )
     found = []
+    # one tensor is the strengths of a layer's only rule
     for layer, (rules, given) in enumerate(zip(by_layer, strength, strict=True)):
         each: Sequence[Tensor | None] = (given,) if isinstance(given, Tensor) else given or ()
         each = [None] * len(rules) if given is None else each

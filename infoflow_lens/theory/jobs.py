@@ -65,13 +65,13 @@ class Progress:
         return self.x.shape[1]
 
     def queries(self, for_tokens: bool) -> slice:
-        """The positions of tokens, or that of CLS."""
+        """Return the positions of tokens, or that of CLS."""
         return slice(0, self.n_tokens) if for_tokens else slice(self.n_tokens, None)
 
     def best_seen(
         self, scores: Float[Tensor, "batch query key"] | Float[Tensor, "batch 1 key"]
     ) -> Int[Tensor, "batch query"]:
-        """The best key that each token sees."""
+        """Return the best key that each token sees."""
         each = scores.expand(-1, self.n_tokens, -1)
         return each.masked_fill(~self.sees, -torch.inf).argmax(dim=-1)
 
@@ -159,7 +159,7 @@ class Max(Retrieval):
     first_in_words: ClassVar[bool] = True
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
-        """The best partner of each token, or the position that holds the best tuple."""
+        """Return the best partner of each token, or the position that holds the best tuple."""
         component, held = run.components[self.component], run.sets[:, : run.n_tokens]
         if for_tokens and component.arity == 2:
             return run.best_seen(pair_scores(component, run.x, self.reverse))
@@ -207,7 +207,7 @@ class Routed(Retrieval):
             raise InfoFlowError("a routed job stands at CLS: expected it at tokens, whose queries")
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
-        """The best partner of each token, in the role that its own token takes."""
+        """Return the best partner of each token, in the role that its own token takes."""
         if run.reference is None:
             raise InfoFlowError(
                 "a routed head needs tokens to compare with: pass `reference`, a sample of them"
@@ -248,7 +248,7 @@ class Next(Retrieval):
     is_adaptive: ClassVar[bool] = True
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
-        """The next token below what each query has found; -1 where there is none."""
+        """Return the next token below what each query has found; -1 where there is none."""
         component, queries = run.components[self.component], run.queries(for_tokens)
         scores = component.preference(run.x[:, :, None])
         if component.positions is not None:
@@ -306,7 +306,7 @@ class Message(Retrieval):
         return 1 + sum(need.size for need, _ in self.needs)
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
-        """The best candidate for each token, or for CLS."""
+        """Return the best candidate for each token, or for CLS."""
         batch, n, d = run.x.shape
         component, everywhere = run.components[self.component], torch.arange(n)
         # a candidate, then what it carries for the places below, in the order that the score asks
@@ -368,7 +368,7 @@ class Specific(FixedReads):
     arity: int
 
     def gain(self, n_tokens: int) -> int:
-        """The size of a block, in which the query lies itself."""
+        """Return the size of a block, in which the query lies itself."""
         return cover_size(n_tokens, self.arity)
 
     def check(self, n_components: int, for_tokens: bool) -> None:
@@ -377,7 +377,7 @@ class Specific(FixedReads):
             raise InfoFlowError("a layer gives CLS a fixed-position job: expected it at tokens")
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
-        """The blocks of a cover."""
+        """Return the blocks of a cover."""
         return cover(run.n_tokens, self.arity)
 
     def describe(self) -> tuple[str, str]:
@@ -399,7 +399,7 @@ class ReadTuples(FixedReads):
     component: int
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
-        """The listed tuples at tokens, what they share at CLS."""
+        """Return the listed tuples at tokens, what they share at CLS."""
         n = run.n_tokens
         reads = torch.zeros(n + 1, n + 1, dtype=torch.bool)
         common, rests = common_positions(run.components[self.component])
@@ -430,7 +430,7 @@ class ReadPositions(FixedReads):
         return len(self.positions)
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
-        """The positions, read by CLS."""
+        """Return the positions, read by CLS."""
         reads = torch.zeros(run.n_tokens + 1, run.n_tokens + 1, dtype=torch.bool)
         reads[run.n_tokens, list(self.positions)] = True
         return reads
@@ -475,7 +475,7 @@ def cover_groups(n_tokens: int, arity: int) -> int:
 
 
 def cover_size(n_tokens: int, arity: int) -> int:
-    """Positions in a block of the cover: ``arity * ceil(T / g)``, at most T [derived].
+    """Return positions in a block of the cover: ``arity * ceil(T / g)``, at most T [derived].
 
     About sqrt(2 T) for pairs and 1.65 T^(2/3) for triples.
     """

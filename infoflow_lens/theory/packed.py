@@ -46,7 +46,7 @@ def pack(sets: Bool[Tensor, "row source"]) -> Int[Tensor, "row word"]:
 
 
 def unpack(words: Int[Tensor, "row word"], n_sources: int) -> Bool[Tensor, "row source"]:
-    """The inverse of :func:`pack`."""
+    """Return the inverse of :func:`pack`."""
     # every byte of bits becomes eight bools, which are eight bytes: a look-up of words
     byte = torch.arange(256, dtype=torch.uint8, device=words.device)
     places = torch.arange(8, dtype=torch.uint8, device=words.device)

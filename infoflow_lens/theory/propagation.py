@@ -55,7 +55,7 @@ class GradedLayer:
 def join_strengths(
     above: Float[Tensor, "*one"], below: Float[Tensor, "*other"], path: Path
 ) -> Float[Tensor, "*both"]:
-    """The strengths of paths from those of their two parts.
+    """Return the strengths of paths from those of their two parts.
 
     A product of positive strengths that is too small for the dtype is the smallest normal number,
     so that a path that is there stays there.
@@ -72,7 +72,7 @@ def best_through(
     below: Float[Tensor, "batch middle source"],
     path: Path,
 ) -> Float[Tensor, "batch query source"]:
-    """The best of the paths through all middle positions.
+    """Return the best of the paths through all middle positions.
 
     What no query reads of a middle position, and what it does not hold, costs nothing: with causal
     attention a sixth of all triples is looked at.
@@ -197,7 +197,7 @@ def step(
 
 
 def _edges_of(edges: Tensor, semiring: Semiring, p: float) -> Tensor:
-    """The edges as `step` takes them, checked."""
+    """Return the edges as `step` takes them, checked."""
     if edges.ndim != 4 or edges.shape[2] != edges.shape[3] or not edges.is_floating_point():
         raise InfoFlowError(
             f"edges are {edges.dtype} of shape {tuple(edges.shape)}: expected floats "

@@ -63,7 +63,7 @@ class Answer:
         return held == 1.0 or (held is None and not self.reading.notes and not asked)
 
     def describe(self) -> str:
-        """The schedule and its list, in words."""
+        """Return the schedule and its list, in words."""
         assert self.schedule is not None
         notes = "".join(f"; {note}" for note in self.reading.notes)
         return f"{self.schedule.describe()}{notes}"
@@ -111,17 +111,21 @@ class Question:
                 f"task {name!r} has no comparison profile: expected `comparison`; "
                 "components_profile(name, components) derives one"
             )
+        # a profile that asks for less than a tuple's tokens would exclude too little
         longest = max([1, *(c.arity for c in components)])
         if components and longest > 1 and profile.dimension < longest:
             raise InfoFlowError(
                 f"task {name!r} has components of arity {longest}, but its profile says dimension "
                 f"{profile.dimension}: expected at least the arity; components_profile derives it"
             )
+        # at a larger T, samples show more ways in which the target is read; if that is not too much
+        # work
         samples = Samples.draw(task, _OBSERVED, seed, at=max(_OBSERVED_AT, task.n_tokens))
         if samples is not None and _OBSERVED * samples.n_scores > _MOST_SCORES:
             samples = Samples.draw(task, _OBSERVED, seed)
         if not components or samples is None:
             return cls(task, profile, (Reading(components),), reads, profile.n_trees)
+        # trees that no sample has active at once need not be counted apart
         active = samples.largest_active() if profile.n_trees > 1 else 1
         return cls(
             task, profile, tuple(_readings(samples, components)), reads,
@@ -141,7 +145,7 @@ class Question:
     def answers(
         self, shape: ModelShape, n_tokens: int, max_position_only: bool = False
     ) -> Iterator[Answer]:
-        """The best schedule for each list of components that has one, its own list first."""
+        """Yield the best schedule for each list of components that has one, its own list first."""
         for reading in self.readings:
             found = self.search(shape, n_tokens, max_position_only, reading=reading)
             if found.schedule is not None:
@@ -155,7 +159,7 @@ class Question:
         roles: Sequence[int] | int = 1,
         reading: Reading | None = None,
     ) -> Found:
-        """The best schedule for a list of components, by default its own."""
+        """Return the best schedule for a list of components, by default its own."""
         usable = shape.usable(n_tokens)
         return find(
             (reading or self.readings[0]).components,
@@ -172,7 +176,7 @@ class Question:
         )
 
     def profile_of(self, reading: Reading) -> ComparisonProfile:
-        """The counts of a list of components; the target's own for its own list."""
+        """Return the counts of a list of components; the target's own for its own list."""
         if not reading.notes:
             return self.profile
         return components_profile(self.profile.name, reading.components)

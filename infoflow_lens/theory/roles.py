@@ -40,7 +40,7 @@ def attainable(
     reference: Float[Tensor, "sample d_token"],
     n_keys: int,
 ) -> Float[Tensor, "*batch"]:
-    """The score that a query can hope for: what the best of `n_keys` random tokens gives it.
+    """Return the score that a query can hope for: what the best of `n_keys` random tokens gives it.
 
     The upper 1/n_keys quantile of its scores with the reference tokens.
     """

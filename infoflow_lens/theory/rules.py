@@ -139,7 +139,7 @@ class MaxPosition(Rule):
                 sets.bring(brought, None if given is None else given[:, head, :, rank, None])
 
     def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """The chosen keys of all heads, those of one head after those of another."""
+        """Return the chosen keys of all heads, those of one head after those of another."""
         chosen = self.positions[sequence if len(self.positions) > 1 else 0].long()
         heads = chosen.unsqueeze(-1) if chosen.ndim == 2 else chosen
         return heads.permute(1, 0, 2).flatten(1)
@@ -190,7 +190,7 @@ class SpecificPositions(Rule):
         sets.bring(best_through(edges, sets.before, sets.path), None)
 
     def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """The fixed keys, the same in every sequence."""
+        """Return the fixed keys, the same in every sequence."""
         keys = torch.arange(self.reads.shape[1], device=self.device)
         return torch.where(self.reads, keys, -1)
 
@@ -245,7 +245,7 @@ Strength: TypeAlias = Tensor | Sequence[Tensor | None] | None
 
 
 def rules_of(layer: Layer) -> tuple[Rule, ...]:
-    """A layer as a tuple of rules; a bare tensor holds attended positions."""
+    """Return a layer as a tuple of rules; a bare tensor holds attended positions."""
     if isinstance(layer, Tensor):
         return (MaxPosition(layer),)
     return (layer,) if isinstance(layer, Rule) else tuple(layer)

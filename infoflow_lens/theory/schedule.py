@@ -117,7 +117,7 @@ class Schedule:
         return any(isinstance(job, Message) for job in self.jobs)
 
     def describe(self) -> str:
-        """The jobs in words."""
+        """Return the jobs in words."""
         return "; ".join(
             f"layer {number}, {words}"
             for number, layer in enumerate(self.layers, start=1)
@@ -133,7 +133,7 @@ def run_schedule(
     causal: bool = False,
     reference: Float[Tensor, "sample d_token"] | None = None,
 ) -> InformationSets:
-    """The information sets that a schedule gives on inputs: tokens 0 .. T - 1, then CLS.
+    """Return the information sets that a schedule gives on inputs: tokens 0 .. T - 1, then CLS.
 
     Args:
         schedule: what the heads do.
@@ -219,7 +219,7 @@ def learns(
 
 
 def as_vectors(x: Tensor) -> Float[Tensor, "batch pos d_token"]:
-    """Tokens as vectors; a token id is a vector of one number."""
+    """Return tokens as vectors; a token id is a vector of one number."""
     return x.unsqueeze(-1).double() if x.ndim == 2 else x
 
 
@@ -230,7 +230,7 @@ def inputs(task: Target, n: int, seed: int) -> Tensor:
 
 
 def reference_tokens(task: Target, seed: int, n: int = 1024) -> Float[Tensor, "sample d_token"]:
-    """Tokens of other sequences than those of :func:`learns`, for routed heads."""
+    """Return tokens of other sequences than those of :func:`learns`, for routed heads."""
     sequences = max(1, -(-n // task.n_tokens))
     x = inputs(task, sequences, derive_seed("reference", seed))
     return as_vectors(x).flatten(0, 1)[:n]

@@ -97,7 +97,7 @@ class ScoreGraph:
         return {other for p in reached for other in self.neighbours(p)} - gone
 
     def among(self, places: Sequence[int]) -> "ScoreGraph":
-        """The graph of some places, numbered anew."""
+        """Return the graph of some places, numbered anew."""
         new = {place: number for number, place in enumerate(places)}
         kept = frozenset((new[i], new[j]) for i, j in self.edges if i in new and j in new)
         return ScoreGraph(len(places), kept)
@@ -118,9 +118,11 @@ def graph_of(
             part has both.
     """
     pairs = list(itertools.combinations(range(component.arity), 2))
+    # distinct places are compared with each other, whatever the score
     if component.distinct:
         return ScoreGraph(component.arity, frozenset(pairs))
     rest = lambda i, j: [k for k in range(component.arity) if k not in (i, j)]  # noqa: E731
+    # two places belong together if what is better at one changes with the token at the other
     asked = frozenset(
         (i, j)
         for i, j in pairs
@@ -132,6 +134,7 @@ def graph_of(
     if component.parts is None:
         return ScoreGraph(component.arity, asked)
     declared = {pair for part in component.parts for pair in itertools.combinations(part.places, 2)}
+    # what is declared may say more than what was seen, and never less
     unsaid = asked - declared
     if unsaid:
         i, j = min(unsaid)
@@ -198,7 +201,7 @@ def reverses(
 
 
 def _step(score: Score, one: Tensor, two: Tensor) -> Tensor:
-    """The sign of a difference, 0 within rounding of its terms."""
+    """Return the sign of a difference, 0 within rounding of its terms."""
     a, b = score(one).double(), score(two).double()
     rounding = _ROUNDING * (a.abs() + b.abs() + a.abs().median() / 10)
     return torch.where((a - b).abs() > rounding, (a - b).sign(), torch.zeros_like(a))

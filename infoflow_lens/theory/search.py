@@ -349,7 +349,7 @@ class _Problem:
         )
 
     def schedule(self, state: _State) -> Schedule:
-        """The jobs that led to a state."""
+        """Return the jobs that led to a state."""
         before, layers = _State(), []
         for layer, (tokens, cls) in enumerate(state.actions):
             layers.append(self._jobs(before, layer, tokens, cls))
@@ -441,7 +441,7 @@ def _spread(states: Sequence[_State], most: int) -> list[_State]:
 
 
 def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, bool]:
-    """The best schedule, and whether all were weighed; costs above `bound` are dropped."""
+    """Return the best schedule, and whether all were weighed; costs above `bound` are dropped."""
     states, exhaustive, weighed = [_State()], True, 0
     for layer in range(len(problem.n_heads)):
         candidates = []
@@ -481,7 +481,7 @@ def find(
     usable: Sequence[bool] | None = None,
     plans: Callable[[], Iterable[Plan]] = tuple,
 ) -> Found:
-    """The schedule that resolves every component with the smallest largest |I|.
+    """Return the schedule that resolves every component with the smallest largest |I|.
 
     Exact among the schedules that combine these rules [derived]: a head retrieves a single token,
     for CLS or for all tokens (R1); a token head pairs every token with its best partner and a CLS
@@ -527,6 +527,7 @@ def find(
             raise InfoFlowError(
                 f"tuples of {needed} tokens, but T is {n_tokens}: expected T >= {needed}"
             )
+    # what the search does not weigh, so that a failure is no proof
     left_out = []
     if causal and not max_position_only and any(c.arity > 1 for c in components):
         left_out.append("covers of all tuples by position in a causal model")
@@ -534,6 +535,7 @@ def find(
         left_out.append("single tokens retrieved by token queries of a causal model")
     if usable is not None and not all(usable):
         left_out.append("jobs for heads of local attention")
+    # heads of a model without positions cannot tell orders apart
     if needs_order(components, reads, n_tokens) and not (positional or causal):
         return Found(None, True, tuple(left_out))
     problem = _Problem(
@@ -559,6 +561,7 @@ def find(
         left_out.append("messages of longer tuples in a causal model")
     if causal:
         return Found(None, exhaustive, tuple(left_out))
+    # plans of several rounds, which the search layer by layer does not find
     planned = (_plan(plan, problem, components) for plan in plans())
     return Found(next(filter(None, planned), None), exhaustive, tuple(left_out))
 
@@ -621,6 +624,6 @@ def search(
     cls_hidden: bool = True,
     max_position_only: bool = False,
 ) -> Schedule | None:
-    """The schedule of :func:`find`, or None if there is none."""
+    """Return the schedule of :func:`find`, or None if there is none."""
     heads = tuple(n_heads)
     return find(components, heads, n_tokens, positional, cls_hidden, max_position_only).schedule

@@ -117,7 +117,7 @@ class ModelShape:
         return replace(self, n_tokens=n_tokens)
 
     def describe(self) -> str:
-        """The sizes in words."""
+        """Return the sizes in words."""
         heads = _run_lengths(self.n_heads)
         widths = _run_lengths(self.d_model)
         words = [f"{self.n_layers} layers", f"heads {heads}", f"E = {widths}"]
@@ -142,7 +142,7 @@ def _run_lengths(values: Sequence[int]) -> str:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """The shape of a model, by what it is.
+    """Return the shape of a model, by what it is.
 
     Args:
         model: a `ModelShape`; an `Architecture` or `TokenArchitecture`; a TransformerLens config or
@@ -210,6 +210,7 @@ def _text_config(config: Any) -> Any:
 
 def _from_ours(architecture: Any) -> ModelShape:
     attention = getattr(architecture, "attention", "softmax")
+    # a model of ours over tokens has no token width
     tokens = getattr(architecture, "d_token", None) is None
     if attention not in ("softmax", "hardmax") and not tokens:
         raise InfoFlowError(
@@ -221,6 +222,7 @@ def _from_ours(architecture: Any) -> ModelShape:
             "cls_is_key is True: in the theory's model CLS is no key (eq 1); expected False"
         )
     n = len(architecture.n_heads)
+    # one width for all layers, or one for each
     width = architecture.d_model
     widths = tuple(width) if isinstance(width, (tuple, list)) else (width,) * n
     heads = getattr(architecture, "head_dimensions", None)
@@ -301,6 +303,7 @@ def _windows(config: Any, n: int) -> tuple[int | None, ...]:
 
 def _from_folder(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
+    # a folder of ours says its heads itself; others have a config of transformers
     ours = path / "architecture.json"
     if path.is_dir() and not file.is_file() and ours.is_file():
         values = _read_json(ours)

@@ -42,7 +42,7 @@ def survey(
     verify: int = 10,
     advance: Advance | None = None,
 ) -> list[dict[str, Any]]:
-    """The estimate of one model for many targets.
+    """Return the estimate of one model for many targets.
 
     Args:
         model: what :func:`infoflow_lens.theory.shapes.shape_of` takes.

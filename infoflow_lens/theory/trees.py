@@ -160,6 +160,6 @@ class _Maker:
 
 
 def _subtree(graph: ScoreGraph, place: int, parent: int | None) -> list[int]:
-    """A place and all below it, in the order in which messages carry them."""
+    """Return a place and all below it, in the order in which messages carry them."""
     below = [p for p in graph.neighbours(place) if p != parent]
     return [place, *(p for child in below for p in _subtree(graph, child, place))]

@@ -32,6 +32,7 @@ def certificate_document(
         raise InfoFlowError(
             f"{len(sequences)} sequences and {len(labels)} labels: expected as many, at least one"
         )
+    # tokens and classes of any kind, numbered for the solver
     tokens = _number({token for sequence in sequences for token in sequence})
     classes = _number(set(labels))
     lengths = {len(sequence) for sequence in sequences}
@@ -48,6 +49,7 @@ def certificate_document(
         "sequences": [list(sequence) for sequence in sequences],
         "labels": list(labels),
     }
+    # a document holds the user's own tokens and labels, so that it can be checked without this code
     if found.witness is not None:
         w = found.witness
         document["witness"] = [

@@ -44,10 +44,12 @@ def verify_witness(sequences: Any, labels: Any, witness: Any) -> list[str]:
         if (value < 0) == (label == labels[index]) and value != 0:
             wrong.append(f"the sign of {value} for sequence {index}, label {label!r} is wrong")
         sums[index] += value
+        # what an entry adds at each place of its sequence must cancel with the others
         for position, token in enumerate(sequences[index]):
             places[position, token, label] += value
     if not any(value for _, _, value in witness):
         wrong.append("all entries are 0")
+    # weights of one layer are a sum over places: if all sums are 0, no weights fit all signs
     wrong += [f"entries of sequence {i} sum to {total}" for i, total in sums.items() if total]
     wrong += [
         f"entries at position {p}, token {t!r}, label {c!r} sum to {total}"

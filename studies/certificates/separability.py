@@ -64,6 +64,7 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
         values = values.detach().cpu().numpy()
     if not isinstance(values, np.ndarray):
         values = list(values)
+        # rows of different lengths would become an array of lists
         if ndim == 2:
             for i, row in enumerate(values):
                 if isinstance(row, str) or not hasattr(row, "__len__"):
@@ -80,6 +81,7 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
     if values.ndim != ndim:
         axes = "[batch, pos]" if ndim == 2 else "[batch]"
         raise InfoFlowError(f"{name} has shape {tuple(values.shape)}: expected integers {axes}")
+    # numbers of another kind are named before they are rounded
     if values.dtype.kind not in "iu":
         flat = values.ravel().tolist()
         if not flat:
@@ -99,8 +101,8 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
 
 
 def _few(values: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, values[:5]))
-    return shown + (", ..." if len(values) > 5 else "")
+    first = ", ".join(map(str, values[:5]))
+    return first + (", ..." if len(values) > 5 else "")
 
 
 def _column(dataset: Any, name: str) -> Any:
@@ -138,7 +140,7 @@ def _parse_tokens(values: Any, max_sequences: int) -> Sequences:
 
 
 def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
-    """The problem and its labels, sorted."""
+    """Return the problem and its labels, sorted."""
     if isinstance(dataset, dict) and hasattr(dataset, "column_names"):
         raise InfoFlowError(
             f"the dataset is a {type(dataset).__name__} of {list(dataset)}: expected one of them"
@@ -148,6 +150,7 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
             f"the dataset is an endless {type(dataset).__name__}: expected a finite set; take a "
             "datasets.Dataset, or list(dataset.take(n))"
         )
+    # a dataset, or a pair of arrays
     if hasattr(dataset, "column_names"):
         _check_number(len(dataset), max_sequences)
         x, y = _column(dataset, "x"), _column(dataset, "y")
@@ -168,6 +171,7 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
     sequences = _parse_tokens(x, max_sequences)
     labels, index = np.unique(_integers(y, "y", 1), return_inverse=True)
     problem = Problem(sequences, index.reshape(-1), len(labels))
+    # more weights than this take longer than anybody waits
     if (size := len(sequences.features) * len(labels)) > _MOST_WEIGHTS:
         raise InfoFlowError(
             f"{len(sequences.features)} pairs (position, token) times {len(labels)} classes are "
@@ -210,7 +214,7 @@ class OneLayerModel:
         return len(self.vocabulary) + self.n_pos + self.weights.shape[1]
 
     def __call__(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch n_class"]:
-        """The logits of the classifier on the last position, float64.
+        """Return the logits of the classifier on the last position, float64.
 
         Raises:
             InfoFlowError: for another length, or a token that the vocabulary does not have.
@@ -222,6 +226,7 @@ class OneLayerModel:
             )
         tokens = tokens.to(torch.int64).contiguous()
         index = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
+        # a token that was in no sequence has no weight, whatever the position
         unknown = tokens[self.vocabulary[index] != tokens]
         if len(unknown):
             raise InfoFlowError(
@@ -335,11 +340,12 @@ class OneLayerCertificate(Displayed):
         return 1 - Fraction(1, len(self.witness.support))
 
     def describe(self) -> str:
-        """The verdict, its proof and its reach, in a few lines."""
+        """Return the verdict, its proof and its reach, in a few lines."""
         head = (
             f"{self.n_sequences} sequences of {self.n_pos} tokens, {len(self.classes)} classes: "
             f"one attention layer {'fits' if self.feasible else 'cannot fit'} all labels."
         )
+        # three proofs: two equal sequences, integers that cancel, or a model
         if self.contradiction is not None:
             i, j = self.contradiction
             proof = (
@@ -460,6 +466,7 @@ def one_layer_certificate(
             torch.from_numpy(np.unique(sequences.tokens)),
             n_pos,
         )
+        # the weights are integers, so the margin is exact
         margin = exact_margin(problem, answer) if len(classes) > 1 else None
         advance(1, "feasible")
     return OneLayerCertificate(

@@ -41,7 +41,7 @@ class Sequences:
     features: Integers
 
     def phi(self) -> Any:
-        """The indicators, sparse [sequence, feature]."""
+        """Return the indicators, sparse [sequence, feature]."""
         n, width = self.columns.shape
         return sparse.csr_matrix(
             (np.ones(n * width), self.columns.ravel(), np.arange(n + 1) * width),
@@ -61,7 +61,7 @@ class Problem:
         return len(self.y)
 
     def restrict(self, classes: Integers) -> tuple["Problem", Integers]:
-        """The problem of some classes alone, and which sequences it keeps."""
+        """Return the problem of some classes alone, and which sequences it keeps."""
         position = np.full(self.n_classes, -1)
         position[classes] = np.arange(len(classes))
         kept = np.flatnonzero(position[self.y] >= 0)
@@ -118,7 +118,7 @@ def _gaps(problem: Problem, weights: NDArray[Any]) -> Iterator[tuple[slice, NDAr
 
 
 def exact_margin(problem: Problem, weights: Integers) -> int:
-    """The least margin of integer weights; for at least two classes."""
+    """Return the least margin of integer weights; for at least two classes."""
     largest = max(int(weights.max(initial=0)), -int(weights.min(initial=0)))
     if 2 * largest * problem.sequences.tokens.shape[1] >= 2**62:
         raise InfoFlowError(
@@ -133,7 +133,7 @@ def exact_margin(problem: Problem, weights: Integers) -> int:
 
 
 def _prototypes(problem: Problem) -> Integers:
-    """The sum of phi over each class. Right at once if each class is one sequence."""
+    """Return the sum of phi over each class. Right at once if each class is one sequence."""
     n = len(problem)
     labels = sparse.csr_matrix(
         (np.ones(n), (np.arange(n), problem.y)), shape=(n, problem.n_classes)
@@ -242,6 +242,7 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
 
     matrix, variables = _pair_matrix(problem, rows, columns)
     n = len(variables)
+    # one slack for all pairs: at 0 all are separated, and multipliers show why not
     constraints = sparse.hstack([-matrix, -np.ones((len(rows), 1))]).tocsr()
     cost = np.zeros(n + 1)
     cost[-1] = len(rows)  # multipliers of about 1, well above the solver's tolerances
@@ -260,6 +261,7 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
             f"the linear program of {len(rows)} pairs and {n} weights was not solved "
             f"({found.message}): take fewer sequences"
         )
+    # the slack is 1 if no weights separate, and 0 if some do
     if found.x[-1] > 0.5:
         return False, np.maximum(-found.ineqlin.marginals, 0)
     weights = np.zeros(len(problem.sequences.features) * problem.n_classes)
@@ -283,7 +285,7 @@ def _exact_multipliers(
 
 
 def _sparser(problem: Problem, found: Multipliers, rows: Integers, columns: Integers) -> Any:
-    """A witness with fewer pairs, if least sums with one pair at 1 give one [chosen]."""
+    """Return a witness with fewer pairs, if least sums with one pair at 1 give one [chosen]."""
     from scipy.optimize import linprog
 
     if len(found.values) > 64 or len(rows) > 5000:
@@ -346,7 +348,7 @@ def _largest_pairs(problem: Problem, hinge: Floats, most: int) -> tuple[Integers
 
 
 def _subset_witness(problem: Problem, hinge: Floats, advance: Advance) -> Multipliers | None:
-    """A witness on 2, 4, 8, ... of the classes: smaller, and found sooner, than on all."""
+    """Return a witness on 2, 4, 8, ... of the classes: smaller, and found sooner, than on all."""
     order = _class_order(problem, hinge)
     size = 2
     while size < problem.n_classes:
@@ -420,7 +422,7 @@ def _add_worst(problem: Problem, weights: Floats, chosen: NDArray[np.bool_]) -> 
 
 
 def _duplicates(problem: Problem) -> Multipliers | None:
-    """A sequence that occurs with two labels: its own witness."""
+    """Return a sequence that occurs with two labels: its own witness."""
     _, index = np.unique(problem.sequences.tokens, axis=0, return_inverse=True)
     seen: dict[int, int] = {}
     for i, group in enumerate(index.reshape(-1).tolist()):

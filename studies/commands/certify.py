@@ -59,6 +59,7 @@ def certify(
         document, certificate = certificate_document(sequences, labels, progress=not quiet)
         document["source"] = data
         document["notes"] = notes
+        # the certificate is not given out before its proof has been checked by other code
         wrong = verify(document)
         if wrong:
             raise RuntimeError(f"internal error: the certificate fails its check ({wrong[0]})")
@@ -102,6 +103,7 @@ def _read(
     labels = list(table[label])
     if column in names:
         sequences = [_tokens(row, data) for row in table[column]]
+    # without a column of sequences, the columns are the positions
     else:
         positions = [name for name in names if name != label]
         if len(positions) < 2:
@@ -120,6 +122,7 @@ def _read(
             "one length; cut or pad them"
         )
     notes = []
+    # the model is read at one place, which must not tell sequences apart
     if len({row[-1] for row in sequences}) > 1:
         sequences = [[*row, _SIGN] for row in sequences]
         notes.append(

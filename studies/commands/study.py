@@ -11,7 +11,7 @@ from infoflow_lens.commands.common import (
     Overwrite,
     Quiet,
     folder,
-    own_command,
+    repeat_command,
     report_errors,
     say,
 )
@@ -102,7 +102,7 @@ def study(
             scheduler=scheduler,
             together=together,
             progress=not quiet,
-            again=own_command(context, "--resume"),
+            again=repeat_command(context, "--resume"),
         )
         table = (result.out / "table.md").read_text(encoding="utf-8")
         say(table.rpartition("<!-- ")[0])  # without its signature

@@ -147,8 +147,9 @@ class AttentionOnly:
         HookedTransformer has one number of heads.
         """
         heads = [head for layer in self.layers for head in layer]
+        # heads of one size, as the hosted model has them; smaller factors are filled with zeros
         d_head = max(max(head.key.shape[1], head.read.shape[1]) for head in heads)
-        architecture = TokenArchitecture.of_layers(
+        architecture = TokenArchitecture.from_layers(
             len(self.layers),
             max(map(len, self.layers)),
             d_head=d_head,
@@ -159,6 +160,7 @@ class AttentionOnly:
             attention=self.attention,
         )
         model: Any = zero_model(architecture)
+        # integers beyond 2^24 are not exact in float32
         entries = [self.classifier, *(part for head in heads for part in (head.read, head.write))]
         if max(float(part.abs().max()) for part in entries) >= _LARGEST_IN_FLOAT32:
             model.to(torch.float64, print_details=False)
@@ -172,6 +174,7 @@ class AttentionOnly:
                     block.attn.W_K[index, :, :scores] = head.key
                     block.attn.W_Q[index, :, :scores] = head.query
                     block.attn.W_V[index, :, :values] = head.read
+                    # the paper takes the mean over heads, a hosted model their sum
                     block.attn.W_O[index, :values] = head.write.T / len(layer)
         hosted: HookedModel = model
         return hosted

@@ -38,6 +38,7 @@ def certified_model(certificate: OneLayerCertificate) -> HookedModel:
         raise InfoFlowError(
             "the sequences have a single token: expected at least one before the last to attend to"
         )
+    # one row for each token up to the largest id, and units for positions and classes
     d_vocab = int(certificate.model.vocabulary.max()) + 1
     d_model = d_vocab + certificate.n_pos + len(certificate.classes)
     if d_vocab * d_model * certificate.n_pos > _MOST_WEIGHTS:

@@ -68,6 +68,7 @@ def depth_separation(
     if beta is None:
         beta = max(1.0, 54 * softmin_gap(task.n_tokens, eps))
     d = task.d_token
+    # units of the network that multiplies: exact, or of tanh
     units = _units(d, ffn, eps)
     rounding = 0 if ffn == "exact" else 18 * len(units.w_out) * torch.finfo(torch.float32).eps / 2
     if rounding > eps / 3:
@@ -75,6 +76,7 @@ def depth_separation(
             f"eps is {eps}: {len(units.w_out)} tanh units nearly cancel, and float32 rounds their "
             f"sum by up to {rounding:.1e}; expected a larger eps, or ffn='exact'"
         )
+    # two dimensions behind the tokens: the product, and a constant
     product, half = 2 * d, 2 * d + 1
     model: Any = zero_model(
         Architecture(
@@ -91,6 +93,7 @@ def depth_separation(
     )
     first, second = model.blocks
     identity = torch.eye(d)
+    # layer 1 finds each token's nearest opposite, its network takes the product, layer 2 the least
     with torch.no_grad():
         model.embed.W_E[:, :d] = identity / 3
         first.attn.W_Q[0, :d] = -identity

@@ -31,6 +31,7 @@ def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
         InfoFlowError: for an unknown form.
     """
     stored, _ = task.all_sequences()
+    # each label has a table of places and tokens, which a linear readout sums
     if form == "compact":
         table = torch.zeros(task.n_labels, task.length, task.d_vocab)
         labels = torch.arange(task.n_labels)
@@ -39,6 +40,7 @@ def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
         return linear_readout(table)
     d, n = task.d_vocab, task.n_tokens
     rows = Rows(d, n, padding=max(n * d, d + n) - d - n)
+    # a head for each place copies its token to the last position, into dimensions of its own
     last = rows.units([rows.last_position])
     heads = [
         Head(
@@ -49,6 +51,7 @@ def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
         )
         for i in range(n - 1)
     ]
+    # one head more takes the position's own content off again
     places, used = rows.units(rows.positions), rows.units(range(d + n))
     heads.append(Head(key=places, query=places, read=used, write=-n * used))
     classifier = torch.zeros(task.n_labels, rows.d_model)

@@ -69,48 +69,50 @@ def with_scores_of(
         InfoFlowError: for models of different vocabulary, length or attention, a construction that
             is wider, or a layer that one of them has not.
     """
-    theirs, mine = _over_token_ids(construction, "construction"), copy.deepcopy(model)
+    constructed, started = _over_token_ids(construction, "construction"), copy.deepcopy(model)
     for size in ("d_vocab", "n_tokens", "attention"):
-        wanted, given = getattr(theirs.architecture, size), getattr(mine.architecture, size)
+        wanted, given = getattr(constructed.architecture, size), getattr(started.architecture, size)
         if wanted != given:
             raise InfoFlowError(
                 f"the model has {size} {given!r}, the construction {wanted!r}: build them for the "
                 "same task, with the same attention"
             )
-    if theirs.architecture.d_model > mine.architecture.d_model:
+    if constructed.architecture.d_model > started.architecture.d_model:
         raise InfoFlowError(
-            f"the model's d_model is {mine.architecture.d_model}, the construction's "
-            f"{theirs.architecture.d_model}: build the model with at least that"
+            f"the model's d_model is {started.architecture.d_model}, the construction's "
+            f"{constructed.architecture.d_model}: build the model with at least that"
         )
-    n_layers = min(theirs.architecture.n_layers, mine.architecture.n_layers)
+    n_layers = min(constructed.architecture.n_layers, started.architecture.n_layers)
     for layer in layers:
         if not 0 <= layer < n_layers:
             raise InfoFlowError(f"layer {layer} is asked for: expected layers 0 to {n_layers - 1}")
     with torch.no_grad():
         for layer in layers:
-            _copy_scores(mine.blocks[layer].attn, theirs.blocks[layer].attn)
-    return mine
+            _copy_scores(started.blocks[layer].attn, constructed.blocks[layer].attn)
+    return started
 
 
-def _copy_scores(mine: Any, theirs: Any) -> None:
+def _copy_scores(attention: Any, constructed: Any) -> None:
     """Query and key matrices with the same products W_Q W_K^T."""
-    d_head = mine.W_Q.shape[2]
-    whole = not mine.W_K.requires_grad  # W_K is the identity, and W_Q holds W_QK^T
-    if not whole and theirs.W_Q.shape[2] > d_head:
+    d_head = attention.W_Q.shape[2]
+    whole = not attention.W_K.requires_grad  # W_K is the identity, and W_Q holds W_QK^T
+    if not whole and constructed.W_Q.shape[2] > d_head:
         raise InfoFlowError(
-            f"the model's d_head is {d_head}, the construction's {theirs.W_Q.shape[2]}: build the "
-            "model with at least that"
+            f"the model's d_head is {d_head}, the construction's {constructed.W_Q.shape[2]}: build "
+            "the model with at least that"
         )
-    for head in range(len(mine.W_Q)):
-        query, key = (w[head % len(w)].to(mine.W_Q.dtype) for w in (theirs.W_Q, theirs.W_K))
+    for head in range(len(attention.W_Q)):
+        query, key = (
+            w[head % len(w)].to(attention.W_Q.dtype) for w in (constructed.W_Q, constructed.W_K)
+        )
         width, rank = query.shape
-        mine.W_Q[head].zero_()
+        attention.W_Q[head].zero_()
         if whole:
-            mine.W_Q[head, :width, :width] = query @ key.T
+            attention.W_Q[head, :width, :width] = query @ key.T
             continue
-        mine.W_K[head].zero_()
-        mine.W_Q[head, :width, :rank] = query
-        mine.W_K[head, :width, :rank] = key
+        attention.W_K[head].zero_()
+        attention.W_Q[head, :width, :rank] = query
+        attention.W_K[head, :width, :rank] = key
 
 
 def _over_token_ids(model: HookedModel, name: str) -> TokenTransformer:

@@ -59,6 +59,7 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
     k, d, n = task.length, task.d_vocab, task.n_tokens
     words, same = range(task.n_words), _same_class(task)
     base = 2.0 if form == "binary" else 3.0
+    # words that are equal give equal digits, so a template is a number
     weights = base ** torch.arange(k - 1, -1, -1).double()
     if form == "binary":
         rows = Rows(d, n, padding=k)
@@ -168,6 +169,7 @@ def in_context_template_matching(
     Raises:
         InfoFlowError: for an unknown form, or a gain below 1.
     """
+    # pairs of question and answer in blocks of one length
     k, length, n = task.n_pairs, task.length, task.n_tokens
     step = length + 2
     rows = Rows(task.d_vocab, n, padding=step)
@@ -198,8 +200,8 @@ def in_context_template_matching(
         context = rows.units([rows.positions[p] for p in task.word_places()[:-1].flatten()])
         everywhere = context.sum(dim=1, keepdim=True) / (4 * gain * length)
         third = [
-            (torch.cat([shown, everywhere], dim=1), torch.cat([asked, last], dim=1))
-            for shown, asked in third
+            (torch.cat([key, everywhere], dim=1), torch.cat([query, last], dim=1))
+            for key, query in third
         ]
     key, query = rows.score_positions(alpha)
     tokens = rows.units(rows.tokens)
@@ -211,7 +213,7 @@ def in_context_template_matching(
         write=torch.cat([tokens, -others], dim=1),
     )
     heads = tuple(
-        Head(shown, asked, rows.units(range(rows.d_model)), subtract) for shown, asked in third
+        Head(key, query, rows.units(range(rows.d_model)), subtract) for key, query in third
     )
     return AttentionOnly(rows, ((first,), (second,), heads), answers.T)
 

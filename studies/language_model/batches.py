@@ -12,7 +12,7 @@ from infoflow_lens.studies.language_model.tokens import END_OF_TEXT_ID
 def training_batch(
     stream: Int[Tensor, " tokens"], config: LanguageModelConfig, step: int
 ) -> Int[Tensor, "batch pos"]:
-    """The batch of a step, a function of the seed and the step alone.
+    """Return the batch of a step, a function of the seed and the step alone.
 
     Most sequences are windows of the text. A share of ``config.repeated`` repeats one stretch of
     tokens up to the end: of every two, one repeats text, one random ids. A model

@@ -18,7 +18,7 @@ _COLUMNS = (
 
 
 def model_card(name: str, measured: Mapping[str, Any]) -> str:
-    """The card in Markdown.
+    """Return the card in Markdown.
 
     Args:
         name: of the model, which is the preset it was made by.
@@ -52,6 +52,7 @@ def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         InfoFlowError: without a model, or for models of different texts or tokens.
     """
+    # losses compare only on one text with one tokenizer
     texts = {
         (of["record"]["config"]["corpus"], of["record"]["config"]["tokens"])
         for of in measured.values()
@@ -80,7 +81,7 @@ def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _largest(scores: Any) -> str:
-    """The largest score, and the head that has it."""
+    """Return the largest score, and the head that has it."""
     score, layer, head = max(
         (score, layer, head)
         for layer, of_layer in enumerate(scores)

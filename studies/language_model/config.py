@@ -61,7 +61,7 @@ class LanguageModelConfig:
             )
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate at `step` (from 0): a ramp, a plateau, half a cosine down to 0.
+        """Return the learning rate at `step` (from 0): a ramp, a plateau, half a cosine down to 0.
 
         The plateau lets the phase change of induction heads come at the full rate.
         """
@@ -72,7 +72,7 @@ class LanguageModelConfig:
         return self.lr * 0.5 * (1 + math.cos(math.pi * max(0.0, done)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON-compatible values."""
+        """Return the settings as JSON-compatible values."""
         return asdict(self)
 
 
@@ -90,7 +90,7 @@ PRESETS: Mapping[str, LanguageModelConfig] = {
 
 
 def preset(name: str) -> LanguageModelConfig:
-    """The settings of a model by its name.
+    """Return the settings of a model by its name.
 
     Raises:
         InfoFlowError: for an unknown name.

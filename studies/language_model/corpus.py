@@ -35,11 +35,11 @@ class Corpus:
     fingerprint: str
 
     def texts(self, split: Split) -> list[str]:
-        """The texts of a part."""
+        """Return the texts of a part."""
         return list(self.files[split].values())
 
     def sizes(self) -> dict[Split, dict[str, int]]:
-        """Files and characters of each part."""
+        """Return files and characters of each part."""
         return {
             split: {"files": len(files), "characters": sum(map(len, files.values()))}
             for split, files in self.files.items()
@@ -47,7 +47,7 @@ class Corpus:
 
 
 def split_of(path: str) -> Split:
-    """The part of a file, by a keyed hash (BLAKE2b) of its path relative to the library.
+    """Return the part of a file, by a keyed hash (BLAKE2b) of its path relative to the library.
 
     Args:
         path: with forward slashes, such as "json/decoder.py". The same file is in the same part

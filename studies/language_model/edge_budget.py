@@ -61,7 +61,7 @@ class EdgeBudget(LanguageModelStudy):
         return rows
 
     def tables(self) -> Sequence[Part]:
-        """The edges that are needed, and how many times those of the graded choice."""
+        """Return the edges that are needed, and how many times those of the graded choice."""
         return [part for state in (ONE, ALL) for part in self._show_states(state)]
 
     def _show_states(self, part: str) -> Sequence[Part]:
@@ -123,7 +123,7 @@ class EdgeBudget(LanguageModelStudy):
         )  # fmt: skip
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with the edges of each control in place of those of the graded choice."""
+        """Return rows with the edges of each control in place of those of the graded choice."""
         found = {}
         for control in _CONTROLS:
             changed = results.copy()
@@ -156,7 +156,7 @@ def _times(method: str, end: str, results: "pd.DataFrame") -> Numbers:
 
 
 def family(model: str) -> str:
-    """The name of a model without its seed; all seeds of a kind of model share it."""
+    """Return the name of a model without its seed; all seeds of a kind of model share it."""
     return re.sub(r"-s\d+$", ", by seed", model)
 
 

@@ -74,7 +74,7 @@ class GradedSetsStudy(LanguageModelStudy):
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 16, "quick": 64, "full": 128}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """The last snapshots, and a model of GPT-2's depth with random weights."""
+        """Return the last snapshots, and a model of GPT-2's depth with random weights."""
         deep = {
             "model": _RANDOM,
             "step": -1,
@@ -96,7 +96,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return settings["model"] not in (_PILOT, _RANDOM)
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each text, influence, layer, method and sequence."""
+        """Return a row for each text, influence, layer, method and sequence."""
         length, n_states = settings["n_context"], settings["n_states"]
         places = tuple(length * (i + 1) // n_states - 1 for i in range(n_states))
         deep = settings["model"] == _RANDOM
@@ -185,6 +185,7 @@ class GradedSetsStudy(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Show how the strength was chosen; then all methods, a table for each model."""
+        # the strength is chosen on other text than the one that is judged on
         chosen = chosen_of(results)
         parts: list[Part] = [
             "Spearman's correlation with influence, and the share of influence inside the quarter "
@@ -221,8 +222,8 @@ class GradedSetsStudy(LanguageModelStudy):
         ]
         of_model = TableSpec(("method",), (Column("", _format_interval, across="place"),))
         for (model,), rows in groups(_test(results), ("model",)):
-            shown = _select_layers(rows)
-            parts += [f"### {model}", of_model.render(shown), _sizes(shown)]
+            selected = _select_layers(rows)
+            parts += [f"### {model}", of_model.render(selected), _sizes(selected)]
         return render(parts, results)
 
     def plots(self) -> FigureSpec:
@@ -275,7 +276,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return sentences
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with the sets of first choices in place of the chosen graded sets."""
+        """Return rows with the sets of first choices in place of the chosen graded sets."""
         chosen, test = chosen_of(results), results["on"] == "test"
         others = results[~(test & (results["method"] == chosen))]
         first = results[test & (results["method"] == _FIRST)].assign(method=chosen)
@@ -317,7 +318,7 @@ def _draw_methods(metric: str, axes: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def chosen_of(results: "pd.DataFrame") -> str:
-    """The graded sets of the highest mean correlation on the other text.
+    """Return the graded sets of the highest mean correlation on the other text.
 
     The mean is over trained models and influences, in the last layer.
     """
@@ -357,7 +358,7 @@ def _outcome(means: "pd.DataFrame", method: str, other: str) -> str:
 
 
 def _lead(rows: "pd.DataFrame", method: str, other: str, metric: str) -> tuple[float, float]:
-    """The mean of the paired difference, and half its 95% interval."""
+    """Return the mean of the paired difference, and half its 95% interval."""
     means = _average_metrics(rows)[metric]
     return _mean(means[method] - means[other])
 
@@ -373,7 +374,7 @@ def _interval(rows: "pd.DataFrame", method: str, other: str, metric: str) -> str
 
 
 def _mean(values: "pd.Series[float]") -> tuple[float, float]:
-    """The mean, and half of Student's 95% interval; NaN left out."""
+    """Return the mean, and half of Student's 95% interval; NaN left out."""
     from scipy.stats import t
 
     found = values.dropna()
@@ -464,7 +465,7 @@ def _test(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _rows(agreement: RankingAgreement) -> list[dict[str, Any]]:
-    """A row for each layer, method and sequence, its mean over states; NaN as None."""
+    """Return a row for each layer, method and sequence, its mean over states; NaN as None."""
     n_layers, n_batch, _ = agreement.n_candidates.shape
     sizes, candidates = agreement.sizes[_AS_FIRST], agreement.n_candidates
     there = candidates > 0

@@ -54,7 +54,7 @@ class Induction(OnRepeats):
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each head."""
+        """Return a row for each head."""
         model = load_snapshot(self.source_of(settings), device)
         half, n = settings["half"], settings["n"]
         vocabulary, begin = ids_of(model, half)
@@ -207,7 +207,7 @@ class Induction(OnRepeats):
         return (there, *(claim for claims in self._ways().values() for claim in claims))
 
     def _ways(self) -> Mapping[str, Sequence[Claim]]:
-        """The claims of each of the three ways to measure."""
+        """Return the claims of each of the three ways to measure."""
         return {
             "mechanism": (
                 Claim(
@@ -241,7 +241,7 @@ class Induction(OnRepeats):
         }  # fmt: skip
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with the recovery of other keys in place of the attended ones."""
+        """Return rows with the recovery of other keys in place of the attended ones."""
         return {name: results.assign(fvu=results[f"fvu_{name}"]) for name in ("random", "shuffled")}
 
 
@@ -254,7 +254,7 @@ def _confirms(claims: Sequence[Claim], snapshot: "pd.DataFrame") -> str | None:
 
 
 def _circuits(results: "pd.DataFrame") -> "dict[str, _Circuit]":
-    """The circuit of the last snapshot of each model that has an induction head."""
+    """Return the circuit of the last snapshot of each model that has an induction head."""
     found = {model: _Circuit.read(rows) for (model,), rows in groups(final(results), ("model",))}
     return {model: circuit for model, circuit in found.items() if circuit.induction}
 
@@ -271,7 +271,7 @@ def _collect(
 
 
 def _heads(results: "pd.DataFrame") -> "pd.DataFrame":
-    """A row for each head of the circuits."""
+    """Return a row for each head of the circuits."""
     import pandas as pd
 
     rows = [
@@ -289,7 +289,7 @@ def _heads(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _together(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of models with a circuit, with what its induction heads cost together."""
+    """Return the rows of models with a circuit, with what its induction heads cost together."""
     rows = final(results)
     rows = rows[rows["model"].isin(list(_circuits(results)))]
     return rows.assign(ablated=rows["induction_ablated"] - rows["loss"])
@@ -407,7 +407,7 @@ class _Circuit:
         return found
 
     def rises(self) -> "pd.Series[float]":
-        """The rise of the loss without each head, in nats a token."""
+        """Return the rise of the loss without each head, in nats a token."""
         rises: pd.Series[float] = self.heads["mean_ablated"] - self.loss
         return rises
 
@@ -429,6 +429,7 @@ class _Seen:
         sums: dict[str, Any] = {}
         hooks: list[tuple[str, Callable[..., None]]] = []
 
+        # sums over batches, so that patterns of one batch are in memory
         def add(key: str, value: Tensor) -> None:
             sums[key] = sums.get(key, 0) + value.double()
 
@@ -449,6 +450,7 @@ class _Seen:
                         add(point, activation.detach().float().sum(dim=(0, 1)))
 
                 hooks.append((point, catch))
+        # one pass over all texts gives scores, mean outputs and losses
         with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
             self.log_probabilities = self._run()
         self.loss = self._loss(self.log_probabilities)
@@ -484,7 +486,7 @@ class _Seen:
         return float((before.exp() * (before - now)).sum(dim=2).double().mean())
 
     def loss_without(self, heads: Sequence[Head], zero: bool) -> float:
-        """The loss with the outputs of heads replaced by their means, or by zero."""
+        """Return the loss with the outputs of heads replaced by their means, or by zero."""
         hooks: list[tuple[str, Callable[..., Tensor]]] = []
         for layer in sorted({layer for layer, _ in heads}):
             own = [head for at, head in heads if at == layer]
@@ -501,7 +503,7 @@ class _Seen:
 
 
 def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
-    """The least fvu of a linear map from `d_head` numbers to the embeddings of these tokens.
+    """Return the least fvu of a linear map from `d_head` numbers to the embeddings of these tokens.
 
     It is the share of their variance outside the first `d_head` principal components.
     """
@@ -515,7 +517,7 @@ def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
 
 
 def ids_of(model: nn.Module, half: int) -> tuple[int, int]:
-    """The number of ids, and the one that begins a text.
+    """Return the number of ids, and the one that begins a text.
 
     Raises:
         InfoFlowError: for a vocabulary or a context that is too small.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
-    """A model with initial weights, which depend on the config alone.
+    """Return a model with initial weights, which depend on the config alone.
 
     GPT-2's format has no block without an MLP. The blocks of an attention-only model have one of
     width 1 whose weights are zero and are not trained: it adds exactly nothing. Embedding and
@@ -28,6 +28,7 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         n_embd=config.d_model,
         n_layer=config.n_layers,
         n_head=config.n_heads,
+        # GPT-2 has an MLP in every block; one of zeros adds nothing
         n_inner=1 if config.attention_only else 4 * config.d_model,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -38,6 +39,7 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         architectures=["GPT2LMHeadModel"],
     )
     settings._attn_implementation = "sdpa"
+    # from a generator of their own, whatever was drawn before
     with SeededRandom(derive_seed("weights", config.seed)):
         model = GPT2LMHeadModel(settings)
     if config.attention_only:

@@ -104,7 +104,7 @@ class NGram:
         return found
 
     def _grams(self, stream: Tensor, n: int) -> _Integers:
-        """The gram that ends at each token."""
+        """Return the gram that ends at each token."""
         tokens = np.concatenate(
             [np.full(n - 1, END_OF_TEXT_ID, np.int64), stream.numpy().astype(np.int64)]
         )

@@ -50,7 +50,7 @@ class Directions:
         return mean / self.u.square().sum(dim=2).mean(dim=1).clamp(min=1e-300)
 
     def share_by(self, label: Int[Tensor, " query"]) -> Float[Tensor, " head"]:
-        """The share of the energy that the means of labels add to the mean of all queries.
+        """Return the share of the energy that the means of labels add to the mean of all queries.
 
         Corrected for chance, as omega squared is: labels that say nothing give 0 in expectation.
         """
@@ -72,7 +72,7 @@ def directions(
     first: int = 1,
     first_key: int = 0,
 ) -> list[Directions]:
-    """The directions of all queries of all layers, layer by layer.
+    """Return the directions of all queries of all layers, layer by layer.
 
     Args:
         model: a language model that shows queries, keys and scores.
@@ -128,7 +128,7 @@ def _read_layer(
 
 
 def _pairs(model: nn.Module, layer: int) -> list[tuple[str, str]]:
-    """Points of queries and keys that the model lists."""
+    """Return points of queries and keys that the model lists."""
     known: Any = model.hook_dict
     if hook_semantics(model).scores[layer] != "scores":
         raise InfoFlowError(
@@ -155,7 +155,7 @@ def _split_heads(activation: Tensor, n_heads: int) -> Float[Tensor, "batch head 
 
 
 def _scale(model: nn.Module, layer: int, q: Tensor, k: Tensor, scores: Tensor) -> Tensor:
-    """The number that makes scores of the products of queries and keys.
+    """Return the number that makes scores of the products of queries and keys.
 
     Raises:
         InfoFlowError: if there is none.

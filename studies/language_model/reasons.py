@@ -98,7 +98,7 @@ class Reasons(OnRepeats):
         )
 
     def plots(self) -> FigureSpec:
-        """Shares of all parts of the keys, trained and untrained."""
+        """Return shares of all parts of the keys, trained and untrained."""
         return FigureSpec(
             (Panel((_draw_shares,), y=Axis("share of the margin", levels=(0,)), title=model_of),),
             per="model",
@@ -149,7 +149,7 @@ class Reasons(OnRepeats):
 
 
 def _parts(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The parts of the keys of induction heads, with the heads' names."""
+    """Return the parts of the keys of induction heads, with the heads' names."""
     return add_names(results[results["kind"] == kind].dropna(subset=["head"]))
 
 
@@ -242,7 +242,7 @@ def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head
 
 
 def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about: Row) -> list[Row]:
-    """The parts of the keys of a head, over the queries whose next token is known.
+    """Return the parts of the keys of a head, over the queries whose next token is known.
 
     Those of a trained head are the lines whose first key is the token behind the earlier
     occurrence; an untrained head has no such preference, and all its lines count.
@@ -250,6 +250,7 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
     layer, number = head
     queries = torch.arange(half + 1, 2 * half + 1)
     keys = lines.keys[layer][:, number, queries]
+    # induction: the key behind the earlier copy of the query's token
     on_target = keys[..., 0] == queries - half + 1
     kept = on_target if kind == TRAINED else torch.ones_like(on_target)
     margins, second = lines.margins[layer][:, number, queries][kept], keys[kept][:, 1]
@@ -257,6 +258,7 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
         found[layer][:, number, queries][kept] for found in (lines.parts, lines.values)
     )
     n_parts = len(lines.part_names)
+    # parts by name, as each line lists its strongest ones only
     by_part = torch.zeros(len(margins), n_parts, dtype=values.dtype)
     by_part.scatter_add_(1, parts.clamp(min=0), values)
     largest = by_part.argmax(dim=1)

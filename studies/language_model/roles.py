@@ -59,7 +59,7 @@ class Roles(BesideUntrained):
     draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
 
     def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:
-        """The longest context."""
+        """Return the longest context."""
         longest = 24 if preset == "smoke" else self.longest(moment)
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
@@ -87,9 +87,11 @@ class Roles(BesideUntrained):
         self, model: nn.Module, found: Sequence[Directions], windows: Tensor, seed: int
     ) -> tuple[list[Row], float, int]:
         """Make a row for each head; and the loss of the model as it is, and of how many tokens."""
+        # heads are described on one half of the windows, and judged on the other
         looked_at, judged = windows[0::2], windows[1::2]
         token = looked_at[:, 1:].flatten()
         place = torch.arange(1, looked_at.shape[1]).repeat(len(looked_at))
+        # the control: tokens that belong to other queries
         generator = torch.Generator().manual_seed(derive_seed("shuffled", seed))
         shuffled = token[torch.randperm(len(token), generator=generator)]
         (means,) = run_probes(
@@ -272,7 +274,7 @@ def _random(own: Directions, rank: int, seed: int) -> Tensor:
 
 
 def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    """The rise of the loss in percent, by the number of directions."""
+    """Return the rise of the loss in percent, by the number of directions."""
     curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
     return curve.assign(percent=100 * curve["rise"])
 
@@ -319,7 +321,7 @@ def _correlation(rows: "pd.DataFrame") -> float:
 
 
 def _level(rows: "pd.DataFrame") -> float:
-    """The share of permutations of the costs whose correlation is smaller."""
+    """Return the share of permutations of the costs whose correlation is smaller."""
     values = _average_heads(rows).rank()
     roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
     roles, cost = roles - roles.mean(), cost - cost.mean()

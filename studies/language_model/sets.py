@@ -59,7 +59,7 @@ class Sets(LanguageModelStudy):
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 16, "quick": 64, "full": 128}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """The snapshots, and a circuit whose weights were set by hand."""
+        """Return the snapshots, and a circuit whose weights were set by hand."""
         circuit = {
             "model": "built circuit",
             "step": -1,
@@ -78,7 +78,7 @@ class Sets(LanguageModelStudy):
         return [{"n_context": length, "n_states": 8}]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each influence, size, layer, range of positions and method."""
+        """Return a row for each influence, size, layer, range of positions and method."""
         model, windows = self._windows(settings, seed, device)
         n, length = settings["n_windows"], windows.shape[1]
         measured, donors, choosing = windows.split([n, _DONORS, _CHOOSING])
@@ -123,7 +123,7 @@ class Sets(LanguageModelStudy):
         return model, self.shuffle(model, settings, n, seed)
 
     def table(self, results: "pd.DataFrame") -> str:
-        """The last snapshots, a table for each model; then the leads, and the training."""
+        """Return the last snapshots, a table for each model; then the leads, and the training."""
         whole = _whole(results)
         parts: list[Part] = [
             "AUROC, and the share of influence inside, at the sizes of k = 1 (mean over "
@@ -177,7 +177,7 @@ class Sets(LanguageModelStudy):
         ]
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with each control in place of the sets: it has no lead over itself."""
+        """Return rows with each control in place of the sets: it has no lead over itself."""
         found = {}
         for control in _MUST_WIN[:2]:
             changed = results.copy()
@@ -188,7 +188,7 @@ class Sets(LanguageModelStudy):
 
 
 def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
-    """The sets' lead over a method: the smaller lower end or the larger upper end of two."""
+    """Return the sets' lead over a method: the smaller lower end or the larger upper end of two."""
     rows = _select(last_layer(final(_whole(results))))
     ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
     found: dict[str, float] = {}

@@ -16,7 +16,7 @@ from infoflow_lens.foundation.files import temporary_folder
 from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.pretrained import Stored, check_config, find_class
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 
 _CHECKPOINTS, _STEP = "checkpoints", re.compile(r"step-?(\d+)$")
 _EARLY = 64  # steps before this are all alike
@@ -58,8 +58,10 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
         raise InfoFlowError(
             f"model is {model!r}, most is {most}: expected a folder or a name, and at least 1"
         )
+    # a model that comes with the package, a folder of checkpoints, revisions of the hub, or one
+    # model
     folder = find_model(model).path
-    if shipped := shipped_folder(model):
+    if shipped := find_package_folder(model):
         found = [(-1, str(shipped), _digest(shipped))]
     elif folder.is_dir():
         found = _list_checkpoints(folder)
@@ -76,6 +78,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
     else:
         found = [(-1, model, model)]
     name = folder.resolve().name if folder.is_dir() and not shipped else model
+    # spread over training, the first and the last among them
     chosen = [found[i] for i in _spread([step for step, _, _ in found], most)]
     last = len(chosen) - 1
     return [
@@ -113,7 +116,7 @@ def _digest(folder: Path) -> str:
 
 
 def _spread(steps: Sequence[int], most: int | None) -> list[int]:
-    """The indices of at most `most` steps, spread evenly over the list from step 64 on."""
+    """Return the indices of at most `most` steps, spread evenly over the list from step 64 on."""
     n = len(steps)
     if most is None or n <= most:
         return list(range(n))
@@ -139,7 +142,7 @@ def reset_weights(source: str, seed: int) -> Iterator[str]:
     name, _, revision = source.partition("@")
     if Path(source).is_dir():
         name, revision = source, ""
-        check_config(Path(source), Stored.in_folder(Path(source)))
+        check_config(Path(source), Stored.read_folder(Path(source)))
     config: Any = AutoConfig.from_pretrained(
         name, revision=revision or None, trust_remote_code=False
     )

@@ -66,6 +66,7 @@ class Softness(BesideUntrained):
         rows: list[Row] = []
         for layer in range(layer_count(model)):
             seen = _Layer(model, layer, windows)
+            # untrained heads of the same layer, which see the same inputs
             heads = [
                 _Control(seen, derive_seed("untrained head", seed, layer, draw))
                 for draw in range(settings["draws"])
@@ -76,6 +77,8 @@ class Softness(BesideUntrained):
                 fvu = seen.measure_fvu(pattern, seen.z[:, :, head])
                 whole, alone = [], []
                 for control in heads:
+                    # tempered to the entropy of the trained head, so that softness alone explains
+                    # nothing
                     drawn = temper(control.scores, seen.allowed, entropy)
                     whole.append(seen.measure_fvu(drawn, drawn @ control.values))
                     alone.append(seen.measure_fvu(drawn, drawn @ seen.v[:, head]))
@@ -97,7 +100,7 @@ class Softness(BesideUntrained):
         return rows
 
     def tables(self) -> Sequence[Part]:
-        """Shares of heads; then every head of the last snapshots."""
+        """Return shares of heads; then every head of the last snapshots."""
         return (
             TableSpec(
                 ("model", "step", "kind"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derive_seed
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.data import read_texts
 from infoflow_lens.probing.windows import spread_windows, token_stream
 from infoflow_lens.studies.claims import Numbers
@@ -61,7 +61,7 @@ class LanguageModelStudy(Study):
         self.models, self.data = tuple(models), data
 
     def moments(self, preset: str) -> list[Snapshot]:
-        """The snapshots of all models.
+        """Return the snapshots of all models.
 
         Raises:
             InfoFlowError: without models, or for two of one name.
@@ -79,7 +79,7 @@ class LanguageModelStudy(Study):
         return found
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """A configuration for each snapshot, or several."""
+        """Return a configuration for each snapshot, or several."""
         text = hashlib.sha256("\0".join(self._texts).encode()).hexdigest()[:12]
         return [
             {
@@ -100,8 +100,8 @@ class LanguageModelStudy(Study):
         return [{"n_context": self.longest(moment)}]
 
     def longest(self, moment: Snapshot) -> int:
-        """The tokens of the longest window: the model's context, at most 512."""
-        return min(_MOST, shape_of_named(moment.source.partition("@")[0]).n_tokens)
+        """Return the tokens of the longest window: the model's context, at most 512."""
+        return min(_MOST, read_shape(moment.source.partition("@")[0]).n_tokens)
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -149,7 +149,7 @@ class OnRepeats(LanguageModelStudy):
     """A study of random tokens that repeat, ``n`` sequences of twice ``half`` tokens."""
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """A configuration for each snapshot; no text is needed."""
+        """Return a configuration for each snapshot; no text is needed."""
         return [
             {
                 "model": moment.model,
@@ -200,7 +200,7 @@ def format_steps(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def model_of(results: "pd.DataFrame") -> str:
-    """The model of some rows, above a panel."""
+    """Return the model of some rows, above a panel."""
     return str(results["model"].iloc[0])
 
 
@@ -226,7 +226,7 @@ def add_names(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def final(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of each model's last snapshot."""
+    """Return the rows of each model's last snapshot."""
     return results[results["final"].astype(bool)]
 
 
@@ -243,12 +243,12 @@ def stack_rows(*results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def select_rows(column: str, value: object, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows with this value in this column."""
+    """Return the rows with this value in this column."""
     return results[results[column] == value]
 
 
 def last_layer(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of each model's last layer."""
+    """Return the rows of each model's last layer."""
     return results[results["layer"] == results.groupby("model")["layer"].transform("max")]
 
 

@@ -22,7 +22,7 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     measure_sufficiency,
     of_least_damage,
 )
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.studies.language_model.study import (
@@ -69,7 +69,7 @@ class Sufficiency(LanguageModelStudy):
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
         """Take all heads; for the last snapshot of a small model numbers of windows, too."""
-        shape = shape_of_named(moment.source.partition("@")[0])
+        shape = read_shape(moment.source.partition("@")[0])
         length = min(self.longest(moment), _SHORT if len(shape.n_heads) > _DEEP else 2**30)
         length = min(length, 24) if preset == "smoke" else length
         cases: list[Settings] = [{"part": "heads", "draw": 0, "n_context": length}]
@@ -82,7 +82,7 @@ class Sufficiency(LanguageModelStudy):
         return cases
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Rows of assignments and of heads; or of the two ways to choose on few windows."""
+        """Return rows of assignments and of heads; or of the two ways to choose on few windows."""
         model = load_snapshot(self.source_of(settings), device)
         if settings["part"] == "windows":
             n_draws = _n_draws(settings["n_windows"])
@@ -182,7 +182,7 @@ class Sufficiency(LanguageModelStudy):
 
 
 def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
-    """The random deals of the mechanisms among some assignments."""
+    """Return the random deals of the mechanisms among some assignments."""
     return tuple(name for name in dict.fromkeys(assignments) if str(name).startswith(RANDOM))
 
 
@@ -237,6 +237,7 @@ def _list_heads(mechanisms: MechanismsResult, others: Mapping[str, Any]) -> list
 
 def _measure_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
     """Measure mechanisms of half of the windows, with and without their own mean patterns."""
+    # mechanisms are chosen on one half of the windows, and their loss is judged on the other
     choosing, judged = windows[0::2], windows[1::2]
     rows: list[Row] = []
     for measure in (_SAME, _OTHERS):

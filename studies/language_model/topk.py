@@ -55,7 +55,7 @@ class TopK(LanguageModelStudy):
         return [{"n_context": t, "n_longest": max(lengths), "n_last": last} for t in lengths]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each kind of keys, layer and k."""
+        """Return a row for each kind of keys, layer and k."""
         model = load_snapshot(self.source_of(settings), device)
         whole = self.sequences(model, {**settings, "n_context": settings["n_longest"]}, seed)
         n_prefix = len(self._prefix(model))
@@ -76,7 +76,7 @@ class TopK(LanguageModelStudy):
         return [{**row, "bare": found.loss} for row in frame]
 
     def tables(self) -> Sequence[Part]:
-        """The least k by context, a row a layer."""
+        """Return the least k by context, a row a layer."""
         return (
             "The least k that keeps the loss within 1%, in brackets with random keys; a layer "
             "matters if one random key a row costs more than 1%",
@@ -93,7 +93,7 @@ class TopK(LanguageModelStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """The least k against the context, and the loss against k at the longest."""
+        """Return the least k against the context, and the loss against k at the longest."""
         least, loss = [], []
         for kind, style in ((LARGEST, ".-"), (RANDOM, ".:")):
             rows, label = partial(select_rows, "kept", kind), str if kind == LARGEST else ""
@@ -143,13 +143,13 @@ class TopK(LanguageModelStudy):
         return [f"over all layers that matter: {kind}"]
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with random keys in place of the largest."""
+        """Return rows with random keys in place of the largest."""
         random = select_rows("kept", RANDOM, results)
         return {"random keys": stack_rows(random, random.assign(kept=LARGEST))}
 
 
 def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The least k of each layer at each context, of the largest and of random keys.
+    """Return the least k of each layer at each context, of the largest and of random keys.
 
     The column ``one`` is the cost of one key a row, the least over seeds. Contexts come in order
     of their length.
@@ -170,7 +170,7 @@ def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _longest(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of the longest context, layers as texts."""
+    """Return the rows of the longest context, layers as texts."""
     rows = results[results["n_context"] == results["n_context"].max()]
     return rows.assign(layer=rows["layer"].astype(str), percent=100 * rows["rise"])
 
@@ -186,7 +186,7 @@ def _both(least: "pd.DataFrame") -> str:
 
 
 def _slope(kind: str, least: "pd.DataFrame") -> float:
-    """The power of the length with which k grows; NaN for one length."""
+    """Return the power of the length with which k grows; NaN for one length."""
     rows = select_rows("kept", kind, least)
     if len(rows) < 2:
         return math.nan

@@ -181,6 +181,7 @@ class _Run:
         if self.step == 0:
             self._evaluate()
         config = self.config
+        # which texts a step sees depends on its number alone, so that a run goes on with the same
         ids = training_batch(self.streams["train"], config, self.step).to(self.model.device)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate(self.step)
@@ -280,7 +281,7 @@ class _Run:
         self.out.replace_folder(temporary, target)
 
     def finish(self) -> TrainedLanguageModel:
-        """The model in half precision, and what is measured of it as it was saved."""
+        """Return the model in half precision, and what is measured of it as it was saved."""
         write_json(self.folder / "history.json", self.history)
         write_text(self.folder / "test.jsonl", self._test_text())
         windows = {
@@ -327,7 +328,7 @@ class _Run:
         save_tokenizer(self.tokenizer, folder, self.config.n_context)
 
     def _test_text(self) -> str:
-        """The test part in chunks that fill the context, a line of JSON each."""
+        """Return the test part in chunks that fill the context, a line of JSON each."""
         rows = text_windows(self.streams["test"], self.config.n_context)[:, 1:]
         chunks = self.tokenizer.decode_batch(rows.tolist())
         return "".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks)

@@ -40,7 +40,7 @@ STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
 
 
 def find_study(name: str) -> Study:
-    """The study of that name.
+    """Return the study of that name.
 
     Raises:
         InfoFlowError: for an unknown name, with the nearest known one.

@@ -97,11 +97,11 @@ class AgreementOverTraining(VectorStudy):
         return [{**common, **sizes[preset]}]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """The demo's."""
+        """Return the demo's."""
         return _demo(settings, 0).architecture()
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each checkpoint; epoch 0 is the model before training."""
+        """Return a row for each checkpoint; epoch 0 is the model before training."""
         config = _demo(settings, seed)
         task = config.task()
         test = self.draw(task, "test", settings["n_recovery"], seed)
@@ -121,6 +121,7 @@ class AgreementOverTraining(VectorStudy):
             after_epoch=look,
             progress=False,
         )
+        # how far training has lowered the errors of recovery, by checkpoint
         ratios = [
             {f"ratio_rank{rank}": row[f"rank{rank}"] / rows[0][f"rank{rank}"] for rank in RANKS}
             for row in rows
@@ -238,7 +239,7 @@ def _state_of(
 
 
 def _first(run: "pd.DataFrame", reached: "pd.Series[bool]") -> str:
-    """The first epoch at which it is reached, in words."""
+    """Return the first epoch at which it is reached, in words."""
     return str(int(run["epoch"][reached].min())) if reached.any() else "none"
 
 

@@ -124,6 +124,8 @@ class AttentionMaps(tokens.TokenStudy):
         if settings["start"] == tokens.PAPER:
             models["construction"] = _construction(run.task).to(device, print_details=False)
         rows: list[Row] = []
+        # the same operations in the model before and after training, and in the paper's
+        # construction
         for name, model in models.items():
             found = find_operations(model, run.task, run.x, derive_seed(self.name, "keys", seed))
             for operation, happens in found.happens.items():
@@ -141,7 +143,7 @@ class AttentionMaps(tokens.TokenStudy):
         return [{**about, **row} for row in rows]
 
     def tables(self) -> Sequence[Part]:
-        """Shares by operation and model, and the mechanisms of heads."""
+        """Return shares by operation and model, and the mechanisms of heads."""
         shares = (
             Column("", "share", across="model"),
             Column("by chance", lambda rows: spread(_after_training(rows)["chance"])),
@@ -369,7 +371,7 @@ def _mean_maps(run: tokens.TokenRun) -> list[Row]:
 
 
 def _examples(task: TokenTask, x: Tensor) -> dict[str, Bool[Tensor, " sample"]]:
-    """The first and the second pair asked about; templates aab and abb."""
+    """Return the first and the second pair asked about; templates aab and abb."""
     if isinstance(task, InContextQA):
         asked = (x[:, 0:-2:3] == x[:, -2:-1]).to(torch.int64).argmax(dim=1)
         context = " ".join(f"{chr(65 + i)} = {i + 1}" for i in range(task.n_pairs))
@@ -397,7 +399,7 @@ def _after_training(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _map(example: int, layer: int, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The cells of a layer's map of one of the examples, of the first run."""
+    """Return the cells of a layer's map of one of the examples, of the first run."""
     names = list(dict.fromkeys(results["example"]))
     here = (results["example"] == names[example]) & (results["layer"] == layer)
     return results[here & (results["run"] == results["run"].min())]
@@ -431,7 +433,7 @@ def _shares(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
 
 
 def _gains(results: "pd.DataFrame") -> Numbers:
-    """The least gain by training, of the models whose start does not do it already."""
+    """Return the least gain by training, of the models whose start does not do it already."""
     found = {}
     for name, shares in _shares(results):
         moved = shares[shares["initial"] < _OFTEN]

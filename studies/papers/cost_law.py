@@ -88,6 +88,7 @@ class CostLaw(Study):
         }
         widths = {"smoke": (3, 12), "quick": (3, 6, 12, 24), "full": (2, 3, 4, 6, 8, 12, 24)}
         of_states = [dict(zip(_SIZES, sizes, strict=True)) for sizes in states[preset]]
+        # where all coordinates fit, there is nothing to code
         coded = [s for s in of_states if _exponent(s) > 1]
         return [
             *({"model": _CODE, **s, "bits": bits} for s in coded for bits in _bits(s)),
@@ -179,7 +180,7 @@ class CostLaw(Study):
         ).nmse
 
     def _two_layers(self, settings: Settings, seed: int, device: str) -> float:
-        """The error of a Transformer whose states have as many numbers."""
+        """Return the error of a Transformer whose states have as many numbers."""
         task = IntrinsicDimension(
             n_tokens=4, d_token=settings["d_token"], n_components=1, matrix_kind="orthogonal",
             tokens="sphere", seed=derive_seed(self.name, "matrix", seed),
@@ -340,7 +341,7 @@ def _bits(state: Mapping[str, Any]) -> list[int]:
 
 
 def _affordable_bits(settings: Settings) -> int:
-    """The most bits for which the digit code needs no more units than the decoder has."""
+    """Return the most bits for which the digit code needs no more units than the decoder has."""
     return max(1, int(math.log2(settings["units"]) / _exponent(settings)))
 
 
@@ -356,7 +357,7 @@ def _layers(sizes: Sequence[tuple[int, int]]) -> list[nn.Module]:
 
 
 def _codes(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of codes, with their states in words and the units for each latent."""
+    """Return the rows of codes, with their states in words and the units for each latent."""
     codes = results[results["model"] != _LAYERS]
     sizes = zip(*(codes[name] for name in _SIZES), strict=True)
     state = ["|I| = {}, d = {}, E = {}".format(*map(int, of_state)) for of_state in sizes]
@@ -375,7 +376,7 @@ def _two_layers(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _fall(rows: "pd.DataFrame") -> float:
-    """The slope of log NMSE over log units, over the law's -2 E / (|I| d), in one state."""
+    """Return the slope of log NMSE over log units, over the law's -2 E / (|I| d), in one state."""
     return slope(rows.groupby("width")["nmse"].min()) * float(rows["law"].iloc[0]) / -2
 
 
@@ -410,7 +411,7 @@ def _unlike(results: "pd.DataFrame") -> Numbers:
 
 
 def _growth(results: "pd.DataFrame") -> Numbers:
-    """The mean NMSE of each |I| d / E over that of the one before."""
+    """Return the mean NMSE of each |I| d / E over that of the one before."""
     least = _widest(results).groupby(["law", "state"])["nmse"].min().clip(lower=1e-300)
     logs: Any = np.log(least)
     means = np.exp(logs.groupby(level="law").mean())

@@ -95,7 +95,7 @@ class DepthSeparationStudy(VectorStudy):
         return [*trained, *built]
 
     def architecture(self, settings: Settings) -> Architecture:
-        """The trained models; the built ones have one of their own."""
+        """Return the trained models; the built ones have one of their own."""
         n_layers = 1 if settings["model"] == _ONE else 2
         return Architecture(
             n_heads=(1,) * n_layers,
@@ -113,10 +113,11 @@ class DepthSeparationStudy(VectorStudy):
         return 0 if settings["model"] == _BUILT else super().memory(settings)
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """The error of one model, and its number of parameters."""
+        """Return the error of one model, and its number of parameters."""
         if settings["model"] == _BUILT:
             validation = self._data(settings["n_tokens"], 2000, "validation", seed)
             return [_built(settings["n_tokens"], settings["eps"], validation)]
+        # twice through the data before the rate is at its full height
         steps = math.ceil(settings["n_train"] / _BATCH)
         config = TrainingConfig(
             epochs=settings["epochs"],
@@ -134,6 +135,7 @@ class DepthSeparationStudy(VectorStudy):
 
         architecture = self.architecture(settings)
         model: nn.Module
+        # long sequences are trained by growing them
         if "lengths" in settings:
             staged = train_in_stages(
                 architecture, data, Stages.read(settings), config, model_seed=seed, device=device
@@ -207,7 +209,7 @@ class DepthSeparationStudy(VectorStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """The errors and slopes of both."""
+        """Return the errors and slopes of both."""
         remarks = []
         for (model,), rows in groups(results, ["model"], sort=True):
             errors = _least(rows)
@@ -227,7 +229,7 @@ class DepthSeparationStudy(VectorStudy):
 
 
 def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -> Row:
-    """The construction of Theorem 1, its errors and the number of weights that it sets."""
+    """Return the construction of Theorem 1, its errors and the number of weights that it sets."""
     model: Any = build_construction("depth_separation", n_tokens=n_tokens, eps=eps)[0]
     output = outputs_of(model, model.forward_readout, data[0])
     return {
@@ -256,7 +258,7 @@ def _state_exponent(rows: "pd.DataFrame") -> tuple[str, str]:
 
 
 def _precision(results: "pd.DataFrame") -> str:
-    """The largest errors of the models that are built, in words."""
+    """Return the largest errors of the models that are built, in words."""
     built = groups(results[results["model"] == _BUILT], ["eps"], sort=True)
     worst = ", ".join(f"{rows['max_error'].max():.2g} (eps = {eps:g})" for (eps,), rows in built)
     return f"Largest errors of the built models: {worst}; parameters are those set."
@@ -277,7 +279,7 @@ def _fit(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _least(rows: "pd.DataFrame") -> "pd.Series[float]":
-    """The least NMSE over seeds by the number of parameters, of one kind of model."""
+    """Return the least NMSE over seeds by the number of parameters, of one kind of model."""
     return rows.groupby("parameters")["nmse"].min()
 
 

@@ -38,22 +38,22 @@ class FirstLayer:
     state: Float[Tensor, "n query d_model"]
 
     def rows(self, queries: str) -> slice:
-        """The queries of a kind."""
+        """Return the queries of a kind."""
         last = self.x.shape[1]
         return slice(0, last) if queries == TOKENS else slice(last, last + 1)
 
     def chosen(self, rank: int) -> Int[Tensor, "n head query"]:
-        """The key of each query's rank-th largest score, among tokens."""
+        """Return the key of each query's rank-th largest score, among tokens."""
         keys = self.scores[..., : self.x.shape[1]]
         return keys.topk(rank, dim=-1).indices[..., rank - 1]
 
     def entropy(self, head: int, queries: str) -> float:
-        """The mean entropy of a head's attention, in nats."""
+        """Return the mean entropy of a head's attention, in nats."""
         pattern = self.pattern[:, head, self.rows(queries)]
         return mean_entropy(pattern, self._mask(queries))
 
     def largest(self, head: int, queries: str) -> float:
-        """The mean of a head's largest share of attention."""
+        """Return the mean of a head's largest share of attention."""
         return float(self.pattern[:, head, self.rows(queries)].amax(dim=-1).mean())
 
     def errors(self, head: int, queries: str, rank: int) -> MapErrors:
@@ -161,6 +161,7 @@ def recovery_rows(
     entropies = {
         queries: [after.entropy(head, queries) for head in range(n_heads)] for queries in QUERIES
     }
+    # the control: the model before training with attention as peaked as after it
     peaked = first_layer(initial, x, before.temper(entropies))
     rows: list[Row] = []
     for head in range(n_heads):

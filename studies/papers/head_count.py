@@ -132,7 +132,7 @@ class HeadCount(TrainedStudy):
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
-        """The best validation error of one model."""
+        """Return the best validation error of one model."""
         y = self.data(settings, seed)[1][1].double()
         of_second_moment = float(y.var(correction=0) / y.square().mean())
         return [
@@ -153,7 +153,7 @@ class HeadCount(TrainedStudy):
             Column("of published", lambda rows: _times(_factor(rows, "nmse"))),
             Column("all seeds", "nmse"),
         )
-        return TableSpec(_CELL, columns, beside_published), _how_far
+        return TableSpec(_CELL, columns, join_published), _how_far
 
     def plots(self) -> FigureSpec:
         """Errors over heads, a panel for each published table; ours by both normalisations."""
@@ -166,7 +166,7 @@ class HeadCount(TrainedStudy):
             "least error (dots: by second moment,\nsquares: by variance; dotted: published)", "log"
         )
         panel = Panel(layers, Axis("heads (dotted: D)", levels=[_D]), error, _run_of_table)
-        return FigureSpec([panel], per="table", size=(4.3, 4), share="y", rows=beside_published)
+        return FigureSpec([panel], per="table", size=(4.3, 4), share="y", rows=join_published)
 
     def claims(self) -> Sequence[Claim]:
         """Judge the fall from D - 1 to D heads of one layer."""
@@ -203,8 +203,8 @@ def _preset_of(table: str, length: int) -> str:
     return "longest" if length > (16 if two_layers else 32) else "full"
 
 
-def beside_published(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows of the study with the ``published`` number of their cell.
+def join_published(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Join the rows of the study with the ``published`` number of their cell.
 
     A published cell that was not run has one row, without other numbers.
     """
@@ -228,21 +228,21 @@ def _factor(rows: "pd.DataFrame", column: str) -> float:
 
 
 def _times(factor: float) -> str | None:
-    """A factor as it stands in the table."""
+    """Return a factor as it stands in the table."""
     if math.isnan(factor):
         return None
     return f"{factor:.2g} times" if factor < 100 else f"{factor:.0f} times"
 
 
 def _ours(rows: "pd.DataFrame") -> str:
-    """The least error by second moment, or that there is none."""
+    """Return the least error by second moment, or that there is none."""
     least = rows["relative"].min()
     return "not run" if math.isnan(least) else f"{least:.2e}"
 
 
 def _how_far(results: "pd.DataFrame") -> str:
     """Say how ours and the published cells differ."""
-    cells = [rows for _, rows in groups(beside_published(results), _CELL)]
+    cells = [rows for _, rows in groups(join_published(results), _CELL)]
     run = [rows for rows in cells if rows["nmse"].notna().any()]
     if not run:
         return "No published cell was run."
@@ -264,7 +264,7 @@ def _how_far(results: "pd.DataFrame") -> str:
 
 
 def _run_of_table(rows: "pd.DataFrame") -> str:
-    """A published table, and how many of its cells were run."""
+    """Return a published table, and how many of its cells were run."""
     cells = rows.groupby(_CELL)["nmse"].count()
     return f"Table {rows['table'].iloc[0]}: {(cells > 0).sum()} of {len(cells)} cells run"
 
@@ -284,5 +284,5 @@ def _from_table(results: "pd.DataFrame") -> Numbers:
     ours = ours[(ours["table"] == "3") & (ours["heads"] == _D)]
     if ours.empty:
         return {}
-    cell = beside_published(ours).dropna(subset="nmse")
+    cell = join_published(ours).dropna(subset="nmse")
     return {"": max(_factor(cell, "relative"), 1 / _factor(cell, "relative"))}

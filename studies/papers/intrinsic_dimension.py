@@ -15,8 +15,8 @@ from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.studies.best_heads import BestHeads, best_heads
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers.rows import (
-    beside_enough,
     best_runs,
+    compare_with_enough,
     exchange_heads,
     first_heads,
     has_enough_heads,
@@ -52,7 +52,7 @@ _PLAIN, _ROTATED, _LINEAR = "gaussian", "orthogonal", "gaussian, linear encoder"
 
 @lru_cache(maxsize=64)
 def _best_heads(task: IntrinsicDimension, n_heads: int, roles: int) -> BestHeads:
-    """The best that were found; the same for all seeds of a setting."""
+    """Return the best that were found; the same for all seeds of a setting."""
     return best_heads(task, n_heads, roles=roles)
 
 
@@ -130,7 +130,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         return two_layers(settings, settings["matrices"] == _LINEAR, init_mode="xavier_normal")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
-        """The target, which is the same for all models of a D, kind and draw."""
+        """Return the target, which is the same for all models of a D, kind and draw."""
         return IntrinsicDimension(
             n_tokens=settings["n_tokens"],
             d_token=settings["d_token"],
@@ -141,7 +141,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         )
 
     def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
-        """The target at a length."""
+        """Return the target at a length."""
         task = replace(self.task(settings), n_tokens=n_tokens)
         return self.data_of(task, settings, seed, n=4000)
 
@@ -150,7 +150,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
 
     def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
-        """A row for each head of the first layer; error and floor are those of the model."""
+        """Return a row for each head of the first layer; error and floor are those of the model."""
         task = self.task(settings)
         shared: Row = {
             "nmse": trained.last.nmse,
@@ -173,7 +173,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         )
         of_heads = Column("attends to the partner", partners), Column("roles", roles)
         return (
-            TableSpec(_CELL, errors, partial(beside_enough, by=_CELL), WORDS),
+            TableSpec(_CELL, errors, partial(compare_with_enough, by=_CELL), WORDS),
             "Attention of the first layer, of the run of the least error: how often the head's "
             "first choice, at a token of the best pair of a matrix, is the other one; by "
             "matrix, from the first / from the second token.",
@@ -215,7 +215,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         return (Claim(text, _gaps, ">=", 10, name="NMSE of fewer heads over that of (D, D)"),)
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """The errors, and where no gap is owed."""
+        """Return the errors, and where no gap is owed."""
         remarks = []
         for name, rows in _fewer(results):
             d, least, times = (rows[column].iloc[0] for column in ("D", "least", "times"))
@@ -341,7 +341,7 @@ def _owes(rows: "pd.DataFrame") -> bool:
 
 def _fewer(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
     """The runs of each model with fewer heads than D in the first layer, beside those of (D, D)."""
-    runs = beside_enough(results, _CELL)
+    runs = compare_with_enough(results, _CELL)
     fewer = groups(runs[~has_enough_heads(runs)], _CELL)
     return [(f"D = {d}, {kind}, {heads_shown(heads)}", rows) for (d, kind, heads), rows in fewer]
 

@@ -49,7 +49,7 @@ class KthLargestStudy(TrainedStudy):
         )
 
     def task(self, settings: Settings) -> KthLargest:
-        """The target."""
+        """Return the target."""
         return KthLargest(n_tokens=settings["n_tokens"], k=settings["k"])
 
     def data(self, settings: Settings, seed: int) -> tuple[Pair, Pair]:
@@ -115,7 +115,7 @@ class KthLargestStudy(TrainedStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """The errors."""
+        """Return the errors."""
         least = results.groupby("k")["nmse"].min()
         between = least.iloc[1:-1]
         return [
@@ -139,7 +139,7 @@ class KthLargestStudy(TrainedStudy):
 
 
 def _over_extremes(results: "pd.DataFrame") -> Numbers:
-    """The least error of every k in between, over the larger one of the extremes."""
+    """Return the least error of every k in between, over the larger one of the extremes."""
     least = results.groupby("k")["nmse"].min()
     extremes = max(least.iloc[0], least.iloc[-1])
     return {f"k = {k}": float(error / extremes) for k, error in least.iloc[1:-1].items()}

@@ -146,7 +146,7 @@ class MaxPositionRecovery(StagedStudy):
         return two_layers(sizes, linear=False, init_mode="xavier_normal")
 
     def task(self, settings: Settings, seed: int) -> RecoveryTask:
-        """The target, drawn anew for each seed."""
+        """Return the target, drawn anew for each seed."""
         sizes: dict[str, Any] = {
             "n_tokens": settings["n_tokens"],
             "d_token": settings["d_token"],
@@ -160,7 +160,7 @@ class MaxPositionRecovery(StagedStudy):
         return DRetrieval(**sizes, directions="orthonormal")
 
     def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
-        """The target at a length."""
+        """Return the target at a length."""
         task = replace(self.task(settings, seed), n_tokens=n_tokens)
         return self.data_of(task, settings, seed, n=4000)
 
@@ -169,7 +169,7 @@ class MaxPositionRecovery(StagedStudy):
         return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
 
     def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
-        """A row for each head of the first layer, kind of query and rank."""
+        """Return a row for each head of the first layer, kind of query and rank."""
         task = self.task(settings, seed)
         _, (x, y) = self.data_of(task, settings, seed, n=4000, part="test")
         initial = restored(trained.model, trained.initial_state)
@@ -277,7 +277,7 @@ class MaxPositionRecovery(StagedStudy):
 
 
 def _enough(results: "pd.DataFrame") -> "pd.Series[bool]":
-    """Rows of models on pairs with at least D heads in the first layer."""
+    """Return rows of models on pairs with at least D heads in the first layer."""
     return has_enough_heads(results) & (results["target"] == _PAIRS)
 
 
@@ -308,7 +308,7 @@ def _first_choices(results: "pd.DataFrame") -> Numbers:
 
 
 def _second_choices(results: "pd.DataFrame") -> Numbers:
-    """The mean over judged heads, of each configuration."""
+    """Return the mean over judged heads, of each configuration."""
     return numbers_of(
         _best_heads(results, 2),
         ["D", "heads"],

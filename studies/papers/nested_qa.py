@@ -196,7 +196,7 @@ class NestedQuestions(tokens.TokenStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """The plateau that growing distances avoid, what is learnt of chains, and noise."""
+        """Return the plateau that growing distances avoid, what is learnt of chains, and noise."""
 
         def sizes(hops: float, layers: float) -> str:
             return (
@@ -256,6 +256,7 @@ class NestedQuestions(tokens.TokenStudy):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Accuracies by depth and place, longer chains, and constructions with noise."""
+        # of each kind of run the numbers that no claim has
         runs = tokens.last_epochs(results)
         remarks = []
         few = runs[runs["layers"] < runs["hops"].map(fewest_layers)]
@@ -301,7 +302,7 @@ class NestedQuestions(tokens.TokenStudy):
         shared &= results["layers"] == _JUDGED_HOPS + 1
 
         def only(asked: str) -> "pd.DataFrame":
-            """The runs of one way of asking, told as those of either."""
+            """Return the runs of one way of asking, told as those of either."""
             import pandas as pd
 
             rows = results[shared & (results["asked"] == asked)]
@@ -345,6 +346,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
     model: TokenTransformer | None = None
     training: TrainingResult | None = None
     history: list[Mapping[str, float | int]] = []
+    # one hop more in each stage, and a layer more until all are there
     for stage in range(1, hops + 1):
         last = stage == hops
         depth = layers if last else min(layers, stage + 1)
@@ -355,6 +357,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
         rows = task.dataset("validation", settings["n_test"], seed).with_format("torch")[:]
         x, y = rows["x"], rows["y"]
         config = tokens.training_config(settings, derive_seed("stage", seed, stage))
+        # stages before the last are short, and keep the rate
         if not last:
             config = replace(config, epochs=settings["stage"], lr_end=config.lr)
         training = train(
@@ -368,17 +371,18 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
         history += [{**row, "epoch": int(row["epoch"]) + done} for row in training.history]
     assert model is not None
     assert training is not None
+    # one history, as of one training
     whole = replace(training, history=tuple(history), best_epoch=training.best_epoch + done)
     return tokens.TokenRun(model, task, whole, *tokens.draw_test(study, task, settings, seed))
 
 
 def _take_over(model: TokenTransformer, before: TokenTransformer) -> None:
     """The weights of a shallower model; the layers above begin with a tenth of W_V."""
-    theirs = dict(before.named_parameters())
+    smaller = dict(before.named_parameters())
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            if name in theirs:
-                weights.copy_(theirs[name])
+            if name in smaller:
+                weights.copy_(smaller[name])
         for block in model.blocks[len(before.blocks) :]:
             block.attn.W_V.mul_(0.1)
 

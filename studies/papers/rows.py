@@ -33,7 +33,7 @@ def numbers_of(
 
 
 def heads_shown(heads: Any) -> str:
-    """Heads of all layers, from the cell of a row: "2 1" is (2, 1)."""
+    """Return heads of all layers, from the cell of a row: "2 1" is (2, 1)."""
     return f"({', '.join(str(heads).split())})"
 
 
@@ -43,7 +43,7 @@ def first_heads(heads: Any) -> int:
 
 
 def runs_of(results: "pd.DataFrame") -> "pd.DataFrame":
-    """A row for each run, the first, of studies whose runs have several."""
+    """Return a row for each run, the first, of studies whose runs have several."""
     return results.drop_duplicates("run")
 
 
@@ -54,7 +54,7 @@ def best_runs(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
 
 
 def least_over_seeds(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[float]":
-    """The least NMSE by the values of some columns, in the order of the rows."""
+    """Return the least NMSE by the values of some columns, in the order of the rows."""
     return results.groupby(list(by), sort=False)["nmse"].min()
 
 
@@ -65,7 +65,7 @@ def least_over_draws(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[f
     return np.exp(logs.groupby(level=list(by), sort=False).mean())
 
 
-def beside_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
+def compare_with_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
     """Set beside each run the least error of its cell, and how many times that of D heads it is.
 
     Args:
@@ -96,5 +96,5 @@ def exchange_heads(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame"
 
 
 def has_enough_heads(results: "pd.DataFrame") -> "pd.Series[bool]":
-    """Rows of models with at least D heads in the first layer."""
+    """Return rows of models with at least D heads in the first layer."""
     return results["heads"].map(first_heads) >= results["D"]

@@ -18,8 +18,8 @@ from infoflow_lens.studies.papers.intrinsic_dimension import (
     two_layers,
 )
 from infoflow_lens.studies.papers.rows import (
-    beside_enough,
     best_runs,
+    compare_with_enough,
     exchange_heads,
     first_heads,
     has_enough_heads,
@@ -112,7 +112,7 @@ class SeparatedPairs(FreshStudy):
         return two_layers(settings, settings["encoder"] == _LINEAR, init_mode="kaiming_uniform")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
-        """The target, which is the same for all models of a D, kind of matrices and draw."""
+        """Return the target, which is the same for all models of a D, kind of matrices and draw."""
         return IntrinsicDimension(
             n_tokens=settings["n_tokens"],
             d_token=settings["d_token"],
@@ -164,7 +164,7 @@ class SeparatedPairs(FreshStudy):
         )
         by = [*_CELL, "draw"]
         return (
-            TableSpec(_CELL, errors, partial(beside_enough, by=_CELL), WORDS),
+            TableSpec(_CELL, errors, partial(compare_with_enough, by=_CELL), WORDS),
             "Heads of the first layer, of the seed of least error of each draw: how often the "
             "head's first choice, at a token of the best pair of a matrix, is the other one "
             "(by matrix, from the first / from the second token); and what a linear map "
@@ -237,7 +237,7 @@ class SeparatedPairs(FreshStudy):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Say what either change alone gives, and larger D."""
-        runs, remarks = beside_enough(results, _CELL), []
+        runs, remarks = compare_with_enough(results, _CELL), []
         for cell, rows in groups(runs, _CELL):
             d, length, matrices, encoder, heads = cell
             error = rows["least"].iloc[0]
@@ -285,14 +285,14 @@ def _place(d: int, n_tokens: int, matrices: str, encoder: str, heads: str) -> st
 
 
 def _every_seed(rows: "pd.DataFrame") -> str:
-    """The errors of a cell, draw by draw."""
+    """Return the errors of a cell, draw by draw."""
     draws = groups(rows, ["draw"], sort=True)
     return "; ".join(", ".join(f"{error:.2g}" for error in draw["nmse"]) for _, draw in draws)
 
 
 def _read_cells(results: "pd.DataFrame", column: str, *, enough: bool) -> Numbers:
     """Read what stands beside the judged cells, by D, T and heads."""
-    judged = _select(beside_enough(results, _CELL), enough=enough)
+    judged = _select(compare_with_enough(results, _CELL), enough=enough)
     return numbers_of(judged, _CELL, lambda rows: rows[column].iloc[0], _name_cell)
 
 

@@ -71,7 +71,7 @@ class SpecificPosition(VectorStudy):
         )
 
     def model(self, settings: Settings, seed: int, device: str) -> VectorTransformer:
-        """An untrained model.
+        """Return an untrained model.
 
         TransformerLens normalises what a layer reads, the paper what it has written: the first
         LayerNorm is taken out, and the last one, which an attention-only model has right behind
@@ -90,7 +90,7 @@ class SpecificPosition(VectorStudy):
         return model
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each position: its weight over samples."""
+        """Return a row for each position: its weight over samples."""
         task = PositionSum(n_tokens=settings["n_tokens"], d_token=settings["d_token"])
         model = self.model(settings, seed, device)
         data = [
@@ -98,6 +98,7 @@ class SpecificPosition(VectorStudy):
             for part, n in (("train", settings["n_train"]), ("validation", 2000), ("test", 1000))
         ]
         config = TrainingConfig(epochs=settings["epochs"], batch_size=128, lr=3e-3, seed=seed)
+        # a tail of small steps, where the preset has one
         plan = [config]
         if tail := settings["tail_epochs"]:
             plan.append(replace(config, epochs=tail, lr=_TAIL_RATE, lr_end=_TAIL_RATE))
@@ -167,7 +168,7 @@ class SpecificPosition(VectorStudy):
 
 
 def _gaps(results: "pd.DataFrame") -> Numbers:
-    """The largest distance from 1/3 of a weight on the summed positions, by model."""
+    """Return the largest distance from 1/3 of a weight on the summed positions, by model."""
     summed = results[results["position"] <= _N_SUMMED]
     return numbers_of(summed.assign(gap=(summed["weight"] - 1 / _N_SUMMED).abs()), ["model"], "gap")
 

@@ -126,7 +126,7 @@ class TokenStudy(Study):
     """A study that trains models over token ids, on ``n_train`` sequences."""
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each epoch, with the run's test scores and what to compare them with."""
+        """Return a row for each epoch, with the run's test scores and what to compare them with."""
         run = self.train(settings, seed, device)
         test = evaluate_labels(run.model, (run.x, run.y))
         whole: Row = {
@@ -165,7 +165,7 @@ class TokenStudy(Study):
 
 
 def load_settings_task(settings: Settings) -> TokenTask:
-    """The task of a run, with those of its settings that are the task's."""
+    """Return the task of a run, with those of its settings that are the task's."""
     task: Any = load_task(settings["task"], **_parameters(settings))
     return task
 
@@ -176,7 +176,7 @@ def _parameters(settings: Settings) -> dict[str, Any]:
 
 
 def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenTask]:
-    """An untrained model and its task.
+    """Return an untrained model and its task.
 
     "paper" is Sec. 9.1: ReLU heads, one-hot tokens and positions, W_V = I, the classifier uniform
     on [0, 1), W_QK of the first layer as constructed; for memorization uniform on [0, 1). What W_QK
@@ -194,6 +194,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     task: Any = load_settings_task(settings)
     if settings["start"] == CONSTRUCTED:
         return _perturb(task, settings, seed)
+    # the paper's start: the first layer's scores as constructed, the others scaled down
     paper = settings["start"] in (PAPER, SUMMED, NOISY, NOISY_SUMMED)
     construction = _first_layer(task, _parameters(settings)) if paper else None
     d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
@@ -218,6 +219,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
         with torch.no_grad():
             for block in model.blocks[1:]:
                 block.attn.W_Q.mul_(settings["scale"])
+            # heads are summed and not averaged
             for block in model.blocks if settings["start"] in (SUMMED, NOISY_SUMMED) else ():
                 block.attn.W_O.mul_(len(block.attn.W_O))
     if settings["start"] in (NOISY, NOISY_SUMMED):
@@ -252,7 +254,7 @@ def _add_noise(model: TokenTransformer, share: float, deviation: float, seed: in
 
 
 def _first_layer(task: Task, parameters: Mapping[str, Any]) -> Any:
-    """The construction whose first layer a model starts from; none for memorization."""
+    """Return the construction whose first layer a model starts from; none for memorization."""
     if isinstance(task, Memorization):
         return None
     if isinstance(task, NestedQA):
@@ -358,18 +360,18 @@ def data_of(task: TokenTask, settings: Settings, seed: int) -> Any:
 
 
 def last_epochs(results: "pd.DataFrame") -> "pd.DataFrame":
-    """A row for each run."""
+    """Return a row for each run."""
     last = results.sort_values(["run", "epoch"]).groupby("run", sort=True).tail(1)
     return last.reset_index(drop=True)
 
 
 def chosen_accuracy(runs: "pd.DataFrame") -> float:
-    """The test accuracy of the run of the least validation loss."""
+    """Return the test accuracy of the run of the least validation loss."""
     return float(runs.sort_values("best_validation_loss")["test_accuracy"].iloc[0])
 
 
 def chance_to_see(n_seeds: int, n_cells: int) -> str:
-    """The power of a rule that asks each of several cells for one seed that solves its task.
+    """Return the power of a rule that asks each of several cells for one seed that solves its task.
 
     Args:
         n_seeds: judged seeds of a cell.
@@ -397,7 +399,7 @@ def solving(runs: "pd.DataFrame") -> str:
 
 
 def task_shown(results: "pd.DataFrame") -> str:
-    """The name of the task of some rows."""
+    """Return the name of the task of some rows."""
     return TASKS[results["task"].iloc[0]]
 
 

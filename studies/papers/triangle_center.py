@@ -93,13 +93,13 @@ class TriangleCenterStudy(FreshStudy):
         )
 
     def task(self, settings: Settings) -> RetrievalTask:
-        """The target over triples, or a control."""
+        """Return the target over triples, or a control."""
         return task_of(settings["target"], settings["n_tokens"], _D_TOKEN)
 
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
-        """The errors of one model, and the estimate for its architecture."""
+        """Return the errors of one model, and the estimate for its architecture."""
         paper, proved = (
             estimate(self.architecture(settings), self.task(settings), count=count, verify=0)
             for count in ("paper", "proved")
@@ -238,7 +238,7 @@ def _exponents(rows: "pd.DataFrame") -> str:
 
 
 def _means(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The mean NMSE of triples over seeds, T by E."""
+    """Return the mean NMSE of triples over seeds, T by E."""
     return _select(results).groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
 
 

@@ -95,7 +95,7 @@ class VaryingDepth(tokens.TokenStudy):
         return cases
 
     def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
-        """The largest gradient at the context before training."""
+        """Return the largest gradient at the context before training."""
         model, task = tokens.start_model(settings, derive_seed(self.name, "weights", seed))
         x, y = task.sample(512, seed=seed)
         return {"context_gradient": context_gradient(model, x, y, context_length(task))}
@@ -181,10 +181,10 @@ class VaryingDepth(tokens.TokenStudy):
         solved = _read_layers(
             noisy, lambda rows: (rows["test_accuracy"] >= tokens.SOLVED).sum(), few=False
         )
-        shown = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
+        cells = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
         seeds = results["seed"].nunique()
         remarks = [
-            f"seeds that reach {tokens.SOLVED} with just enough layers: {shown}",
+            f"seeds that reach {tokens.SOLVED} with just enough layers: {cells}",
             f"power of the rule there: {tokens.chance_to_see(seeds, len(solved))}",
         ]
         still = results[(results["start"] == tokens.PAPER) & (results["layers"] == 1)]
@@ -225,7 +225,7 @@ def _draw_chance(axes: "Axes", results: "pd.DataFrame") -> None:
 
 
 def context_gradient(model: TokenTransformer, x: Tensor, y: Tensor, n_context: int) -> float:
-    """The largest gradient, with respect to the columns of the context, of the loss.
+    """Return the largest gradient, with respect to the columns of the context, of the loss.
 
     Where ReLU leaves all that leads from the context to the answer at a score of 0 or below, it is
     exactly 0, and so is every step of W_QK and W_V that would read the context.
@@ -249,7 +249,7 @@ def context_gradient(model: TokenTransformer, x: Tensor, y: Tensor, n_context: i
 
 
 def context_length(task: TokenTask) -> int:
-    """Positions before the query, or, without one, before the sign."""
+    """Return positions before the query, or, without one, before the sign."""
     if isinstance(task, InContextQA):
         return 3 * task.n_pairs
     if isinstance(task, InContextTemplateMatching):
@@ -266,6 +266,7 @@ def _training(preset: str, start: str, task: str) -> dict[str, Any]:
         "scale": paper["scale"],
         "epochs": 10,
     }
+    # starts differ in noise, and some tasks in the optimiser that the paper names
     if start != tokens.WHOLE:
         settings["noise"] = 0.02 if start == tokens.NOISY else 0.0
         if task in ("memorization", "template_matching"):

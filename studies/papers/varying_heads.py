@@ -104,7 +104,7 @@ class VaryingHeads(tokens.TokenStudy):
         ]
 
     def tables(self) -> Sequence[Part]:
-        """The rate that was chosen, epochs to .95 and test accuracies by heads."""
+        """Return the rate that was chosen, epochs to .95 and test accuracies by heads."""
         columns = (
             Column("learning rate", "rate", "first", "g"),
             Column("epochs to .95", "until"),

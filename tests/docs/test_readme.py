@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from transformers.models.gpt2 import modeling_gpt2
 
 from infoflow_lens import flow
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 from tests.reference import real_models
 from tests.reference.path_patching import TwoTexts
 
@@ -25,7 +25,7 @@ def shown():
     code = re.search(r'code = "(.*?)"\n', STATES.read_text("utf-8"))
     assert code is not None
     text = code[1].replace("\\n", "\n")
-    folder = shipped_folder("stdlib-2l")
+    folder = find_package_folder("stdlib-2l")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
     ids = torch.tensor([tokenizer(text)["input_ids"]])

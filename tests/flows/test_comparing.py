@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Flow, InfoFlowError, build_model, compare_flows, flow
 from infoflow_lens.cli import app
-from infoflow_lens.flows.comparing import aligned_tokens
+from infoflow_lens.flows.comparing import align_tokens
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
 from tests.reference import zoo
@@ -41,8 +41,8 @@ def compared(model):
     ],
 )
 def test_positions_stand_for_each_other_where_tokens_are_the_same_or_replaced(one, other, pairs):
-    assert aligned_tokens(one, other) == pairs
-    assert aligned_tokens(other, one) == [(b, a) for a, b in pairs]
+    assert align_tokens(one, other) == pairs
+    assert align_tokens(other, one) == [(b, a) for a, b in pairs]
 
 
 def test_the_table_has_each_side_as_its_own_table_has_it(compared):

@@ -6,7 +6,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError, load_any, load_task
 from infoflow_lens.foundation.naming import Named, find_model, find_named
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.data import check_data, find_data
 
 PYTHON = "import pathlib\npathlib.Path('ran').write_text('it ran')\ntrain = task = None\n"
@@ -100,10 +100,10 @@ def test_models_are_named_by_the_same_grammar(here):
     with pytest.raises(InfoFlowError, match=r"'task:x', a task: expected a folder"):
         load_any("task:x")
     with pytest.raises(InfoFlowError, match="a task: expected a folder"):
-        shape_of_named("task:x")
+        read_shape("task:x")
     (here / "gpt2").mkdir()
     with pytest.raises(InfoFlowError, match=r"the folder 'gpt2' is no model"):
         load_any("gpt2")
-    assert shape_of_named("hub:gpt2").n_layers == 12
+    assert read_shape("hub:gpt2").n_layers == 12
     with pytest.raises(InfoFlowError, match=r"is to come from the hub, and .* the folder 'gpt2'"):
         load_any("hub:gpt2")

@@ -369,7 +369,7 @@ def test_states_merge_in_any_grouping_to_the_whole(sizes, split, seed):
     def folded(state, some):
         kept = None
         for part in some:
-            kept = state.added(kept, part)
+            kept = state.add(kept, part)
         return kept
 
     for declare, expected in (
@@ -380,7 +380,7 @@ def test_states_merge_in_any_grouping_to_the_whole(sizes, split, seed):
         fill = -1 if state.grows else 0
         padded = [torch.nn.functional.pad(p, (0, width - p.shape[1]), value=fill) for p in parts]
         whole = state.value(folded(state, parts))
-        merged = state.merged(folded(state, parts[:split]), folded(state, parts[split:]))
+        merged = state.merge(folded(state, parts[:split]), folded(state, parts[split:]))
         assert whole.equal(expected(padded))
         assert state.value(merged).equal(whole)
 

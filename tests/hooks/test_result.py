@@ -38,9 +38,9 @@ def test_saving_and_loading_keeps_everything(results, tmp_path):
 def test_results_of_version_0_2_load(results):
     """Which named the run that they were a part of, or none."""
     for result in results:
-        plain, tensors = result.stored()
-        loaded = Result.of_stored({**plain, "of_run": None}, tensors)
-        assert loaded.stored()[0] == plain
+        plain, tensors = result.to_parts()
+        loaded = Result.from_parts({**plain, "of_run": None}, tensors)
+        assert loaded.to_parts()[0] == plain
 
 
 def test_the_record_tells_settings_versions_and_model(results, model):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, probe, run_probes
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.named import NamedModel
 from tests.reference import zoo
@@ -112,7 +112,7 @@ def test_its_tokenizer_is_in_the_file(file):
 
 
 def test_its_shape_is_read_without_its_weights(file):
-    assert shape_of_named(str(file)).n_heads == (zoo.N_HEADS,) * zoo.N_LAYERS
+    assert read_shape(str(file)).n_heads == (zoo.N_HEADS,) * zoo.N_LAYERS
 
 
 def test_a_file_without_a_tokenizer_has_none(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks.model.capabilities import inspect_model
 from infoflow_lens.models.loading import load_any
-from infoflow_lens.models.shipped import SHIPPED, shipped_folder
+from infoflow_lens.models.shipped import SHIPPED, find_package_folder
 from tests.versions import needs_hooked_transformer
 
 
@@ -49,7 +49,7 @@ def test_a_head_attends_to_the_previous_token_and_others_to_the_token_after_the_
 ):
     """Above .5, and as the card says. Prefix matching is written out here, query by query."""
     tokens, _, patterns = attention
-    measured = json.loads((shipped_folder("stdlib-2l") / "measured.json").read_text())
+    measured = json.loads((find_package_folder("stdlib-2l") / "measured.json").read_text())
     found = {"previous_token": torch.zeros(2, 8), "prefix_matching": torch.zeros(2, 8)}
     for layer, pattern in enumerate(patterns):
         for head in range(8):
@@ -80,7 +80,7 @@ def test_its_weights_are_small_and_of_half_precision():
     from safetensors.torch import load_file
 
     for name in SHIPPED:
-        file = shipped_folder(name) / "model.safetensors"
+        file = find_package_folder(name) / "model.safetensors"
         assert file.stat().st_size < 4e6
         assert {weight.dtype for weight in load_file(file).values()} == {torch.float16}
 

@@ -254,7 +254,7 @@ def test_only_the_columns_that_are_used_are_read(model, tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [{"text": "w4 w5", "more": 1}, {"text": "w6", "more": 2}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (part,) = data_module._streamed(path, None, ("text", "attention_mask"))
+    (part,) = data_module._stream_rows(path, None, ("text", "attention_mask"))
     assert part.column_names == ["text"]
     assert len(read_data(model, str(path)).sequences()) == 2
 

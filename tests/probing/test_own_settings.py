@@ -15,7 +15,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import Probe
-from infoflow_lens.probing.own_settings import OwnSetting, with_own_settings
+from infoflow_lens.probing.own_settings import OwnSetting, apply_settings
 from infoflow_lens.probing.part import name_of
 from infoflow_lens.probing.parts.recovery import too_few_rows
 from tests.hooks.test_invariants import MAKES
@@ -59,7 +59,7 @@ def test_every_field_of_every_probe_can_be_set(make, token_inputs):
     for item in dataclasses.fields(made):
         if item.init:
             setting = OwnSetting("mine", item.name, getattr(made, item.name))
-            again = with_own_settings({"mine": made}, [setting], {})["mine"]
+            again = apply_settings({"mine": made}, [setting], {})["mine"]
             assert again is not made
             assert again.config() == made.config()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.probing import store as storing
-from infoflow_lens.probing.store import find_stored, store_sequences
+from infoflow_lens.probing.store import find_sequences, store_sequences
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
 
 DTYPES = ["int64", "float32", "float64", "float16", "bfloat16"]
@@ -113,14 +113,14 @@ def test_the_digest_does_not_know_how_they_came(tmp_path, dtype):
 def test_those_of_the_same_source_are_found_again(tmp_path):
     before = stored(rows(5), tmp_path, {"data": "x", "n": None})
     with RunFolder.open(tmp_path, "a run") as of_run:
-        assert find_stored(of_run, {"data": "x", "n": None}) == before
+        assert find_sequences(of_run, {"data": "x", "n": None}) == before
         for other in ({"data": "y", "n": None}, {"data": "x", "n": 5}, None):
-            assert find_stored(of_run, other) is None
+            assert find_sequences(of_run, other) is None
     for name in ("sequences.arrow", "sequences.json"):
         content = (tmp_path / "inputs" / name).read_bytes()
         (tmp_path / "inputs" / name).write_bytes(content.replace(b"e", b"f", 1))
         with RunFolder.open(tmp_path, "a run") as of_run:
-            assert find_stored(of_run, {"data": "x", "n": None}) is None
+            assert find_sequences(of_run, {"data": "x", "n": None}) is None
         (tmp_path / "inputs" / name).write_bytes(content)
 
 
@@ -142,7 +142,7 @@ def test_a_note_that_was_signed_anew_is_not_believed(tmp_path, changes):
     values = {k: v for k, v in {**values, **changes}.items() if v is not None}
     with RunFolder.open(tmp_path, "a run") as of_run:
         write_signed(path, schema, values)
-        assert find_stored(of_run, {"data": "x"}) is None
+        assert find_sequences(of_run, {"data": "x"}) is None
 
 
 def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):

@@ -158,7 +158,7 @@ def test_twelve_lines_have_twelve_colours_and_headers_are_words():
     html = str(render_chart(lines))
     assert len(set(re.findall(r'stroke="(hsl[^"]+)"', html))) == 12
     frame = pd.DataFrame({"kv_heads": [1]})
-    assert list(Table.of_frame(frame).columns) == ["kv heads"]
+    assert list(Table.from_frame(frame).columns) == ["kv heads"]
 
 
 def test_texts_of_charts_are_texts():

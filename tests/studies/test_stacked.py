@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, build_model
-from infoflow_lens.studies.stacked import check_stackable, stacked_readout
+from infoflow_lens.studies.stacked import check_stackable, compute_readouts
 
 PLAIN = Architecture(
     n_heads=(2, 3), d_head=(3, 4), d_model=8, d_token=3, n_tokens=5, d_mlp=8, d_encoder=6
@@ -43,7 +43,7 @@ def test_outputs_and_gradients_are_those_of_each_model_alone(name):
         for key, _ in found[0].named_parameters()
     }
     x = torch.randn(3, 6, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    together = stacked_readout(found[0], weights, x)
+    together = compute_readouts(found[0], weights, x)
     together.square().sum().backward()
     for seed, (model, own) in enumerate(zip(found, x, strict=True)):
         output = model(own)

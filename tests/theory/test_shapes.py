@@ -10,7 +10,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformers import BertConfig, GPT2Config, LlamaConfig, LlavaConfig, MistralConfig, T5Config
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, save_model
-from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.models.configs import read_shape
 from infoflow_lens.models.host import build_token_model
 from infoflow_lens.tasks import Target
 from infoflow_lens.theory.comparison import Component
@@ -69,11 +69,11 @@ def test_hugging_face_configs():
 def test_folders_and_names(tmp_path):
     GPT2Config(n_layer=5).save_pretrained(tmp_path / "hf")
     assert shape_of(tmp_path / "hf").n_layers == 5
-    assert shape_of_named(str(tmp_path / "hf" / "config.json")).n_layers == 5
+    assert read_shape(str(tmp_path / "hf" / "config.json")).n_layers == 5
     ours = Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5)
     save_model(build_model(ours, seed=0), tmp_path / "ours")
-    assert shape_of_named(str(tmp_path / "ours")).n_heads == (2, 1)
-    assert shape_of_named("gpt2").n_heads == (12,) * 12
+    assert read_shape(str(tmp_path / "ours")).n_heads == (2, 1)
+    assert read_shape("gpt2").n_heads == (12,) * 12
 
 
 def test_local_layers_alternate(tmp_path):
@@ -196,7 +196,7 @@ def test_layers_that_differ_are_told_one_by_one():
 
 def test_unknown_names_are_refused():
     with pytest.raises(InfoFlowError, match="cannot be loaded"):
-        shape_of_named("gpt22")
+        read_shape("gpt22")
 
 
 def test_a_target_of_ones_own_is_asked_of_any_model():

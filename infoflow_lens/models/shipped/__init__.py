@@ -8,6 +8,6 @@ SHIPPED = {
 }
 
 
-def shipped_folder(name: str) -> Path | None:
-    """The folder of a model that comes with the package; None for another name."""
+def find_package_folder(name: str) -> Path | None:
+    """Find the folder of a model that comes with the package; None for another name."""
     return Path(__file__).parent / name.lower() if name.lower() in SHIPPED else None

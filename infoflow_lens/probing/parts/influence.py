@@ -38,7 +38,7 @@ class InfluencePart(Part):
         return super().lacking(layer)
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """The probe of influence, and the probes of attention from which it is predicted."""
+        """Return the probe of influence, and the probes of attention from which it is predicted."""
         return {
             "influence_attended": AttendedProbe(),
             "influence_positions": PositionsProbe(
@@ -48,7 +48,7 @@ class InfluencePart(Part):
         }
 
     def figures(self, result: Any) -> Sequence["Chart"]:
-        """No figures: the report shows influence beside the predictions."""
+        """Return no figures: the report shows influence beside the predictions."""
         return ()
 
 

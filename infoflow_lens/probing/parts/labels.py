@@ -8,7 +8,7 @@ from infoflow_lens.hooks.interventions.heads import COLOURS, OWN
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.parts.mechanisms import lost_edits
 from infoflow_lens.report.charts import Table
-from infoflow_lens.report.heads import by_head, by_head_in_colours
+from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LabelsPart(Part):
         )
 
     def figures(self, result: HeadLabels) -> Sequence["Chart"]:
-        """The label of every head, what it is worth, and all heads at once."""
+        """Return the label of every head, what it is worth, and all heads at once."""
         frame = result.to_frame()
         hover = [
             f"{row['label']} {row['name']}\nfixed {row['fixed']:.2f} +- {row['fixed_error']:.2f}, "
@@ -65,11 +65,11 @@ class LabelsPart(Part):
             f"worth {row['worth']:.2g} ({'measured' if row['measured'] else 'estimated'})"
             for row in frame.to_dict("records")
         ]
-        names = by_head_in_colours(frame, "label", COLOURS, hover)
+        names = draw_names(frame, "label", COLOURS, hover)
         worth = by_head(
             frame, {"worth": f"what the output loses without the head ({result.metric})"}
         )
-        return (names, *worth, Table.of_frame(result.joint_frame().round(3)))
+        return (names, *worth, Table.from_frame(result.joint_frame().round(3)))
 
     def remarks(self, result: HeadLabels) -> str:
         """Say what the columns of the table are."""

@@ -7,7 +7,7 @@ from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mec
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
 from infoflow_lens.probing.part import Part, RunContext
-from infoflow_lens.report.heads import by_head, by_head_in_colours
+from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -74,13 +74,14 @@ class MechanismsPart(Part):
                 after_batch=keep,
                 progress=context.progress,
             )
+        # also after Ctrl-C: what was reached is in memory, and perhaps not yet in the file
         except BaseException:
             if reached is not None:
                 checkpoint.save(reached)
             raise
 
     def figures(self, result: MechanismsResult) -> Sequence["Chart"]:
-        """The mechanism of every head, its damages on hover; and which heads matter."""
+        """Return the mechanism of every head, its damages on hover; and which heads matter."""
         frame = result.to_frame()
         hover = [
             "\n".join(
@@ -89,28 +90,28 @@ class MechanismsPart(Part):
             )
             for row in frame.to_dict("records")
         ]
-        names = by_head_in_colours(frame, "mechanism", _COLOURS, hover)
+        names = draw_names(frame, "mechanism", _COLOURS, hover)
         if "own_position" not in result.ideals:
             return (names,)
         lost = {"own_position": "what the output loses without the head"}
         return (names, *by_head(frame.assign(own_position=frame["own_position"].clip(0)), lost))
 
     def sentences(self, result: MechanismsResult) -> Sequence[str]:
-        """The heads of each mechanism, and all heads for which an ideal suffices."""
+        """Return the heads of each mechanism, and all heads for which an ideal suffices."""
         frame = result.to_frame()
         heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
         found = {name: heads[frame["mechanism"] == name] for name in frame["mechanism"]}
-        labels = [f"{name}: {_named(some, len(heads))}" for name, some in found.items()]
+        labels = [f"{name}: {_name_heads(some, len(heads))}" for name, some in found.items()]
         enough = {ideal: heads[frame[f"sufficient_{ideal}"]] for ideal in result.ideals}
         others = [
-            f"{ideal} would suffice for {_named(some, len(heads))}"
+            f"{ideal} would suffice for {_name_heads(some, len(heads))}"
             for ideal, some in enough.items()
             if len(some) > int((frame["mechanism"] == ideal).sum())
         ]
         return [*labels, *others]
 
     def facts(self, result: MechanismsResult) -> Sequence[tuple[str, str]]:
-        """How many heads need which mechanism."""
+        """Count the heads that need each mechanism."""
         names = [name for layer in result.mechanisms() for name in layer]
         return [
             (_LABELS.get(name, name.replace("_", " ")), f"{names.count(name)} of {len(names)}")
@@ -118,8 +119,8 @@ class MechanismsPart(Part):
         ]
 
 
-def _named(heads: "pd.Series[str]", n: int) -> str:
-    """Some of `n` heads by name, or how many they are."""
+def _name_heads(heads: "pd.Series[str]", n: int) -> str:
+    """Name some of `n` heads, or say how many they are."""
     if len(heads) > _MOST_NAMED:
         return f"{len(heads)} of {n} heads; mechanisms.csv names them"
     return f"heads {' '.join(heads)}"

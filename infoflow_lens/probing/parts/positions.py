@@ -27,20 +27,20 @@ class PositionsPart(Part):
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {"positions": ("ranks",)}
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """The probe of ranked positions, with the spread of the attention rows."""
+        """Return the probe of ranked positions, with the spread of the attention rows."""
         config = context.config
         return {"positions": PositionsProbe(config.ranks, without=config.without, spread=True)}
 
     def table(self, result: AnyPositions) -> "pd.DataFrame":
-        """A row for each head."""
+        """Return a row for each head."""
         return result.summary()
 
     def figures(self, result: AnyPositions) -> Sequence["Chart"]:
-        """Two heat maps over heads; one if the spread was not measured."""
+        """Return two heat maps over heads; one if the spread was not measured."""
         found = result.summary()
         labels = {"by_content": "explained by tokens alone", "entropy": "entropy (nats)"}
         return by_head(found, {name: text for name, text in labels.items() if name in found})
 
     def facts(self, result: AnyPositions) -> Sequence[tuple[str, str]]:
-        """How many sequences were seen."""
+        """Count the sequences that were seen."""
         return (("sequences", str(result.n_sequences)),)

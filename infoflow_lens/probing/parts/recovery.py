@@ -16,7 +16,7 @@ _WIDE, _SKETCH = 256, 64
 
 
 def too_few_rows(result: RecoveryResult) -> tuple[int, ...]:
-    """The layers whose maps had no more rows than features, so that they can fit any target.
+    """Return the layers whose maps had no more rows than features, so that they can fit any target.
 
     None where a penalty keeps the maps from that.
     """
@@ -47,7 +47,7 @@ class RecoveryPart(Part):
         )
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """The probe of maps from the post-attention state.
+        """Return the probe of maps from the post-attention state.
 
         For wide models its targets are sketched, and the maps are not kept.
         """
@@ -67,11 +67,11 @@ class RecoveryPart(Part):
         labels = {rank: f"rank {rank}" for rank in result.ranks}
         wide = wide.reset_index().rename(columns=labels)
         wide.loc[wide["layer"].isin(too_few_rows(result)), list(labels.values())] = math.nan
-        shown = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
-        return by_head(wide, shown, most=1.0)
+        titles = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
+        return by_head(wide, titles, most=1.0)
 
     def remarks(self, result: RecoveryResult) -> str:
-        """The layers that are not shown because their maps fit any target."""
+        """Return the layers that are not shown because their maps fit any target."""
         layers = too_few_rows(result)
         if not layers:
             return ""
@@ -82,7 +82,7 @@ class RecoveryPart(Part):
         )
 
     def sentences(self, result: RecoveryResult) -> Sequence[str]:
-        """The head whose token is recovered with the smallest error."""
+        """Return the head whose token is recovered with the smallest error."""
         frame = result.to_frame().dropna(subset="fvu").sort_values("fvu")
         frame = frame[~frame["layer"].isin(too_few_rows(result))]
         if frame.empty and too_few_rows(result):

@@ -52,13 +52,13 @@ class RoutesComparison(Result):
     rows: tuple[Mapping[str, str | int | float | None], ...]
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each size, layer and method."""
+        """Return one row for each size, layer and method."""
         import pandas as pd
 
         return pd.DataFrame(list(self.rows))
 
     def plot(self, metric: str = "auroc") -> "Figure":
-        """A metric of every method by layer, a panel for each set that gives the sizes."""
+        """Return a metric of every method by layer, a panel for each set that gives the sizes."""
         from matplotlib.figure import Figure
 
         frame = self.to_frame()
@@ -133,7 +133,7 @@ class RoutesPart(Part):
         )
 
     def figures(self, result: RoutesComparison) -> Sequence["Chart"]:
-        """The last layer's methods at the sizes of the first sets; and AUROC over layers."""
+        """Return the last layer's methods at the sizes of the first sets; and AUROC over layers."""
         frame = result.to_frame()
         rows = frame[frame["size_of"] == frame["size_of"].iloc[0]]
         last = rows[rows["layer"] == rows["layer"].max()]
@@ -145,6 +145,7 @@ class RoutesPart(Part):
             caption=f"Layer {last['layer'].iloc[0]}, {last['positions'].iloc[0]}, sets of "
             f"{size} other tokens; routes.csv has all sizes, layers, measures and intervals",
         )
+        # a line over one or two layers shows nothing
         layers = sorted(rows["layer"].unique())
         if len(layers) < 3:
             return (table,)
@@ -156,11 +157,11 @@ class RoutesPart(Part):
         return (table, lines)
 
     def remarks(self, result: RoutesComparison) -> str:
-        """What was left out, and why."""
+        """Say what was left out, and why."""
         return " ".join(f"{note[0].upper()}{note[1:]}." for note in result.notes)
 
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
-        """The best method of the last layer, at the sizes of each set."""
+        """Return the best method of the last layer, at the sizes of each set."""
         return [
             f"routes: {rank.states}: sets {rank.size_of} have AUROC {rank.own:.3f}; best at their "
             f"size: {rank.best}, {rank.most:.3f}"
@@ -168,7 +169,7 @@ class RoutesPart(Part):
         ]
 
     def ranks(self, result: RoutesComparison) -> Sequence[Rank]:
-        """How each set stands in the last layer, at its own sizes."""
+        """Rank each set in the last layer, at its own sizes."""
         frame = result.to_frame()
         last = frame[(frame["layer"] == frame["layer"].max()) & (frame["kind"] != "control")]
         found = []

@@ -77,6 +77,7 @@ class SufficiencyPart(NextTokenPart):
             MECHANISMS: excess[MECHANISMS],
         }
         curve = [excess[f"{EVERY}top {k}"] for k in KS]
+        # random assignments are one line, their mean
         rises: dict[str, list[list[float]]] = {}
         for name, rise in zip(result.assignments, result.excess().tolist(), strict=True):
             if name in (MECHANISMS, MEAN) or name.startswith(RANDOM):
@@ -106,7 +107,7 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def sentences(self, result: SufficiencyResult) -> Sequence[str]:
-        """All heads at once, one ideal for all, and the controls."""
+        """Say what all heads at once, one ideal for all, and the controls cost."""
         excess = _excess(result)
         dealt = [value for name, value in excess.items() if name.startswith(RANDOM)]
         uniform = ", ".join(
@@ -122,7 +123,7 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def facts(self, result: SufficiencyResult) -> Sequence[tuple[str, str]]:
-        """The loss, and what it rises by."""
+        """Return the loss, and what it rises by."""
         return (
             ("loss (nats a token)", f"{result.loss:.3f}"),
             ("with all heads replaced", f"{float(result.excess()[0, -1]):+.3f}"),
@@ -130,5 +131,5 @@ class SufficiencyPart(NextTokenPart):
 
 
 def _excess(result: SufficiencyResult) -> dict[str, float]:
-    """The rise of the loss with all heads replaced, in nats a token, by assignment."""
+    """Return the rise of the loss with all heads replaced, in nats a token, by assignment."""
     return dict(zip(result.assignments, result.excess()[:, -1].tolist(), strict=True))

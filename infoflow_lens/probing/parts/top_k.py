@@ -39,7 +39,7 @@ class TopKPart(NextTokenPart):
         )
 
     def sentences(self, result: TopKResult) -> Sequence[str]:
-        """The least k of every layer."""
+        """Return the least k of every layer."""
         *layers, together = result.least()
         return (
             f"top k: keys that keep the loss within {result.tolerance:.0%}, by layer: "
@@ -47,5 +47,5 @@ class TopKPart(NextTokenPart):
         )
 
     def facts(self, result: TopKResult) -> Sequence[tuple[str, str]]:
-        """The least k of all layers at once."""
+        """Return the least k of all layers at once."""
         return (("keys needed, all layers", f"{result.least()[-1]} of {result.n_pos}"),)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression, Ridge
 
 from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
-from infoflow_lens.hooks.recovery.errors import held_out_errors
+from infoflow_lens.hooks.recovery.errors import measure_errors
 from infoflow_lens.hooks.recovery.statistics import ALL, RegressionStatistics
 
 
@@ -299,11 +299,11 @@ def test_intervals_cover_the_error_that_the_map_has_on_all_data():
         return statistics
 
     fit = taken_in(*draw(200)).fit()
-    (truth, _), covered = held_out_errors([taken_in(*draw(30000))], fit, ALL, 2), []
+    (truth, _), covered = measure_errors([taken_in(*draw(30000))], fit, ALL, 2), []
     for _ in range(250):
         x, y = draw(64)
         blocks = [taken_in(x[index::8], y[index::8]) for index in range(8)]
-        found, _ = held_out_errors(blocks, fit, ALL, 2)
+        found, _ = measure_errors(blocks, fit, ALL, 2)
         off = (found.value - truth.value).abs()
         covered.append(bool(off <= found.half_width))
     assert 0.91 <= np.mean(covered) <= 0.98

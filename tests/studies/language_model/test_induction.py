@@ -7,7 +7,7 @@ from transformers import GPT2LMHeadModel
 
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import IDEALS
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.studies.language_model.batches import repeat_random
 from infoflow_lens.studies.language_model.induction import Induction
 from infoflow_lens.studies.pages import cell_of
@@ -28,7 +28,7 @@ def results(study):
 
 @pytest.fixture(scope="module")
 def plain():
-    return GPT2LMHeadModel.from_pretrained(shipped_folder("stdlib-2l"), dtype=torch.float32)
+    return GPT2LMHeadModel.from_pretrained(find_package_folder("stdlib-2l"), dtype=torch.float32)
 
 
 def loss_of(model, ids):

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import spearmanr, ttest_rel
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.models.shipped import SHIPPED, shipped_folder
+from infoflow_lens.models.shipped import SHIPPED, find_package_folder
 from infoflow_lens.studies import pages
 from infoflow_lens.studies.language_model import graded_sets, roles
 from infoflow_lens.studies.language_model.card import comparison, read_models
@@ -92,7 +92,7 @@ def test_the_models_on_the_page_are_those_that_were_measured():
             changed = {"n_steps": 4000, "decay": 0.3, "seed": int(seed), "threads": 1}
             assert config == {**PRESETS[kind].to_dict(), **changed, "evaluate_every": 500}
     for name in SHIPPED:
-        assert MODELS[name] == json.loads((shipped_folder(name) / "measured.json").read_text())
+        assert MODELS[name] == json.loads((find_package_folder(name) / "measured.json").read_text())
 
 
 def test_models_side_by_side_are_of_one_text():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel
 
 from infoflow_lens.foundation.record import fingerprint
-from infoflow_lens.models.shipped import SHIPPED, shipped_folder
+from infoflow_lens.models.shipped import SHIPPED, find_package_folder
 from infoflow_lens.studies.language_model.batches import repeat_random, text_windows
 from infoflow_lens.studies.language_model.card import model_card
 from infoflow_lens.studies.language_model.config import PRESETS
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.parametrize("name", SHIPPED)
 
 @pytest.fixture
 def measured(name):
-    return json.loads((shipped_folder(name) / "measured.json").read_text())
+    return json.loads((find_package_folder(name) / "measured.json").read_text())
 
 
 @pytest.fixture
 def model(name):
-    return GPT2LMHeadModel.from_pretrained(shipped_folder(name), dtype=torch.float32)
+    return GPT2LMHeadModel.from_pretrained(find_package_folder(name), dtype=torch.float32)
 
 
 def test_the_card_is_what_its_numbers_make(name, measured):
-    assert (shipped_folder(name) / "README.md").read_text() == model_card(name, measured)
+    assert (find_package_folder(name) / "README.md").read_text() == model_card(name, measured)
 
 
 def test_the_command_in_the_card_has_the_settings_of_the_record(name, measured):
@@ -55,7 +55,7 @@ def test_the_numbers_are_those_of_the_weights(name, measured, model):
 def test_the_validation_loss_holds_on_the_text_of_this_python(name, measured, model):
     """Other versions of Python have other files and changed ones."""
     corpus = read_corpus()
-    tokenizer = Tokenizer.from_file(str(shipped_folder(name) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(find_package_folder(name) / "tokenizer.json"))
     stream = token_stream(tokenizer, corpus.texts("validation"))
     same = corpus.fingerprint == measured["record"]["config"]["corpus"]
     windows = text_windows(stream, 128, None if same else 400)
