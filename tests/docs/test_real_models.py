@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from benchmarks import depth
+from benchmarks import depth, field
 
 PAGE = (depth.FOLDER / "README.md").read_text("utf-8")
 
@@ -57,3 +57,56 @@ def test_the_statement_was_not_changed_after_the_run():
     assert set(kinds) == {6}
     assert len(kinds) == 4
     assert {len(depth.texts(model)) for model in depth.MODELS[1:]} == {16}
+
+
+@pytest.fixture(scope="module")
+def beside():
+    return field.read()
+
+
+def test_the_tables_of_the_field_are_those_of_its_rows():
+    for table in field.tables():
+        assert table in PAGE
+
+
+def test_every_method_of_the_field_was_measured_in_every_text_and_layer(beside):
+    for model in depth.MODELS:
+        mine = beside[beside["model"] == model]
+        numbers = sorted(set(mine["text"]))
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) >= 16
+        for truth in depth.TRUTHS:
+            here = mine[mine["measure"] == truth]
+            counts = here[here["method"].isin(field.FIELD)].groupby(["layer", "text"])["method"]
+            assert set(counts.nunique()) == {len(field.FIELD)}
+    gaps = beside[beside["method"] == "control: DecompX"]["spearman"]
+    assert gaps.max() < 1e-4
+
+
+def test_sentences_on_the_field_are_those_of_its_rows(beside):
+    mean = beside.groupby(["measure", "method", "model"])["spearman"].mean()
+
+    def listed(truth, method):
+        numbers = [f"{mean[truth, method, m]:.2f}".replace("0.", ".") for m in depth.MODELS]
+        return f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+
+    setting = depth.QUESTION["replacement"]
+    said = (
+        f"DecompX has {listed('replacement', 'DecompX')}, the setting "
+        f"{listed('replacement', setting)}"
+    )
+    assert said in " ".join(PAGE.split())
+    other = listed("replacement", "other donors")
+    assert f"other donors order tokens by {other}" in " ".join(PAGE.split())
+    answers = mean["answer, replaced"].xs("smollm2", level="model")
+    best = answers.drop("control: integrated gradients").max()
+    assert f"no method has more than {best:.2f}".replace("0.", ".") in " ".join(PAGE.split())
+
+
+def test_the_statement_of_the_field_says_what_the_code_draws():
+    said = (depth.FOLDER / "field.md").read_text("utf-8")
+    assert f"{field._STEPS} points" in said
+    assert f"{len(field.texts('smollm2'))} short ones of SmolLM2" in said
+    assert {len(field.texts(model)) for model in depth.MODELS[1:]} == {32}
+    old = {one.text for model in depth.MODELS for one in depth.texts(model)}
+    assert not old & {one.text for model in depth.MODELS for one in field.texts(model)}
