@@ -74,7 +74,7 @@ class Answer(NamedTuple):
     norm: attributions.Norm
     weight: Float[Tensor, " d"]
 
-    def of(self, state: Float[Tensor, "*row d"]) -> Float[Tensor, "*row"]:
+    def logit(self, state: Float[Tensor, "*row d"]) -> Float[Tensor, "*row"]:
         """The logit."""
         return self.norm.module(state) @ self.weight
 
@@ -118,14 +118,14 @@ def attribute(
 ) -> tuple[dict[str, Tensor], attributions.Edges]:
     """Scores [layer, place, pos] of the field's methods, and control numbers [layer, place, 1]."""
     layers = list(depth.layers_of(given.model))
-    blocks = attributions.blocks_of(given.model.original_model)
+    blocks = attributions.read_blocks(given.model.original_model)
     clean = text.run(text.start[None])
     towards = None
     if given.is_causal:
         answer = find_answer(given.model.original_model, clean[-1][0, -1])
         scale = answer.norm.scale(clean[-1][0, -1:])[0]
         towards = answer.norm.linear(torch.eye(len(answer.weight))) @ answer.weight / scale
-    edges = attributions.edges_of(blocks, text.patterns, text.states, towards)
+    edges = attributions.measure_edges(blocks, text.patterns, text.states, towards)
     at = list(places)
     found = {
         "attention norms": edges.norms[layers][:, at],
@@ -173,16 +173,16 @@ def judge_answer(
     rows[torch.arange(len(rows)), at] = text.donated[torch.arange(n_donors).repeat(n), at]
     with torch.no_grad():
         last = torch.cat([text.run(part)[-1][:, -1] for part in rows.split(32)])
-    falls = (answer.of(clean) - answer.of(last)).detach().view(n, n_donors)
+    falls = (answer.logit(clean) - answer.logit(last)).detach().view(n, n_donors)
 
     def logit(rows: Tensor) -> Tensor:
-        return answer.of(text.run(rows)[-1][:, -1:])
+        return answer.logit(text.run(rows)[-1][:, -1:])
 
     start = text.start[None].clone().requires_grad_()
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(logit(start).sum(), start)
     done = attributions.integrate_gradients(logit, text.start, text.reference, _STEPS)
-    blocks = attributions.blocks_of(given.model.original_model)
+    blocks = attributions.read_blocks(given.model.original_model)
     *_, vectors = attributions.decompose(blocks, text.patterns, text.start)
     parts = answer.norm.decompose(vectors[:, -1:])[:, 0] @ answer.weight
     signed = {

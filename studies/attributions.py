@@ -81,7 +81,7 @@ def _modules(plain: nn.Module, kind: str) -> Any:
     return [module for module in plain.modules() if type(module).__name__ == kind]
 
 
-def blocks_of(plain: nn.Module) -> list[Block]:
+def read_blocks(plain: nn.Module) -> list[Block]:
     """Read the layers of a Llama, GPT-2, BERT or ALBERT.
 
     Raises:
@@ -194,7 +194,7 @@ class Edges(NamedTuple):
 
 
 @torch.no_grad()
-def edges_of(
+def measure_edges(
     blocks: Sequence[Block],
     patterns: Sequence[Float[Tensor, "head query key"]],
     states: Sequence[Float[Tensor, "pos d"]],
@@ -263,7 +263,7 @@ def alti_logit(edges: Edges) -> Float[Tensor, " source"]:
     What a layer's heads add from a key is passed on to tokens by the ALTI of the layers below.
     """
     if edges.logit is None:
-        raise InfoFlowError("edges have no logit: expected those of `edges_of` with towards=")
+        raise InfoFlowError("edges have no logit: expected those of `measure_edges` with towards=")
     below = roll_out(edges.alti)[:-1]
     return edges.logit[0] + torch.einsum("lk,lks->s", edges.logit[1:], below)
 

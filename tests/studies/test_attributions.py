@@ -38,7 +38,7 @@ def built(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_decompx_sums_to_the_states_of_the_model(name):
     model, _, patterns, states, out = built(name)
-    found = list(attributions.decompose(attributions.blocks_of(model), patterns, states[0]))
+    found = list(attributions.decompose(attributions.read_blocks(model), patterns, states[0]))
     for parts, state in zip(found, out, strict=True):
         torch.testing.assert_close(parts.sum(0), state, atol=1e-5, rtol=0)
 
@@ -46,8 +46,8 @@ def test_decompx_sums_to_the_states_of_the_model(name):
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_edges_and_decompx_are_those_of_loops(name):
     model, ids, patterns, states, _ = built(name)
-    blocks = attributions.blocks_of(model)
-    edges = attributions.edges_of(blocks, patterns, states)
+    blocks = attributions.read_blocks(model)
+    edges = attributions.measure_edges(blocks, patterns, states)
     expected = [torch.stack(one) for one in zip(*loops.layers(model, ids), strict=True)]
     for found, one in zip(edges[:3], expected, strict=True):
         torch.testing.assert_close(found, one, atol=1e-5, rtol=0)
@@ -65,7 +65,9 @@ def test_alti_logit_is_that_of_loops():
     model, ids, patterns, states, out = built("llama")
     norm = attributions.Norm(model.model.norm)
     towards = model.model.norm.weight * model.lm_head.weight[7] / norm.scale(out[-1][-1:])[0]
-    edges = attributions.edges_of(attributions.blocks_of(model), patterns, states, towards.detach())
+    edges = attributions.measure_edges(
+        attributions.read_blocks(model), patterns, states, towards.detach()
+    )
     expected = loops.alti_logit(model, ids, 7)
     torch.testing.assert_close(attributions.alti_logit(edges), expected, atol=1e-5, rtol=0)
 
@@ -92,7 +94,7 @@ def test_integrated_gradients_are_those_of_many_small_steps():
 
 def test_models_of_another_kind_are_named():
     with pytest.raises(InfoFlowError, match="layers of another kind"):
-        attributions.blocks_of(zoo.build("gpt_neox"))
+        attributions.read_blocks(zoo.build("gpt_neox"))
     edges = attributions.Edges(*torch.ones(3, 1, 2, 2), None)
     with pytest.raises(InfoFlowError, match="towards="):
         attributions.alti_logit(edges)
