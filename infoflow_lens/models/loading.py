@@ -35,6 +35,7 @@ from infoflow_lens.models.pretrained import (
     check_needs_no_code,
     check_one_stack,
     check_sizes,
+    config_of,
     config_of_gguf,
     load_tokenizer,
     transformers_model,
@@ -102,13 +103,14 @@ def load_any(
 ) -> LoadedModel:
     """Load a model by its name or from a folder, or open one that is in memory.
 
-    What is loaded is the model of transformers itself, opened by :func:`open_model`: any class
-    that its config names, with eager attention, the tokens that its own tokenizer gives, and no
-    copy. "stdlib-2l" comes with the package and needs no network; a folder of that name goes before
-    it. A folder with architecture.json is one that ``save_model`` wrote, and holds a model of ours.
-    A GGUF file of llama.cpp is opened, its weights as numbers of `dtype`. A folder with
-    adapter_config.json, a LoRA of PEFT, is opened with its base, a folder, or a model of the hub
-    that was downloaded before. Files that lack weights are refused.
+    What is loaded is the model of transformers itself, opened by :func:`open_model`: any class that
+    its config names, with the attention that transformers chooses (fused, where it has that), the
+    tokens that its own tokenizer gives, and no copy. "stdlib-2l" comes with the package and needs
+    no network; a folder of that name goes before it. A folder with architecture.json is one that
+    ``save_model`` wrote, and holds a model of ours. A GGUF file of llama.cpp is opened, its weights
+    as numbers of `dtype`. A folder with adapter_config.json, a LoRA of PEFT, is opened with its
+    base, a folder, or a model of the hub that was downloaded before. Files that lack weights are
+    refused.
 
     A model in memory is opened as it is, with its attention function, adapters, precision and mode.
     One of TransformerLens, a HookedTransformer or a bridge, is measured as it is. TransformerLens's
@@ -465,12 +467,10 @@ def _open(
 ) -> LoadedModel:
     """Open a folder or a name of the hub; messages call it `known_as`, by default the same."""
     with without_trace(), _naming_model(known_as or name):
-        from transformers import AutoConfig
-
         stored = Stored.read_folder(Path(name)) if source == "folder" else None
         if stored is not None:
             check_config(Path(name), stored)
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = config_of(name)
         check_one_stack(name, config)
         if stored is not None:
             check_sizes(Path(name), config, stored)

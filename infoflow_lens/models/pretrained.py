@@ -73,6 +73,20 @@ def check_one_stack(name: str, config: Any) -> None:
         )
 
 
+def config_of(name: str) -> Any:
+    """Read the config of a name or folder.
+
+    Its attention is what transformers chooses, fused where the class has it, or eager where the
+    file says so. No file chooses another, whose code may be compiled, or fetched.
+    """
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    is_eager = config._attn_implementation == "eager"
+    config._attn_implementation = "eager" if is_eager else None  # of its parts, too
+    return config
+
+
 def config_of_gguf(path: Path) -> Any:
     """Read the config of transformers that the head of a GGUF file stands for.
 
@@ -106,7 +120,7 @@ def find_class(config: Any) -> Any:
 
 
 def transformers_model(name: str, config: Any, place: Place, **options: Any) -> tuple[Any, str]:
-    """Load a model of transformers, with eager attention; `options` are those of transformers.
+    """Load a model of transformers, whose `options` are these.
 
     Files of an encoder often lack the weights of its pooler, which makes another output than those
     that are read. They are 0 then.
@@ -117,12 +131,11 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
     Raises:
         InfoFlowError: if the files lack other weights, which transformers would draw at random.
     """
-    # eager attention shows its pattern to everybody; what is missing would be random
-    kind = find_class(config)
-    model, info = kind.from_pretrained(
+    # what is missing would be random
+    model, info = find_class(config).from_pretrained(
         name,
+        config=config,
         dtype=place.dtype,
-        attn_implementation="eager",
         output_loading_info=True,
         trust_remote_code=False,
         **options,

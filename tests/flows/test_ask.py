@@ -45,7 +45,7 @@ def test_a_folder_a_users_model_and_a_loaded_one_have_one_answer(folder, found):
         assert value == pytest.approx(float(logits_of(text)[9] - logits_of(text)[23]), abs=1e-5)
     assert found.tokens == tuple(TEXT.split())
     assert found.readout == "'w9' against 'w23'"
-    alone = zoo.build("llama")
+    alone = zoo.build("llama", attention=None)
     for model in (alone, load_any(folder)):
         words = {} if model is not alone else {"tokenizer": zoo.tokenizer(begins=False)}
         again = ask(model, TEXT, "w9", "w23", OTHER, progress=False, **words)

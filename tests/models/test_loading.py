@@ -44,9 +44,10 @@ OFFICIAL = {
 }
 
 
-def plain(name, **changes):
+def plain(name, attention=None, **changes):
+    """Logits of transformers alone, with the attention that it chooses."""
     with torch.no_grad():
-        return zoo.build(name, **changes)(TOKENS).logits
+        return zoo.build(name, attention=attention, **changes)(TOKENS).logits
 
 
 def logits(model):
@@ -118,6 +119,26 @@ def test_attention_of_ones_own_is_what_a_flow_shows(name, monkeypatch):
     assert model.config._attn_implementation == name
 
 
+@pytest.mark.parametrize("value", ["kernels-community/flash-attn", "flex_attention", "eager"])
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_no_file_names_the_code_of_attention(key, value, tmp_path, monkeypatch):
+    """Transformers would fetch and run it; fused attention, or eager, is its own."""
+    asked, own = [], transformers.PreTrainedModel._check_and_adjust_attn_implementation
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "_check_and_adjust_attn_implementation",
+        lambda model, name, *args, **kwargs: (
+            asked.append(name) or own(model, name, *args, **kwargs)
+        ),
+    )
+    folder = zoo.save("llama", tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    used = load_any(folder).model.original_model.config._attn_implementation
+    assert used == ("eager" if value == "eager" else "sdpa")
+    assert {*asked} <= {None, "eager", "sdpa"}
+
+
 @pytest.mark.parametrize(
     ("name", "weight"),
     [
@@ -139,7 +160,7 @@ def test_missing_weights_are_no_random_ones(name, weight, tmp_path):
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_weights_of_a_pooler_may_be_missing_where_nothing_reads_it(kind, tmp_path):
     """As of encoders that were trained on masked words; a classifier reads its pooler."""
-    model = families.build(kind, auto=("AutoModel",))
+    model = families.build(kind, "sdpa", auto=("AutoModel",))
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     kept = {name: weight for name, weight in state.items() if "pooler" not in name}

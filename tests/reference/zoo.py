@@ -234,12 +234,13 @@ def tokenizer(begins: bool = True):
     )
 
 
-def build(name: str, seed: int = 0, **changes: object):
-    """A model of transformers, float32, in evaluation mode, with eager attention.
+def build(name: str, seed: int = 0, attention: str | None = "eager", **changes: object):
+    """A model of transformers, float32, in evaluation mode.
 
     Args:
         name: a key of ARCHITECTURES.
         seed: of the weights.
+        attention: as transformers calls it; None for what it chooses itself.
         changes: settings of its config to change.
     """
     import transformers
@@ -252,7 +253,7 @@ def build(name: str, seed: int = 0, **changes: object):
     config.architectures = [model_class]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config._attn_implementation = "eager"
+        config._attn_implementation = attention
         model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
