@@ -187,7 +187,7 @@ def cut_lines(
     remedy = Remedy(f"of 1 to {len(bundles)}, the lines of this answer")
     chosen: tuple[int, ...] = check(given, Annotated[tuple[int, ...], MinLen(1), remedy], "lines")
     if not all(1 <= line <= len(bundles) for line in chosen):
-        raise InfoFlowError(f"lines are {chosen}: expected some {remedy.text}")
+        raise InfoFlowError(f"lines are {list(chosen)}: expected some {remedy.text}")
     if readout is None:
         if "asked" not in found.record.config:
             raise InfoFlowError(f"the answer is to {found.readout}: expected that readout=")
