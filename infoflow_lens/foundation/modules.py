@@ -92,10 +92,10 @@ def part_in_eval_mode(part: nn.Module) -> Iterator[None]:
 
 def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield all modules, and those that a bridge of TransformerLens holds beside its own."""
-    yield from modules_of(model)
-    behind = getattr(model, "original_model", None)
-    if isinstance(behind, nn.Module):
-        yield from modules_of(behind)
+    held: Any = model
+    while isinstance(held, nn.Module):  # of an opened bridge, too
+        yield from modules_of(held)
+        held = getattr(held, "original_model", None)
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:

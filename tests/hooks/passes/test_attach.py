@@ -19,6 +19,7 @@ from infoflow_lens import (
     RecoveryProbe,
     attach,
     inspect_model,
+    open_model,
     run_probes,
 )
 from infoflow_lens.hooks import (
@@ -915,14 +916,15 @@ def test_models_that_compiled_themselves_are_refused(token_model, token_inputs):
         run_probes(copied, token_inputs, [PositionsProbe()], progress=False)
 
 
-def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
+@pytest.mark.parametrize("what", [lambda bridge: bridge, open_model], ids=["bridge", "opened"])
+def test_a_bridge_is_probed_without_dropout_and_left_training(what):
     """Also in the modules that its own list of modules leaves out."""
     bridge = zoo.bridge("gpt2")
     bridge.train()
     drop = bridge.original_model.transformer.drop
     seen = []
     drop.register_forward_hook(lambda module, inputs, output: seen.append(module.training))
-    run_probes(bridge, torch.ones(2, 7, dtype=torch.long), [PositionsProbe()])
+    run_probes(what(bridge), torch.ones(2, 7, dtype=torch.long), [PositionsProbe()])
     assert set(seen) == {False}
     assert drop.training
     assert all(module.training for module in bridge.original_model.modules())
