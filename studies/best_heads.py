@@ -54,7 +54,7 @@ class BestHeads:
         held: share of them in which CLS holds the best pair of every component.
         budget: sets of heads that were tried.
         n: sequences that they were tried on.
-        scores: those of the heads; None where the heads of `routed_error` were the best.
+        scores: those of the heads; None where the heads of `measure_routing` were the best.
     """
 
     n_heads: int
@@ -81,12 +81,12 @@ def best_heads(
     """Search for the best `n_heads` hard heads of the first of two layers on a task of pairs.
 
     CLS then takes for each component the largest score of a pair that some token holds, as in
-    :func:`~infoflow_lens.theory.routing.routed_error`. The search begins at the components' own
+    :func:`~infoflow_lens.theory.routing.measure_routing`. The search begins at the components' own
     scores, at sums of two of them, and at random ones; with several roles also at the best heads of
     one, which a search of the same length finds first. It keeps the best, and changes these at
     random, in steps that grow with success and shrink without. Of the sets that are left, of those
-    that it began with and, with several roles, of those of `routed_error`, other sequences choose
-    the best set, and others again judge it.
+    that it began with and, with several roles, of those of `measure_routing`, other sequences
+    choose the best set, and others again judge it.
 
     Args:
         task: a target whose components are pairs of tokens, such as ``intrinsic_dimension``.
@@ -366,7 +366,7 @@ def _fit(
 def _route(
     task: Any, n_heads: int, x: Float[Tensor, "batch pos d_token"], seed: int
 ) -> Int[Tensor, "set head batch pos"]:
-    """Make one set: the heads of `routed_error`, by the components' scores in their best roles."""
+    """Make one set: the heads of `measure_routing`, by components' scores in their best roles."""
     components = tuple(task.components)
     known = roles_of(components, range(len(components)))
     order = choose_roles(components, known, x, reference_tokens(task, seed)[:_REFERENCE])

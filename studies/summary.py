@@ -26,7 +26,7 @@ from infoflow_lens.studies.claims import (
 from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
 from infoflow_lens.studies.papers import STUDIES
-from infoflow_lens.studies.papers.head_count import join_published
+from infoflow_lens.studies.papers.head_count import join_paper_numbers
 from infoflow_lens.studies.papers.rows import best_runs, compare_with_enough, has_enough_heads
 from infoflow_lens.studies.papers.token_models import epochs_until, last_epochs
 from infoflow_lens.studies.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
@@ -53,7 +53,7 @@ _OF_ROWS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
         compare_with_enough,
-        join_published,
+        join_paper_numbers,
         best_runs,
         epochs_until,
         has_enough_heads,

@@ -525,7 +525,7 @@ class _Reader:
             return None
         if not len(given):
             raise InfoFlowError(f"{self.name} is empty: expected at least one sequence")
-        if _is_transposed(given, loader):
+        if _is_by_position(given, loader):
             raise InfoFlowError(
                 f"{self.name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
                 "position: torch collates rows that are lists so; expected a tensor [batch, pos]; "
@@ -748,7 +748,7 @@ def _is_list_of_sequences(given: Any) -> bool:
     return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
 
 
-def _is_transposed(given: Any, loader: Any) -> bool:
+def _is_by_position(given: Any, loader: Any) -> bool:
     """Say whether these are a tensor [batch] for each position, as torch collates rows of lists."""
     by_default = getattr(loader, "collate_fn", None) is default_collate
     return (

@@ -227,7 +227,7 @@ def visible_keys(
     return known.keys[layer][:n_pos, :n_pos].to(scores.device).expand_as(scores)
 
 
-def find_attended_keys(
+def find_keys_in_use(
     model: nn.Module, layer: int, attention: Float[Tensor, "batch head query key"], by_weight: bool
 ) -> Bool[Tensor, "batch query key"]:
     """Find the keys that some head of a pass attends to.

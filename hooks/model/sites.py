@@ -97,7 +97,7 @@ class SiteRun(Tap):
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, names: Collection[str], fire: Fire
     ) -> None:
-        super().__init__(watch=self._show_attention, wants=self._is_wanted)
+        super().__init__(watch=self._show_attention, wants=self._wants_attention)
         self._model, self._anatomy, self._blocks = model, anatomy, anatomy.blocks
         self._names, self._fire_point = set(names), fire
         self._thread = threading.get_ident()
@@ -414,7 +414,7 @@ class SiteRun(Tap):
         looks = self._by_block[self._index]
         return any(f"{attention_name(n)}.{name}" in looks for name in wanted)
 
-    def _is_wanted(self, number: int) -> bool:
+    def _wants_attention(self, number: int) -> bool:
         if not self._is_inside or number not in self._points[self._index]:
             return False
         return self._looks_at(self._points[self._index][number][0])

@@ -74,7 +74,7 @@ class _Closing:
     fill: Any = None
     sign: int = 1
 
-    def closed_keys(self) -> Bool[Tensor, "..."]:
+    def find_keys(self) -> Bool[Tensor, "..."]:
         """Find which keys it closed, in the shape of the scores."""
         if self.fill is None:
             return (self.tensor * self.sign <= CLOSED).expand(self.shape)
@@ -134,7 +134,7 @@ class AttentionCall:
         if self.is_causal:
             closed |= torch.ones(shape[-2:], dtype=torch.bool, device=device).triu(1)
         for closing in self.closings:
-            found = closing.closed_keys()
+            found = closing.find_keys()
             if found.shape[-1] < shape[-1]:  # made before the sinks came
                 found = F.pad(found, (0, shape[-1] - found.shape[-1]))
             closed |= found.reshape(shape) if found.numel() == closed.numel() else found

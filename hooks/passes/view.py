@@ -22,7 +22,7 @@ from infoflow_lens.hooks.model.points import (
 )
 from infoflow_lens.hooks.model.semantics import (
     attention_hook,
-    find_attended_keys,
+    find_keys_in_use,
     hook_semantics,
     state_hooks,
     state_sum,
@@ -503,7 +503,7 @@ def _check_padding_is_right(
             continue
         mask = mask.to(seen.device)
         if (
-            find_attended_keys(model, layer_of(name) or 0, seen, by_weight) & _to_padding(mask)
+            find_keys_in_use(model, layer_of(name) or 0, seen, by_weight) & _to_padding(mask)
         ).any():
             raise InfoFlowError(
                 f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
@@ -543,7 +543,7 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
         layer, n_pos = layer_of(name) or 0, seen.shape[-1]
         if seen.shape[-2] != n_pos:
             continue
-        found = find_attended_keys(model, layer, seen, by_weight)
+        found = find_keys_in_use(model, layer, seen, by_weight)
         known = visibility(model, n_pos)
         may_see = None if known is None else known.keys[layer][:n_pos, :n_pos].to(found.device)
         # a query that attends to nothing it should, or to what it should not see, shows a mask

@@ -28,7 +28,7 @@ from infoflow_lens.theory.cost import MODES, exponent
 from infoflow_lens.theory.demands import Demand, demands
 from infoflow_lens.theory.exclusion import Document, carry_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
-from infoflow_lens.theory.routing import RoutedError, routed_error
+from infoflow_lens.theory.routing import RoutedError, measure_routing
 from infoflow_lens.theory.samples import Samples
 from infoflow_lens.theory.schedule import Schedule, Target
 from infoflow_lens.theory.search import Found
@@ -512,7 +512,7 @@ def _measure_routing(
         return None
     if len(components) > 8:
         return None
-    return routed_error(samples.task, shape.n_heads[0], max(2, samples.n), samples.seed)
+    return measure_routing(samples.task, shape.n_heads[0], max(2, samples.n), samples.seed)
 
 
 def _reasons(

@@ -9,7 +9,7 @@ heads is then a count of heads times roles.
   not bound by this: it can follow any continuous choice of roles, and is wrong only near the
   boundaries between them.
 * [measured] How often a routed head holds the best pair, and the error that is left, depend on the
-  matrices: :func:`routed_error` measures both for given ones.
+  matrices: :func:`measure_routing` measures both for given ones.
 * [measured] The choice of roles here takes, for every query, the one in which fewest tokens could
   reach a higher score. What it leaves bounds the best routed head from above only, and other scores
   are far better where it fails: :mod:`infoflow_lens.studies.best_heads` seeks them.
@@ -57,7 +57,7 @@ class RoutedError:
 
 
 @checked
-def routed_error(
+def measure_routing(
     task: Any,
     n_heads: Count,
     n: Annotated[int, Ge(2)] = 400,

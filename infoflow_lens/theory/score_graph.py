@@ -211,7 +211,7 @@ def _fillings(tokens: Tensor, n: int, arity: int, generator: torch.Generator) ->
     return tokens[torch.randint(len(tokens), (n, arity), generator=generator)]
 
 
-def mixed_differences(
+def measure_interactions(
     score: Score,
     arity: int,
     tokens: Float[Tensor, "sample d_token"],

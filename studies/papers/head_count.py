@@ -153,7 +153,7 @@ class HeadCount(TrainedStudy):
             Column("of published", lambda rows: _times(_factor(rows, "nmse"))),
             Column("all seeds", "nmse"),
         )
-        return TableSpec(_CELL, columns, join_published), _how_far
+        return TableSpec(_CELL, columns, join_paper_numbers), _how_far
 
     def plots(self) -> FigureSpec:
         """Errors over heads, a panel for each published table; ours by both normalisations."""
@@ -166,7 +166,7 @@ class HeadCount(TrainedStudy):
             "least error (dots: by second moment,\nsquares: by variance; dotted: published)", "log"
         )
         panel = Panel(layers, Axis("heads (dotted: D)", levels=[_D]), error, _run_of_table)
-        return FigureSpec([panel], per="table", size=(4.3, 4), share="y", rows=join_published)
+        return FigureSpec([panel], per="table", size=(4.3, 4), share="y", rows=join_paper_numbers)
 
     def claims(self) -> Sequence[Claim]:
         """Judge the fall from D - 1 to D heads of one layer."""
@@ -203,7 +203,7 @@ def _preset_of(table: str, length: int) -> str:
     return "longest" if length > (16 if two_layers else 32) else "full"
 
 
-def join_published(results: "pd.DataFrame") -> "pd.DataFrame":
+def join_paper_numbers(results: "pd.DataFrame") -> "pd.DataFrame":
     """Join the rows of the study with the ``published`` number of their cell.
 
     A published cell that was not run has one row, without other numbers.
@@ -242,7 +242,7 @@ def _ours(rows: "pd.DataFrame") -> str:
 
 def _how_far(results: "pd.DataFrame") -> str:
     """Say how ours and the published cells differ."""
-    cells = [rows for _, rows in groups(join_published(results), _CELL)]
+    cells = [rows for _, rows in groups(join_paper_numbers(results), _CELL)]
     run = [rows for rows in cells if rows["nmse"].notna().any()]
     if not run:
         return "No published cell was run."
@@ -284,5 +284,5 @@ def _from_table(results: "pd.DataFrame") -> Numbers:
     ours = ours[(ours["table"] == "3") & (ours["heads"] == _D)]
     if ours.empty:
         return {}
-    cell = join_published(ours).dropna(subset="nmse")
+    cell = join_paper_numbers(ours).dropna(subset="nmse")
     return {"": max(_factor(cell, "relative"), 1 / _factor(cell, "relative"))}

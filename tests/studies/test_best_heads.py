@@ -8,7 +8,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.studies.best_heads import best_heads
-from infoflow_lens.theory.routing import routed_error
+from infoflow_lens.theory.routing import measure_routing
 
 SHORT = {"budget": 320, "n": 400}
 
@@ -92,7 +92,7 @@ def test_one_score_serves_two_matrices():
     found = best_heads(task, 1, **SHORT)
     assert both < 0.7 * alone
     assert found.nmse < 1.1 * both
-    assert found.nmse < 0.5 * routed_error(task, 1, one_role=True).nmse
+    assert found.nmse < 0.5 * measure_routing(task, 1, one_role=True).nmse
 
 
 def test_roles_help_where_tokens_tell_them():

@@ -6,7 +6,7 @@ from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import model_comparisons
 from infoflow_lens.theory.jobs import Max, Routed
 from infoflow_lens.theory.roles import choose_roles, roles_of
-from infoflow_lens.theory.routing import routed_error
+from infoflow_lens.theory.routing import measure_routing
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule, learns
 
 
@@ -31,7 +31,10 @@ def test_one_routed_head_holds_two_best_pairs_in_long_sequences():
 
 
 def test_the_error_that_is_left_falls_with_length():
-    short, long = routed_error(intrinsic(16), 1, n=200), routed_error(intrinsic(64), 1, n=100)
+    short, long = (
+        measure_routing(intrinsic(16), 1, n=200),
+        measure_routing(intrinsic(64), 1, n=100),
+    )
     assert short.low <= short.nmse <= short.high
     assert long.nmse < 0.1 * short.nmse or long.nmse < 1e-9
     assert 0 < short.nmse < 0.2
@@ -39,24 +42,27 @@ def test_the_error_that_is_left_falls_with_length():
 
 
 def test_as_many_heads_as_roles_leave_nothing():
-    found = routed_error(intrinsic(12, n=3), 6)
+    found = measure_routing(intrinsic(12, n=3), 6)
     assert found.nmse < 1e-9
     assert found.held == 1
 
 
 def test_a_head_of_one_role_finds_the_other_pair_by_luck_alone():
     task = intrinsic(16)
-    routed, alone = routed_error(task, 1, n=200), routed_error(task, 1, n=200, one_role=True)
+    routed, alone = (
+        measure_routing(task, 1, n=200),
+        measure_routing(task, 1, n=200, one_role=True),
+    )
     assert alone.roles == 1
     assert alone.nmse > 5 * routed.nmse
     assert alone.held < 0.7 < routed.held
-    assert routed_error(task, 2, n=50, one_role=True).nmse < 1e-9
-    assert routed_error(task, 5, n=50, one_role=True).n_heads == 2  # one for each pair
+    assert measure_routing(task, 2, n=50, one_role=True).nmse < 1e-9
+    assert measure_routing(task, 5, n=50, one_role=True).n_heads == 2  # one for each pair
 
 
 def test_rotations_cannot_be_routed():
     """Every token reaches the same score under a rotation, so none tells its role."""
-    found = routed_error(rotations(16), 1)
+    found = measure_routing(rotations(16), 1)
     assert 0.3 < found.low < found.high <= 1.1
     assert found.held < 0.7
 
@@ -64,10 +70,10 @@ def test_rotations_cannot_be_routed():
 @pytest.mark.slow
 def test_the_interval_covers_what_many_samples_give():
     task = intrinsic(10, seed=3)
-    exact = routed_error(task, 1, n=800, seed=99).nmse
+    exact = measure_routing(task, 1, n=800, seed=99).nmse
     inside = [
         found.low <= exact <= found.high
-        for found in (routed_error(task, 1, n=50, seed=s) for s in range(12))
+        for found in (measure_routing(task, 1, n=50, seed=s) for s in range(12))
     ]
     assert sum(inside) >= 9
 
