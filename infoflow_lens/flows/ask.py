@@ -188,6 +188,7 @@ def cut_lines(
     chosen: tuple[int, ...] = check(given, Annotated[tuple[int, ...], MinLen(1), remedy], "lines")
     if not all(1 <= line <= len(bundles) for line in chosen):
         raise InfoFlowError(f"lines are {list(chosen)}: expected some {remedy.text}")
+    # a question of two answers says them in its record; a readout of the user's cannot be said
     if readout is None:
         if "asked" not in found.record.config:
             raise InfoFlowError(f"the answer is to {found.readout}: expected that readout=")

@@ -167,6 +167,7 @@ class FlowComparison:
         one, other = self.first.view, self.second.view
         title = one.title if one.title == other.title else "Information flow in two models"
         notes = [f"{self.summary()}.", *one.notes, *(n for n in other.notes if n not in one.notes)]
+        # only rules that both sides have can be switched to
         rules = {name: words for name, words in one.rules.items() if name in other.rules}
         return replace(
             one,

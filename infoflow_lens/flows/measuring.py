@@ -59,6 +59,7 @@ def influence_probe(
     estimate = JacobianInfluence(
         "resid_post", layers=layers, positions=positions, estimate=n_directions, seed=seed
     )
+    # exact where that takes seconds, and where the user asks for it
     return (
         exact if influence == "auto" and _is_cheap(model, exact, rows, _FEW_SECONDS) else estimate
     )
@@ -90,6 +91,7 @@ def probe_elsewhere(
             JacobianInfluence("resid_post", layers=probe.layers, estimate=n, seed=seed)
             for n in asked
         ]
+    # the most exact of the choices that takes seconds
     return next((each for each in choices if _is_cheap(model, each, rows, _TWO_SECONDS)), None)
 
 

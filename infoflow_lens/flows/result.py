@@ -369,10 +369,12 @@ _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
 
 def view_of(flow: Flow) -> FlowView:
     """Make what the interactive picture shows from a flow."""
+    # patterns of long texts would make the page too large
     n_patterns = sum(layer[0].numel() for layer in flow.attention.patterns)
     with_patterns = n_patterns * len(flow.tokens) <= _MOST_PATTERNS
     possible = ["max_position", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]
     possible += ["mechanisms"] if flow.rules is not None else []
+    # the rule that the flow was made by is shown first
     order = [flow.rule, *(rule for rule in possible if rule != flow.rule)]
     asked = flow.asked[0]
     return FlowView(

@@ -75,11 +75,13 @@ class AnswerServer:
             for name in ("web", "httpserver")
         )
         self._measure, self._cut = measure, cut
+        # whoever does not know it cannot ask, also on this machine
         self._token = secrets.token_urlsafe(24)
         self._pages: dict[int, tuple[Form, Answer]] = {}
         self._n_pages = 0
         self._questions: queue.Queue[int | None] = queue.Queue()
         try:
+            # the port is taken at once, so that the address is known before the server runs
             self._socket = socket.create_server((HOST, port))
         except (OSError, OverflowError) as error:
             raise InfoFlowError(
@@ -155,6 +157,7 @@ class AnswerServer:
                 note = f"This cannot be answered: {error}."
             elif is_out_of_memory(error):
                 note = "Memory ran out: expected room for the two texts; ask of a shorter one."
+            # an error of ours: the page goes on, and the terminal has all of it
             else:
                 traceback.print_exc()
                 note = f"It ended in an error of ours ({type(error).__name__}), see the terminal."

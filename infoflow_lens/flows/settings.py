@@ -121,6 +121,7 @@ def check_enough(reference: Batches | None, rows: Sequence[Tensor]) -> None:
             f"as over one its mean pattern is its pattern; expected at least {FEWEST}; give "
             "reference=[...], or rule=measure_mechanisms(...)"
         )
+    # at positions that no reference input has, a head has no mean pattern
     longest = max(map(len, rows))
     if reference is not None and (reference.longest or 0) < longest:
         raise InfoFlowError(

@@ -59,6 +59,7 @@ def _words(model: NamedModel, ids: Int[Tensor, " pos"], units: str) -> list[tupl
     row = ids.tolist()
     special = {*tokenizer.all_special_ids}
     starts = [0]
+    # some tokenizers write a blank only where two tokens meet, so both are decoded together
     for place in range(1, len(row)):
         one, both = (
             tokenizer.decode(row[place - 1 : stop], clean_up_tokenization_spaces=False)

@@ -88,6 +88,7 @@ def quote(text: str) -> str:
 
 def brief(value: Any) -> str:
     """Return a value in a few words: of tensors and tables their shapes, of sequences how many."""
+    # tensors, arrays and tables say their shape and not their numbers
     shape = getattr(value, "shape", None)
     if shape is not None and not callable(shape):
         kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")

@@ -61,6 +61,7 @@ def verify_exclusion(document: Any, values: Values) -> list[str]:
     }  # fmt: skip
     if document.get("kind") not in kinds:
         return [f"kind {document.get('kind')!r}: expected one of {', '.join(kinds)}"]
+    # each kind has conditions of its own, and pairs of sequences whose values must differ
     wrong, pairs = kinds[document["kind"]](document)
     for first, second in pairs:
         if len(first) != document["n_tokens"] or len(second) != document["n_tokens"]:
@@ -71,6 +72,7 @@ def verify_exclusion(document: Any, values: Values) -> list[str]:
     for number, (one, other) in enumerate(zip(answers[::2], answers[1::2])):
         if not _differ(one, other):
             wrong.append(f"pair {number} has values {one} and {other}: expected two that differ")
+    # these two kinds rest on how the value moves, too
     if wrong or document["kind"] not in ("growth", "ties"):
         return wrong
     if document["kind"] == "growth":
@@ -179,6 +181,7 @@ def _check_ties(document: Any, values: Values) -> list[str]:
     """List tuples that do not tie, or of which alone the value is no smooth function."""
     wrong = []
     for row, moved in zip(document["tuples"], document["moved"]):
+        # all others lowered, this tuple alone is the best, and the value is a smooth function of it
         lowered = _lower_others(document, row)
         wrong += _check_smoothness(lowered, row, moved, values)
         rows = zip(document["tuples"], document["moved"])
@@ -190,6 +193,7 @@ def _check_ties(document: Any, values: Values) -> list[str]:
         moves = [max(abs(a - b) for a, b in zip(value, base)) for value in after]
         own = [move for move, (place, _) in zip(moves, every) if place in row]
         others = [move for move, (place, _) in zip(moves, every) if place not in row]
+        # lowering the others changes nothing, as this one ties with them
         if max(abs(a - b) for a, b in zip(start, base)) > _SLACK * min(own):
             wrong.append(f"the value changes when all tuples but {row} are lowered: no tie")
         if max(others, default=0) > _SLACK * min(own):

@@ -419,6 +419,7 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
     folder = user_path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # a folder may exist, and not be writable: only writing tells
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name

@@ -38,6 +38,7 @@ def push(
         write(folder)
         with _name_dataset_in_errors(repo_id):
             address = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
+            # a card that the user has edited stays
             if not api.file_exists(repo_id, "README.md", repo_type="dataset"):
                 (folder / "README.md").write_text(card, encoding="utf-8")
             api.upload_folder(

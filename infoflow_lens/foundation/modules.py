@@ -35,6 +35,7 @@ def one_thread(model: nn.Module) -> Iterator[None]:
     finally:
         try:
             lock.release()
+        # the lock is lost with that thread: a new one, so that the model can be used again
         except RuntimeError as error:  # only the thread that owns the lock can release it
             with _locks_guard:
                 _locks[model] = threading.RLock()

@@ -60,6 +60,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
     Raises:
         InfoFlowError: for an empty text, or a kind without a name.
     """
+    # a kind in front decides, whatever exists
     kind, colon, rest = text.partition(":")
     for known in get_args(NameKind):
         if colon and kind == known:
@@ -68,10 +69,12 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
             return _check_path(Named(known, rest, is_said=True))
     if not text.strip():
         raise InfoFlowError("the name is empty: expected a file, a task, or a name on the hub")
+    # what exists is a file, before all names
     if is_path(text):
         return Named("file", text)
     if text in tasks or _is_own_task(text):
         return Named("task", text)
+    # what looks like a file, and is none, is a file that is missing
     if _PATH.match(text) or Path(text).suffix in endings:
         return _check_path(Named("file", text))
     return Named("hub", text)

@@ -143,6 +143,7 @@ class WeightState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # weak references: a record of its weights keeps no model alive
         self._model = weakref.ref(model)
         self._n_parameters = _parameter_count(model)
         self._tensors = [
@@ -373,6 +374,7 @@ class RunRecord(Displayed):
                 f"the record holds {names}: expected {', '.join(sorted(known))}; measure again"
             )
         found = {"environment": {}, "versions": {}, **values}
+        # files of earlier versions lack some of these
         for name, kind in kinds.items():
             if not isinstance(found.get(name, {}), kind):
                 raise InfoFlowError(

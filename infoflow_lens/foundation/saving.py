@@ -126,6 +126,7 @@ def writing_parts(
     Raises:
         InfoFlowError: as :func:`write_parts`.
     """
+    # all files are looked at before the first is written
     for path in reversed(paths):
         check_parts(path, overwrite=overwrite)
     targets = [file for path in paths for file in reversed(files_of(path))]
@@ -135,6 +136,7 @@ def writing_parts(
             digest = fingerprint(tensors)
             text = sign(schema, {**plain, "tensors": digest})
             held, described = places[2 * index : 2 * index + 2]
+            # the digest of the tensors stands in the text, so that neither file can be another's
             with naming_file(targets[2 * index]):
                 save_file(tensors, held, metadata=header_of_tensors(schema, digest))
                 described.write_bytes(text.encode())
@@ -202,6 +204,7 @@ def read_parts(
         yield plain, found
     except _SPOILED as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        # an error that names the other file already says what to do
         if isinstance(error, InfoFlowError) and str(text) in reason:
             raise
         raise InfoFlowError(
@@ -349,6 +352,7 @@ def _axes(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
         for item in value.values():
             yield from _axes(item, get_args(hint)[1])
     elif dims is not None and isinstance(value, Tensor):
+        # axes of any number cannot be compared by name
         names = dims.split()
         if not any(name.startswith("*") for name in names):
             yield from zip(names, value.shape, strict=True)
@@ -357,6 +361,7 @@ def _axes(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
         if hasattr(inner, "dim_str"):
             yield "layers with tensors", len(value)
             for layer, part in enumerate(value):
+                # layers may differ in axes whose name begins with an underscore
                 for name, size in _axes(part, inner):
                     yield ((name, layer) if name.startswith("_") else name), size
 

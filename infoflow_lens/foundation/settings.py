@@ -116,6 +116,7 @@ def checked(function: FunctionT) -> FunctionT:
         hints = _hints(function)
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
+            # *args and **kwargs hold several values, which have no annotation of their own
             if name in hints and kind not in (
                 inspect.Parameter.VAR_POSITIONAL,
                 inspect.Parameter.VAR_KEYWORD,
@@ -150,6 +151,7 @@ def check(value: Any, annotation: Any, name: str) -> Any:
     else:
         wrong = not _is_distinct(found, annotation)
     if wrong:
+        # what was allowed is said in words, or by the nearest of some names
         choices = _choices(annotation)
         expected = nearest(given, choices) if choices else f": expected {_words(annotation)}"
         remedies = [part.text for part in _metadata(annotation) if isinstance(part, Remedy)]

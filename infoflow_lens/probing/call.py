@@ -38,6 +38,7 @@ def _accept_probes(function: Callable[..., ProbingResult]) -> Callable[..., Prob
     def call(*args: Any, **kwargs: Any) -> ProbingResult:
         given = kwargs.get("probes")
         parts: dict[str, Part] = {}
+        # probes become parts of this call alone, under their names
         if isinstance(given, (list, tuple)):
             names = []
             for each in given:

@@ -28,6 +28,7 @@ def compare_with_influence(
     attended: AttendedResult = found["influence_attended"]
     chosen: PositionsResult = found["influence_positions"]
     n_source = influence.influence.shape[-1]
+    # the rule of the paper, and each head by the mechanism that was measured, if it was
     predicted = {"max_position": propagate(chosen.argmax, n_source)}
     if "mechanisms" in found:
         predicted["mechanisms"] = predict_by_mechanisms(

@@ -245,6 +245,7 @@ def _pieces(path: Path) -> Iterator[str]:
             while read := file.read(_PIECE):
                 empty = empty and not read.strip()
                 text = rest + read
+                # at the last line's end, or at a blank where a line is longer than a piece
                 stop = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
                 rest = text[stop:]
                 yield text[:stop]
@@ -463,6 +464,7 @@ def _folder(path: Path) -> Any:
     _check_dataset(path)
     try:
         with _plain_name(path) as place:
+            # a file system without mapping reads all into memory
             try:
                 found = datasets.load_from_disk(place)
             except OSError as error:
@@ -597,6 +599,7 @@ def _draw_twice(model: nn.Module, n: int, max_length: int | None, seed: int) -> 
             "ids; give a task"
         )
     bos = getattr(getattr(model, "tokenizer", None), "bos_token_id", None)
+    # as long as the model takes, twice, and no token comes twice in a half
     half = (min(n_ctx, max_length or 64) - int(bos is not None)) // 2
     half = min(half, d_vocab)
     if half < 2:

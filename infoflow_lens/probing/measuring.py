@@ -64,6 +64,7 @@ def parts_with_enough_data(
     """
     enough: dict[str, Part] = {}
     for name, part in parts.items():
+        # a part is left out with what it builds on
         why = part.lacking_of_data(context) or _missing(name, part, enough)
         if why:
             _leave_out(name, why, context.config, say, if_possible)
@@ -151,6 +152,7 @@ def measure_parts(
         found |= _run_together(folder, which, wanted, context, say)
     for name, part in parts.items():
         if name not in found:
+            # parts without probes may read what the probes have found
             now = replace(context, found=dict(found))
             found[name] = _measure_part(folder, name, part, now, say)
     return found

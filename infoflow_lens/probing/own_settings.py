@@ -59,6 +59,7 @@ def apply_settings(
     for name in dict.fromkeys(setting.name for setting in settings if setting.name in probes):
         probe: Any = probes[name]  # a dataclass, as every probe is
         own = {each.field: each.value for each in settings if each.name == name}
+        # fields that are computed cannot be set
         known = [item.name for item in dataclasses.fields(probe) if item.init]
         for field in own:
             if field not in known:

@@ -168,6 +168,7 @@ def _curve(curve: CoverageCurve) -> Lines:
     ks = range(1, len(curve.last) + 1)
     of_k = [curve.by_layer(k) for k in ks]
     series = {f"layer {layer}": [shares[layer] for shares in of_k] for layer in sorted(of_k[0])}
+    # layers that nothing was measured in have no line
     series = {name: v for name, v in series.items() if any(not math.isnan(each) for each in v)}
     series["last state"] = list(curve.last)
     series["last state, by chance"] = list(curve.chance)

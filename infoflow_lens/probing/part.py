@@ -213,6 +213,7 @@ def load_part(name: str) -> Part:
     Raises:
         InfoFlowError: for an unknown name, or an entry point that is no part.
     """
+    # parts of this call, then ours, then those of other packages
     if name in registry.registered.get({}):
         return registry.registered.get({})[name]
     if name in registry.PARTS:

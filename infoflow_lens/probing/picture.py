@@ -90,6 +90,7 @@ def _weights(
         return None
     layers = []
     columns = [positions.ranks.index(1)]
+    # ranks in a row from 1 on
     while (rank := len(columns) + 1) in positions.ranks:
         columns.append(positions.ranks.index(rank))
     for layer, (ranked, largest) in enumerate(
@@ -98,6 +99,7 @@ def _weights(
         weights = torch.full(ranked[index, :, :n_pos].shape, torch.nan, dtype=torch.float32)
         weights[..., columns[0]] = largest[index, :, :n_pos].float()
         margins = positions.margins[layer][index, :, :n_pos].float()
+        # of a softmax, the margin of two scores is the logarithm of the ratio of their weights
         for above, below in pairwise(columns if softmax[layer] else []):
             weights[..., below] = weights[..., above] * torch.exp(-margins[..., above])
         layers.append(weights)

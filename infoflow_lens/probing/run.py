@@ -101,6 +101,7 @@ def run_probing(
     n_threads = check(n_threads, Count | None, "n_threads")
     executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
     executor.check("a probe run")
+    # several processes take one thread each, as they would share the cores
     if n_threads is None and not executor.is_one_process:
         n_threads = 1
     with (

@@ -188,6 +188,7 @@ def measure_in_worker(task: StretchTask) -> MeasuredStretch:
         files = {path.relative_to(folder).as_posix(): path for path in paths}
         digests = {name: digest_of(path) for name, path in files.items() if name != SUMS}
         if sees_scratch:
+            # the files are where the run reads them, else they travel with the answer
             return MeasuredStretch(task.stretch, digests, folder, {})
         contents = {name: path.read_bytes() for name, path in files.items()}
         return MeasuredStretch(task.stretch, digests, task.scratch / folder.name, contents)
@@ -203,6 +204,7 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
     batches, n, check_space = Batches(loaded.model, rows), config.shard, task.space.check
     manifests: dict[str, list[Any]] = {name: [] for name in growing}
     for place, index in enumerate(task.shards):
+        # the first shard may have been begun elsewhere
         probes = task.begun if task.begun and not place else copy.deepcopy(dict(task.fresh))
         part = batches.part(place * n, min((place + 1) * n, len(rows)))
         after_batch = partial(check_space, probes)

@@ -79,6 +79,7 @@ class ShardSums:
         self.growing = frozenset(n for n, p in fresh.items() if to_disk and p.sharded is not None)
         self._n_in_all = -(-self.extent.n_sequences // size)
         self.stride = 1  # shards of a stretch
+        # stretches double, so that their number stays below a bound for any corpus
         while self._n_in_all > self.stride * _MOST_STRETCHES:
             self.stride *= 2
         self.n_shards = 0
@@ -229,6 +230,7 @@ class ShardSums:
                 self._manifests[name] += parts
             self._stretch = sums
             self._close_stretch()
+            # the sums are of a whole stretch, up to its end
             ended = (self.n_shards // self.stride + 1) * self.stride
             self.n_shards, self.begun = min(ended, self._n_in_all), {}
 
@@ -254,6 +256,7 @@ class ShardSums:
                 n: [parse_manifest(part) for part in state["told"][n]] for n in self.growing
             }
             self.n_shards = int(state["n_shards"])
+            # results that grow lie in files of their own
             for name in self.growing:
                 for index in range(self.n_shards):
                     path = self.folder.path / name / f"{index:06d}.json"

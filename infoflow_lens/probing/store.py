@@ -137,6 +137,7 @@ class _ArrowFile:
     @contextmanager
     def _reading(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
         try:
+            # mapped memory counts as the process's own until the file is opened anew
             if self._table is None or self._n_read > _MAPPED:
                 self._table, self._n_read = None, 0
                 with self._open() as file, pa.ipc.open_stream(file) as reader:
@@ -270,6 +271,7 @@ def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBa
     """Return sequences, one behind the other in `numbers`, as rows of an Arrow table."""
     kept = numbers.float() if numbers.dtype == torch.bfloat16 else numbers
     values = pa.array(kept.flatten().numpy())
+    # four bytes a token; ids of all tokenizers fit
     if not numbers.is_floating_point():
         try:
             values = values.cast(pa.int32())

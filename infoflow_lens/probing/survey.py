@@ -79,6 +79,7 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
             f"the data hold {windows} windows of up to {config.window} tokens: expected at least "
             f"{FEWEST}; give more text, or a smaller window"
         )
+    # heads are described on one half, and all together judged on the other
     if "sufficiency" in parts and context.rest is None:
         raise InfoFlowError(
             f"the data hold {windows} windows, and half of n = {config.n} choose the mechanisms: "

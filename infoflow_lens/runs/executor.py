@@ -120,6 +120,7 @@ class Executor:
                 else _Cluster(self.scheduler, self.n_threads)
             ) as workers:
                 yield partial(run_in_workers, workers)
+        # whatever ends the run, its last line says how to go on
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{kept}; go on with {self.again}") from None
         except _GoneError as error:

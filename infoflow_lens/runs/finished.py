@@ -69,6 +69,7 @@ def read_output(
         values = read_signed(path / FINISHED, _SCHEMA, "end of a run", "run the same again")
         folder = RunFolder(path)
         sizes = _sizes(folder)
+        # large files are known by their size alone: reading them takes longer than an answer may
         small = [name for name, size in sizes.items() if size <= _SMALL]
         whole = all(folder.holds(name) for name in (FINISHED, *small))
     except InfoFlowError:
@@ -76,6 +77,7 @@ def read_output(
     output: dict[str, Any] | None = values.get("said")
     if not isinstance(values.get("sources"), dict) or not _is_printable(output):
         return None  # it is not of our making
+    # the answer is that of these settings, versions and files only
     now = {"asked": dict(settings), "versions": package_versions(), "written": sizes}
     whole = whole and all(name in sizes for name in writes)
     if not whole or any(values.get(name) != value for name, value in now.items()):

@@ -95,6 +95,7 @@ class RunFolder:
         """
         with ExitStack() as stack:
             place = user_path(path)
+            # folders that did not exist go again, if the run leaves nothing in them
             for parent in reversed((place, *place.parents)):
                 if not parent.exists():
                     stack.callback(_remove_if_empty, parent)
@@ -109,6 +110,7 @@ class RunFolder:
                 with let_own(folder):
                     yield folder
                 finished = True
+            # also after an error: what is finished can be gone on from
             finally:
                 with suppress(OSError):
                     folder._rewrite(finished)
