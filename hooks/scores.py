@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Asked = Annotated[tuple[int, ...], MinLen(1), Distinct()]  # positions; negative ones from the end
 
 
-@refuse_names(scattered="scatter")
+@refuse_names(scattered="scatter", asked="has_scores")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StateScores(Result):
     """A score of every source for every state, [layer, batch, pos, source].
@@ -53,12 +53,12 @@ class StateScores(Result):
         return values
 
     @property
-    def asked(self) -> Bool[Tensor, "batch position"]:
+    def has_scores(self) -> Bool[Tensor, "batch position"]:
         """The mask of all positions whose states have scores."""
-        asked = torch.zeros(len(self.positions), self.n_positions, dtype=torch.bool)
+        has_scores = torch.zeros(len(self.positions), self.n_positions, dtype=torch.bool)
         sequence, row = (self.positions >= 0).nonzero(as_tuple=True)
-        asked[sequence, self.positions[sequence, row]] = True
-        return asked
+        has_scores[sequence, self.positions[sequence, row]] = True
+        return has_scores
 
     def full(self) -> Float[Tensor, "layer batch position source"]:
         """Return the scores of every position, 0 where a position was not asked for."""

@@ -673,7 +673,7 @@ def _scores(
             "the same; probe and predict the same inputs"
         )
     if isinstance(measured, InfluenceResult):
-        return measured.full(), known[0], measured.asked
+        return measured.full(), known[0], measured.has_scores
     scores = measured if isinstance(measured, Tensor) else measured.members.float()
     if isinstance(measured, Tensor) and not known:
         check_real(scores)
@@ -720,7 +720,7 @@ class CoverageCurve(Savable):
     chance: tuple[float, ...]
     numbers: tuple[int, ...] = ()
 
-    def by_layer(self, k: int) -> dict[int, float]:
+    def take_k(self, k: int) -> dict[int, float]:
         """Return the shares inside where heads pass k positions, by the number of the layer."""
         shares = self.layers[k - 1]
         return dict(zip(self.numbers or range(len(shares)), shares, strict=True))
@@ -731,7 +731,7 @@ class CoverageCurve(Savable):
 
         rows = [
             {"k": k, "last": last, "chance": chance, "size": size}
-            | {f"layer_{layer}": share for layer, share in sorted(self.by_layer(k).items())}
+            | {f"layer_{layer}": share for layer, share in sorted(self.take_k(k).items())}
             for k, (last, chance, size) in enumerate(
                 zip(self.last, self.chance, self.size, strict=True), start=1
             )

@@ -397,7 +397,7 @@ def _full(
         full, wanted = values.full(), getattr(measured, "layers", values.layers)
         if wanted != values.layers and set(wanted) <= set(values.layers):
             full = full[[values.layers.index(layer) for layer in wanted]]
-        return full, values.lengths, values.asked
+        return full, values.lengths, values.has_scores
     if isinstance(values, InformationSets):
         values = select_layers(values, measured).members.float()
     elif isinstance(values, GradedSets):

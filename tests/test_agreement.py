@@ -443,7 +443,7 @@ def test_sets_of_all_layers_are_compared_with_the_layers_that_were_measured(some
         named = {name for name in curve.to_frame() if name.startswith("layer_")}
         assert named == {f"layer_{layer}" for layer in influence.layers}
         for place, layer in enumerate(influence.layers):
-            assert curve.by_layer(1)[layer] == explained(whole, influence, place).inside
+            assert curve.take_k(1)[layer] == explained(whole, influence, place).inside
         deepest = layers.index(max(layers))
         assert curve.last[0] == explained(whole, influence, deepest, last=True).inside
         assert compare(whole, influence).to_frame()["layer"].iloc[-1] == max(layers)

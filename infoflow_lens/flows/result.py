@@ -190,7 +190,7 @@ class Flow:
         own = torch.eye(n_pos, n_source, dtype=torch.bool)
         candidate = self._visible() & ~own & ~self._find_non_candidates()[:, None]
         # an order of two tokens is right or wrong by chance
-        asked = self.influence.asked & (candidate.sum(dim=-1) > 2)
+        asked = self.influence.has_scores & (candidate.sum(dim=-1) > 2)
         if not asked.any():
             return {}
         scores = {"best paths": self.graded.strengths[layer]}

@@ -229,7 +229,7 @@ def _refuse_backend(hooked: bool, why: str) -> None:
         )
 
 
-def _is_hooked(model: nn.Module) -> bool:
+def _is_legacy(model: nn.Module) -> bool:
     return any(kind.__name__ == "HookedTransformer" for kind in type(model).__mro__)
 
 
@@ -532,7 +532,7 @@ def _take_model(
                 f"{what} is {str(wanted)!r}, but the {kind} in memory has {str(has)!r}: expected "
                 f"no {what}; move the model yourself, with model.to(...)"
             )
-    if hooked and not _is_hooked(model):
+    if hooked and not _is_legacy(model):
         raise InfoFlowError(
             f"backend is 'hooked', and the {kind} in memory is no HookedTransformer: expected "
             "backend 'auto', which measures it as it is, or the model's name"

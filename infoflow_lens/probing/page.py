@@ -166,7 +166,7 @@ def _map_places(result: Findings) -> Iterator[HeatMap]:
 def _curve(curve: CoverageCurve) -> Lines:
     """Influence inside the sets as heads pass more keys."""
     ks = range(1, len(curve.last) + 1)
-    of_k = [curve.by_layer(k) for k in ks]
+    of_k = [curve.take_k(k) for k in ks]
     series = {f"layer {layer}": [shares[layer] for shares in of_k] for layer in sorted(of_k[0])}
     # layers that nothing was measured in have no line
     series = {name: v for name, v in series.items() if any(not math.isnan(each) for each in v)}

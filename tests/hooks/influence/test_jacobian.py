@@ -232,7 +232,7 @@ def test_the_first_position_is_one_of_all(model, inputs):
     some = probed(model, inputs[:5], positions=(0, -1))
     every = probed(model, inputs[:5])
     torch.testing.assert_close(some.full()[:, :, 0], every.influence[:, :, 0])
-    assert some.asked.nonzero()[:, 1].tolist() == [0, N_TOKENS] * 5
+    assert some.has_scores.nonzero()[:, 1].tolist() == [0, N_TOKENS] * 5
     assert set(some.to_frame()["position"]) == {0, N_TOKENS}
 
 

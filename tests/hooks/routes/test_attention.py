@@ -96,7 +96,7 @@ def test_chosen_positions_are_rows_of_the_whole(token_model, token_inputs):
     full = chosen.full()
     assert full[:, :, 8].equal(whole.scores[:, :, 8])
     assert not full[:, :, 4].any()
-    assert chosen.asked.sum(dim=1).tolist() == [2] * 19
+    assert chosen.has_scores.sum(dim=1).tolist() == [2] * 19
 
 
 def test_a_cache_gives_the_same(token_model, token_inputs):
