@@ -42,7 +42,7 @@ from infoflow_lens.foundation.versions import package_versions
 from infoflow_lens.hooks import HeadLabels, MeanPatternsProbe
 from tests.reference.real_models import FOLDER
 
-N_POS = 32
+N_POS, N_LAYERS = 32, 30
 KNOWN = {(16, 0): "fixed", (17, 3): "max", (17, 4): "max", (17, 5): "max", (18, 6): "max"}
 SINGLE = ("position", "offset", "gated", "largest")
 
@@ -150,7 +150,18 @@ def table(document: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(each)} |")
     known = [f"| {head} | " + " | ".join(row["known"][head] for row in halves) + " |"
              for head in halves[0]["known"]]  # fmt: skip
-    return "\n".join([*lines, "", f"| what is known of | {names} |", "|---|---|---|", *known])
+    lines += ["", f"| what is known of | {names} |", "|---|---|---|", *known]
+    kinds = sorted({label for row in halves for label in row["labels"]})
+    lines += ["", f"| heads of layers, even / odd texts | {' | '.join(kinds)} |"]
+    lines.append("|---" * (len(kinds) + 1) + "|")
+    size = len(halves[0]["labels"]) // 3
+    n_layers = N_LAYERS // 3
+    for i in range(3):
+        some = [row["labels"][i * size : (i + 1) * size] for row in halves]
+        counts = [" / ".join(str(part.count(kind)) for part in some) for kind in kinds]
+        layers = f"{i * n_layers} to {(i + 1) * n_layers - 1}"
+        lines.append(f"| {layers} | {' | '.join(counts)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -181,6 +183,27 @@ class HeadLabels(Result):
             }
         )
         return frame.sort_values("damage", ignore_index=True)
+
+    def thirds_frame(self) -> "pd.DataFrame":
+        """Make a row for each third of the layers: heads of each label, and their share of worth.
+
+        Worth is what the output loses without a head, alone; estimates may miss it by far.
+        """
+        import pandas as pd
+
+        frame, n_layers = self.to_frame(), int(self.heads[:, 0].max()) + 1
+        bounds = [-(-n_layers * i // 3) for i in range(4)]
+        rows = []
+        for first, stop in pairwise(bounds):
+            some = frame[frame["layer"].between(first, stop - 1)]
+            total = some["worth"].clip(lower=0).sum()
+            row: dict[str, object] = {"layers": f"{first} to {stop - 1}"}
+            for label in self.counts():
+                own = some[some["label"] == label]
+                row[label] = len(own)
+                row[f"{label}, of worth"] = own["worth"].clip(lower=0).sum() / (total or nan)
+            rows.extend([row] * (first < stop))
+        return pd.DataFrame(rows)
 
     def plot(self) -> "Figure":
         """Draw the label of every head, layer by layer."""

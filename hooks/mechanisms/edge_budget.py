@@ -85,7 +85,8 @@ class EdgeBudgetResult(NextTokenResult):
             several draws.
         budgets: the budgets, rising: shares of a sequence's open edges, or numbers.
         kept: int [budget, sequence], the edges that are kept.
-        n_edges: int [sequence], the edges on paths to the states that are read.
+        n_edges: int [sequence], the edges on paths to the states that are read, of rows with more
+            than one key.
         losses: float [method, budget, sequence].
         none: float [sequence], without any edge: every head has its mean pattern.
     """
@@ -249,7 +250,8 @@ def measure_edge_budget(
     """The loss with as many edges kept as a budget allows, chosen by several methods.
 
     An edge is one weight (layer, head, query, key) of one pattern. Those that count lie on paths to
-    the states of the last layer that are read. In the pass of the edited model a kept edge has the
+    the states of the last layer that are read, in rows of more than one key: where a query sees one
+    there is nothing to choose. In the pass of the edited model a kept edge has the
     weight that its head gives it in that pass. On the other keys of its row stands the head's mean
     pattern (over calibration sequences, by query and key), scaled to the weight that they have
     together: so rows keep their sums, without edges every head has its mean pattern, and with all

@@ -59,13 +59,17 @@ def methods_of(model: nn.Module) -> tuple[EdgeMethod, ...]:
 
 
 def open_edges(seen: Pass, states: Bool[Tensor, "batch pos"]) -> Open:
-    """The edges on paths to any of these states of the last layer."""
+    """Mark the edges on paths to any of these states of the last layer that leave a choice.
+
+    Where a query sees one key its row says nothing: the edge has the weight that it has anyway.
+    """
     reached = states
     found: Open = []
     for layer in reversed(range(seen.n_layers)):
-        keys = seen.visible(layer).cpu() & reached[:, :, None]
+        visible = seen.visible(layer).cpu()
+        keys = visible & reached[:, :, None]
         reached = reached | keys.any(dim=1)
-        found.insert(0, keys)
+        found.insert(0, keys & (visible.sum(dim=2, keepdim=True) > 1))
     return found
 
 

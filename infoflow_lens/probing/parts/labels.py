@@ -69,7 +69,8 @@ class LabelsPart(Part):
         worth = by_head(
             frame, {"worth": f"what the output loses without the head ({result.metric})"}
         )
-        return (names, *worth, Table.from_frame(result.joint_frame().round(3)))
+        tables = [result.joint_frame().round(3), result.thirds_frame().round(2)]
+        return (names, *worth, *map(Table.from_frame, tables))
 
     def remarks(self, result: HeadLabels) -> str:
         """Say what the columns of the table are."""
@@ -81,7 +82,8 @@ class LabelsPart(Part):
         return (
             f"All heads at once, on {result.n_judged} sequences that no label has seen: damage is "
             f"{what}; error, one standard error over sequences; rise, that of the loss of the next "
-            "token, in nats a token. Ablated heads write their mean."
+            "token, in nats a token. Ablated heads write their mean. Below, by thirds of the "
+            "layers: the heads of each label, and their share of what single heads are worth."
         )
 
     def sentences(self, result: HeadLabels) -> Sequence[str]:

@@ -169,6 +169,15 @@ def test_labels_are_a_table_a_picture_and_files(labelled, tmp_path):
     frame = found.to_frame()
     assert list(frame["label"]) == list(found.labels)
     assert found.joint_frame()["damage"].is_monotonic_increasing
+    thirds = found.thirds_frame()
+    assert list(thirds["layers"]) == ["0 to 0", "1 to 1"]  # of two layers
+    for row, layer in ((0, 0), (1, 1)):
+        own = frame[frame["layer"] == layer]
+        for label in found.counts():
+            some = own[own["label"] == label]
+            assert thirds[label][row] == len(some)
+            share = some["worth"].sum() / own["worth"].sum()
+            assert thirds[f"{label}, of worth"][row] == pytest.approx(share)
     found.plot().savefig(tmp_path / "labels.png")
     found.save(tmp_path / "labels")
     assert HeadLabels.load(tmp_path / "labels").to_frame().equals(frame)
