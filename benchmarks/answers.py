@@ -12,6 +12,10 @@ most 15 tokens takes at most 120 passes.
 
 Rule. Heads are judged by exchanging each of the 270 by itself, kept and lost as `ask` measures.
 
+With --tokens it asks instead how well the order of tokens can be known: the Spearman correlation of
+the effects by the four to eight guesses of `ask` with those by 24, and of these with 24 others. The
+first token is left out, as nothing predicts it.
+
 Refuted if the largest head is missed once, or fewer than eight of ten are found twice, or paths are
 found in fewer than half of the texts.
 """
@@ -26,11 +30,13 @@ import torch
 from infoflow_lens import Answer, InfoFlowError, ask, load_any
 from infoflow_lens.hooks.answer.paths import TARGET
 from infoflow_lens.hooks.answer.question import Question
+from infoflow_lens.hooks.answer.steps import guess_tokens, measure_tokens
 from infoflow_lens.hooks.readouts import LogitDifference
+from infoflow_lens.hooks.scores import spearman
 from infoflow_lens.models.named import NamedModel
 from tests.reference.real_models import FOLDER
 
-TEN, MOST = 10, 120
+TEN, MOST, MANY = 10, 120, 24
 
 
 class Asked(NamedTuple):
@@ -91,6 +97,33 @@ def measure_all_heads(model: NamedModel, asked: Asked) -> torch.Tensor:
         for head in range(n_heads)
     ]
     return question.measure(rows).reshape(-1, n_heads)
+
+
+def judge_tokens(model: NamedModel, asked: Asked) -> dict[str, Any]:
+    """Compare the guesses of `ask` with 24 replacements of each token, and these with 24 others."""
+    ids = model.tokenizer(asked.text, return_tensors="pt")["input_ids"][0]
+    read = LogitDifference(asked.answer, asked.against).bind(model)
+    question = Question(model, ids, None, read, batch_size=64)
+    found = [measure_tokens(question).mean[1:]]
+    guesses = guess_tokens(question)
+    for seed in (101, 102):
+        draw = torch.Generator().manual_seed(seed)
+        rows = ids.repeat(len(ids) - 1, MANY, 1)
+        for place in range(1, len(ids)):
+            rows[place - 1, :, place] = torch.multinomial(
+                guesses[place], MANY, True, generator=draw
+            )
+        effects = question.measure_texts(rows.flatten(0, 1)).view(-1, MANY)
+        found.append(effects.mean(dim=1))
+    every = torch.ones(1, len(ids) - 1, dtype=torch.bool)
+    pairs = {"ask and 24": (0, 1), "ask and 24 others": (0, 2), "24 and 24 others": (1, 2)}
+    return {
+        "text": asked.text,
+        **{
+            name: round(float(spearman(found[one][None], found[other][None], every)), 2)
+            for name, (one, other) in pairs.items()
+        },
+    }
 
 
 def judge(model: NamedModel, asked: Asked) -> dict[str, Any]:
@@ -165,6 +198,7 @@ def main() -> None:
     """Ask all questions, and print a row of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kinds", nargs="*", default=sorted({asked.kind for asked in PAIRS}))
+    parser.add_argument("--tokens", action="store_true", help="judge the order of tokens alone")
     parser.add_argument("--write", type=Path, help="where the rows go, as JSON")
     settings = parser.parse_args()
     model = load_any(FOLDER / "smollm2", backend="opened").model
@@ -172,11 +206,12 @@ def main() -> None:
     rows = []
     for asked in PAIRS:
         if asked.kind in settings.kinds:
-            rows.append(judge(model, asked))
+            rows.append((judge_tokens if settings.tokens else judge)(model, asked))
             print(json.dumps(rows[-1]), flush=True)
             if settings.write:
                 settings.write.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
+    if not settings.tokens:
+        print(table(rows))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import Circuit, Node, Path, cut_together, find_circuit
 from infoflow_lens.hooks.answer.predicted import predict_tokens
 from infoflow_lens.hooks.answer.question import Question, Span
 from infoflow_lens.hooks.answer.result import KINDS, ORDERS, AnswerNumbers
 from infoflow_lens.hooks.answer.steps import (
     N_HEADS,
+    TOLERANCE,
     TokenEffects,
     UnitEffects,
     measure_states,
@@ -59,8 +61,9 @@ def measure_answer(
     Args:
         model: what ``open_model`` gives.
         text: token ids.
-        instead: the other text, as long; None for the model's own guess at the place where that
-            moves the readout most.
+        instead: the other text, as long; None for one that reads like the text, of which the model
+            says the other answer (:func:`choose_likely_text`), or, where there is none, the model's
+            own guess at the place where that moves the readout most.
         readout: bound to the model.
         quick: no tokens, no strips, ten heads, no pruning of paths.
         exact: all heads are measured.
@@ -89,14 +92,13 @@ def measure_answer(
             tokens = measure_tokens(question, seed, advance, spans)
         if instead is None:
             assert tokens is not None
-            other = _most_telling(tokens, text, spans or question.single_tokens())
+            other, note = _choose_text(question, tokens, text, spans or question.single_tokens())
             question.compare_with(other)
-            notes.append(
-                "the other text is the model's own guess at the place where that moves the "
-                "readout most"
-            )
+            notes.append(note)
         replaced = question.replace_tokens(spans, advance)
-        strips = {} if quick else measure_states(question, advance=advance)
+        bar = LEAST_GAP if isinstance(readout, LogitDifference) else 0.0
+        tolerance = TOLERANCE * max(abs(question.gap), bar)
+        strips = {} if quick else measure_states(question, tolerance, advance)
         most = 10**9 if exact else _QUICK if quick else N_HEADS
         units = measure_units(question, most, advance=advance)
         circuit = Circuit([], {}, 0.0, 0.0, is_whole=False)
@@ -232,15 +234,24 @@ def _measure_looks(
     return torch.tensor(heads, dtype=torch.int64).reshape(-1, 2), looks, writes
 
 
-def _most_telling(
-    tokens: TokenEffects, text: Int[Tensor, " pos"], spans: Sequence[Span]
-) -> Int[Tensor, " pos"]:
-    """Put the guess that moves the readout most into the text."""
+def _choose_text(
+    question: Question, tokens: TokenEffects, text: Int[Tensor, " pos"], spans: Sequence[Span]
+) -> tuple[Int[Tensor, " pos"], str]:
+    """Choose the other text; else put the guess that moves the readout most into the text.
+
+    Returns:
+        Token ids, and a note of how they were chosen.
+    """
+    is_single = len(spans) == question.n_pos
+    likely = choose_likely_text(question, tokens.mean) if is_single else None
+    if likely is not None and float(question.measure_texts(likely[None])[0]) <= -LEAST_GAP:
+        return likely, "the other text was chosen: it reads like this one but for one token"
     sizes = tokens.changes.abs().nan_to_num(-1)
     number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
     place, other = slice(*spans[number]), text.clone()
     other[place] = tokens.donors[place, draw].to(other)
-    return other
+    note = "the other text is the model's own guess at the place where that moves the readout most"
+    return other, note
 
 
 def _no_paths(question: Question) -> str:

@@ -12,7 +12,10 @@ from infoflow_lens.hooks.readouts import LogitDifference
 
 _PLACES, _GUESSES = 4, 6  # places whose tokens move the readout most, and guesses at each
 _LIKENESS = 10.0  # nats that a token with the same embedding is worth, beside one at right angles
-_MARGIN, _SHORT = 1.0, 3.0  # `against` is to lead by so much; nats that each logit less costs
+_MARGIN, _SHORT = (
+    1.0,
+    3.0,
+)  # the readout is to fall below 0 by so much; nats that a logit less costs
 
 
 def choose_likely_text(
@@ -36,8 +39,10 @@ def choose_likely_text(
     if embeddings is None:
         return None
     clean, guesses = question.clean.tokens[0], guess_tokens(question).log()
-    likeness = torch.cosine_similarity(embeddings[clean][:, None], embeddings[None], dim=-1)
-    worth = (guesses + _LIKENESS * likeness.cpu().float())[1:]  # the first token is not predicted
+    sizes = embeddings.norm(dim=1).float()
+    products = (embeddings[clean] @ embeddings.T).float()
+    likeness = (products / (sizes[clean, None] * sizes).clamp(min=1e-12)).cpu()  # cosines
+    worth = (guesses + _LIKENESS * likeness)[1:]  # the first token is not predicted
     places = effect[1:].abs().nan_to_num(0).topk(min(_PLACES, len(worth))).indices
     texts, like = [], []
     for place in places.tolist():
@@ -50,7 +55,7 @@ def choose_likely_text(
         return None
     rows = torch.stack(texts)
     change, gain = question.score_texts(rows)
-    short = (question.clean.value + change + _MARGIN).clamp(min=0)
+    short = (max(question.clean.value, 0.0) + change + _MARGIN).clamp(min=0)
     score = gain + _LIKENESS * torch.tensor(like, dtype=torch.float64) - _SHORT * short
     return rows[int(score.argmax())]
 

@@ -354,6 +354,7 @@ class Question:
             run = partial(self._score, texts[these], first)
             numbers = self.measure_once(["scores", texts[these], first], run, 2 * len(these))
             found[:, these] = numbers.view(2, -1)
+        self._known_texts |= zip(map(tuple, texts.tolist()), found[0].tolist(), strict=True)
         return found[0], found[1]
 
     def _score(self, texts: Int[Tensor, "row pos"], first: int) -> Float[Tensor, " number"]:

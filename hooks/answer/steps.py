@@ -108,12 +108,13 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def measure_states(
-    question: Question, tolerance: float = TOLERANCE, advance: Advance | None = None
+    question: Question, tolerance: float, advance: Advance | None = None
 ) -> dict[int, Float[Tensor, " pos"]]:
     """Exchange the state at each position, at the layers where that comes to mean something else.
 
     The ends first, what enters the first layer and what leaves the last; then the layer between two
-    strips that differ by more than the tolerance. Positions before the first change are the same.
+    strips that differ by more than the tolerance, in the readout's unit. Positions before the first
+    change are the same.
 
     Returns:
         By layer, the change of the readout; the states are those that enter it, and the last are
@@ -135,7 +136,7 @@ def measure_states(
     while open_:
         low, high = open_.pop()
         apart = float((found[low] - found[high]).abs().max())
-        if high - low > 1 and apart > tolerance * abs(question.gap):
+        if high - low > 1 and apart > tolerance:
             middle = (low + high) // 2
             found[middle] = strip(middle)
             open_ += [(low, middle), (middle, high)]

@@ -32,7 +32,7 @@ Against = Annotated[
 ]
 Instead = Annotated[
     str | None,
-    typer.Option(help="The other text, of as many tokens; default, by the model's own guess."),
+    typer.Option(help="The other text, of as many tokens; default, one that is chosen."),
 ]
 At = Annotated[
     int | None,

@@ -224,7 +224,8 @@ def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run
     logs = logits.double().log_softmax(-1)[:, :-1].gather(2, texts[:, 1:, None]).sum(dim=(1, 2))
     table = plain.get_input_embeddings().weight.detach()
     like = torch.cosine_similarity(table[texts], table[clean], dim=-1).sum(dim=1) - 5
-    score = logs + 10 * like - 3 * (value + 1).clamp(min=0)
+    fall = value[0] - value
+    score = logs + 10 * like - 3 * (1 + max(float(value[0]), 0) - fall).clamp(min=0)
     score[0] = -torch.inf
     assert chosen.equal(texts[score.argmax()])
 
@@ -569,12 +570,26 @@ def test_exact_measures_all_heads_and_quick_fewer_passes():
 
 def test_without_another_text_the_models_own_guess_is_taken():
     clean = two_texts()[0]
-    found = measured(texts=(clean, None))
+    found = measured(LogProbability(ANSWER), (clean, None))
     (place,) = found.changed
     assert "own guess" in found.notes[0]
     largest = found.token_other.abs().max()
     assert found.token_other.abs().argmax() == place
     assert largest >= found.token_mean.abs().max() - 1e-6
+
+
+def test_of_two_answers_a_text_is_chosen_that_reads_like_the_one_asked_about():
+    clean, model = two_texts()[0], open_model(zoo.build("llama"))
+    read = LogitDifference(AGAINST, ANSWER)
+    found = measured(read, (clean, None))
+    assert "reads like this one" in found.notes[0]
+    likely = choose_likely_text(Question(model, clean, None, read), found.token_mean)
+    assert found.record.config["instead"] == likely.tolist()
+    assert found.gap >= 1
+    with torch.no_grad():
+        model.original_model.lm_head.weight.mul_(0.01)
+    small = measure_answer(model, clean, None, read.bind(model), progress=False)
+    assert "own guess" in small.notes[0]  # where no such text changes the readout by 1
 
 
 def test_no_paths_where_two_texts_hardly_differ():
@@ -586,6 +601,7 @@ def test_no_paths_where_two_texts_hardly_differ():
     assert "no paths are drawn" in " ".join(found.notes)
     assert not len(found.places)
     assert found.unit_effect.isfinite().any()
+    assert found.strip_layers == (0, 2)  # a tenth of the bar, not of a difference of .03
 
 
 def test_a_masked_word_of_an_encoder():
