@@ -462,6 +462,21 @@ def _download_revision(name: str) -> str:
         return snapshot_download(official, revision=revision or None, allow_patterns=files)
 
 
+def _check_no_adapter(name: str, known_as: str) -> None:
+    """Refuse a name with an adapter, which transformers would load as its config says.
+
+    Raises:
+        InfoFlowError: saying how it is loaded.
+    """
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(name) is not None:
+        raise InfoFlowError(
+            f"{known_as!r} holds an adapter ({ADAPTER}): expected a whole model; download it with "
+            "huggingface_hub.snapshot_download, and give the folder, whose adapter is checked"
+        )
+
+
 def _open(
     name: str, place: Place, source: Literal["folder", "name"], known_as: str | None = None
 ) -> LoadedModel:
@@ -470,6 +485,8 @@ def _open(
         stored = Stored.read_folder(Path(name)) if source == "folder" else None
         if stored is not None:
             check_config(Path(name), stored)
+        else:
+            _check_no_adapter(name, known_as or name)
         config = config_of(name)
         check_one_stack(name, config)
         if stored is not None:

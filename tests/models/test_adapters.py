@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import warnings
 
@@ -84,6 +85,16 @@ def test_a_base_of_the_hub_is_what_was_downloaded_before(cache, folder):
         load_any(folder)
     zoo.save_in_cache("llama", "owner/base", cache)
     assert "an adapter on" in load_any(folder).description
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_adapter_on_the_hub_is_given_as_a_folder(whole, cache, folder):
+    files = zoo.save_in_cache("llama", "owner/adapter", cache)
+    shutil.copy(folder / "adapter_config.json", files)
+    if not whole:
+        (files / "config.json").unlink()
+    with pytest.raises(InfoFlowError, match=r"'owner/adapter' holds an adapter.*give the folder"):
+        load_any("owner/adapter")
 
 
 def test_weights_that_torch_wrote_and_a_tokenizer_of_its_own(folder):
