@@ -250,7 +250,7 @@ class Question:
             found = measure()
             return torch.cat([found, found.new_tensor([self.forwards - before])])
 
-        found = self._kept.once(hash_values(asked), count, n + 1)
+        found = self._kept.measure_once(hash_values(asked), count, n + 1)
         self.forwards = before + float(found[-1])
         return found[:-1]
 

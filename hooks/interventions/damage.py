@@ -42,7 +42,7 @@ class Damage:
         self._squares = 0.0
 
     def state(self) -> dict[str, Any]:
-        """What was seen so far, copied."""
+        """Copy what was seen so far."""
         copied = self._sum.clone() if isinstance(self._sum, Tensor) else self._sum
         return {
             "n_rows": self.n_rows,
@@ -68,8 +68,8 @@ class Damage:
             return output
         return output[torch.arange(len(output))[:, None], places_of(self.read, batch)]
 
-    def counted(self, batch: Batch) -> Bool[Tensor, "batch row"]:
-        """Which rows count: those of real positions, for "loss" with a real next one."""
+    def mark_rows(self, batch: Batch) -> Bool[Tensor, "batch row"]:
+        """Mark the rows that count: those of real positions, for "loss" with a real next one."""
         is_one = self._is_one_row or batch.tokens.ndim == 3
         if is_one or self.read is not None:
             n_rows = 1 if self.read is None or is_one else len(self.read)
@@ -86,7 +86,7 @@ class Damage:
     def see(self, output: Tensor, batch: Batch) -> None:
         """Take in the unchanged output of a batch."""
         self._is_one_row = output.ndim == 2
-        counted = self.counted(batch)
+        counted = self.mark_rows(batch)
         self.n_rows += int(counted.sum())
         if self.name == "nmse":
             rows = self.rows(output, batch)[counted.to(output.device)].double()
@@ -94,7 +94,7 @@ class Damage:
             self._sum, self._squares = self._sum + sums[:-1], self._squares + float(sums[-1])
 
     def per_row(self) -> float:
-        """What the loss of a row is divided by, before the mean over rows.
+        """Compute what the loss of a row is divided by, before the mean over rows.
 
         Raises:
             InfoFlowError: if the output has no variance to compare with.
@@ -110,11 +110,11 @@ class Damage:
         return variance / self.n_rows
 
     def reference(self, output: Float[Tensor, "batch *pos feature"], batch: Batch) -> "Reference":
-        """What the outputs of a batch are compared with."""
+        """Keep what the outputs of a batch are compared with."""
         rows = self.rows(output, batch)
         p = None if self.name == "nmse" else rows.softmax(dim=-1)
         following = batch.tokens[:, 1:, None].to(rows.device) if self.name == "loss" else None
-        return Reference(rows, p, following, self.counted(batch).to(rows.device))
+        return Reference(rows, p, following, self.mark_rows(batch).to(rows.device))
 
     def lost(
         self, before: "Reference", after: Float[Tensor, "_copy *pos feature"], batch: Batch
@@ -143,7 +143,7 @@ class Damage:
 
 
 def places_of(read: Sequence[int], batch: Batch) -> Int[Tensor, "batch row"]:
-    """These positions in each sequence; negative ones count from its end."""
+    """Find these positions in each sequence; negative ones count from its end."""
     asked = torch.tensor(read)
     return torch.where(asked < 0, batch.mask().sum(dim=1)[:, None] + asked, asked)
 

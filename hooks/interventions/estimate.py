@@ -82,7 +82,7 @@ def estimate_ideals(
         each = estimate_batch(model, batch, damage, layers, ideals, draws, seeds)
         for found, part in zip(lost, each.lost, strict=True):
             found.append(part)
-        rows.append(damage.counted(batch).sum(dim=1))
+        rows.append(damage.mark_rows(batch).sum(dim=1))
         done += len(batch)
         if advance is not None:
             advance(len(batch))

@@ -78,7 +78,7 @@ def differentiable(
 def gradients(
     outputs: Tensor, leaves: Sequence[Tensor], direction: Tensor | None = None
 ) -> Sequence[Tensor | None]:
-    """Those of the outputs, in a direction, by each leaf; None where there is none."""
+    """Differentiate the outputs, in a direction, by each leaf; None where there is no gradient."""
     if not outputs.requires_grad:
         return [None for _ in leaves]
     found: Sequence[Tensor | None] = torch.autograd.grad(
@@ -119,7 +119,7 @@ def directions(
         seeds: one for each sequence.
         temperature: by which the distribution is flattened.
     """
-    counted = metric.counted(batch)
+    counted = metric.mark_rows(batch)
     p = None if metric.name == "nmse" else (rows / temperature).softmax(dim=-1)
     root = None if p is None else p.sqrt()
     signs = [_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)]

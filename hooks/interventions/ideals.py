@@ -26,7 +26,7 @@ from infoflow_lens.hooks.interventions.edits import (
     split_heads,
 )
 from infoflow_lens.hooks.interventions.means import MeanPatterns
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without, rescaled
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without, rescale
 from infoflow_lens.hooks.interventions.probe import Intervention
 from infoflow_lens.hooks.model.points import hook_name, pattern_hook
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -115,7 +115,7 @@ class LayerMeans:
         made[..., 0] = 0
         sink = self.position_mean(pattern, heads)[..., :1]
         total = pattern.double().sum(dim=-1, keepdim=True)
-        rest = rescaled(made, (total - sink).clamp(min=0))
+        rest = rescale(made, (total - sink).clamp(min=0))
         rest[..., :1] = total - rest[..., 1:].sum(dim=-1, keepdim=True)
         return rest
 

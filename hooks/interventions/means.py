@@ -32,7 +32,7 @@ class MeanPatterns(Result):
     n: Float[Tensor, " query"]
 
     @classmethod
-    def of_patterns(
+    def from_patterns(
         cls,
         patterns: Sequence[Float[Tensor, "_head query key"]],
         n: Float[Tensor, " query"],

@@ -82,7 +82,7 @@ def run_from(
 
 
 def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
-    """How many sequences a pass may hold, by the size of its largest tensor."""
+    """Count the sequences that a pass may hold, by the size of its largest tensor."""
     cfg = getattr(model, "cfg", None)
     sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
     width = max(4 * (sizes[0] or 1), sizes[1] or 1, n_pos * n_heads)

@@ -71,7 +71,7 @@ def ideal_pattern(
     total = pattern.sum(dim=-1, keepdim=True)
     if name.startswith("top "):
         least = pattern.topk(min(int(name[4:]), n_key), dim=-1).values[..., -1:]
-        return rescaled(pattern * (pattern >= least), total)
+        return rescale(pattern * (pattern >= least), total)
     if name == "largest":
         largest = pattern.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(pattern).scatter_(-1, largest, total)
@@ -97,7 +97,7 @@ def ideal_pattern(
     if name != "own":  # such as of a query that no other sequence has
         none = made.sum(dim=-1, keepdim=True) <= 0
         made = torch.where(none, visible.to(made), made)
-    return rescaled(made, total.to(made)).to(pattern)
+    return rescale(made, total.to(made)).to(pattern)
 
 
 def _simple(name: str, pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "query key"]:
@@ -124,7 +124,7 @@ def mean_without(
     return others.clamp(min=0).masked_fill(n <= 1, 0)
 
 
-def rescaled(
+def rescale(
     kept: Float[Tensor, "*#batch query key"], total: Float[Tensor, "*#batch query one"]
 ) -> Float[Tensor, "*batch query key"]:
     """Rows with these sums; unchanged rows stay bit-identical, rows without weight stay so.
@@ -137,7 +137,7 @@ def rescaled(
     return torch.where(factor.isinf(), kept / left * total, kept * factor)
 
 
-def with_mean_rest(
+def fill_with_mean(
     pattern: Float[Tensor, "batch head query key"],
     kept: Bool[Tensor, "batch head query key"],
     mean: Float[Tensor, "head longest longest"],
@@ -157,7 +157,7 @@ def with_mean_rest(
     left = own.masked_fill(kept, 0).sum(dim=-1, keepdim=True)
     rest = mean[:, :n_query, :n_key].to(own).masked_fill(kept, 0)
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, (~kept).to(own))
-    return torch.where(kept, pattern, rescaled(rest, left).to(pattern))
+    return torch.where(kept, pattern, rescale(rest, left).to(pattern))
 
 
 def edits_of_patterns(

@@ -371,14 +371,8 @@ class Intervention(Probe[InterventionResult]):
             damage.load_state(self.scale)
             per_row = damage.per_row()
         return InterventionResult(
+            **{**vars(table), "edits": tuple(table.edits)},
             metric=self.judged_by,
-            edits=tuple(table.edits),
-            sequences=table.sequences,
-            lost=table.lost,
-            rise=table.rise,
-            bare=table.bare,
-            n_rows=table.n_rows,
-            n_tokens=table.n_tokens,
             per_row=per_row,
             forwards=float(self.work) / len(table.sequences),
             record=self.run_record(),
@@ -513,7 +507,7 @@ class _Source:
 
     @property
     def is_known(self) -> bool:
-        """Whether the model read `batch`."""
+        """Say whether the model read `batch`."""
         return self.start is None
 
     @classmethod
@@ -567,7 +561,7 @@ class _Judge:
     scale: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_values(
+    def from_values(
         cls, name: str, read: Callable[[Tensor], Float[Tensor, " sequence"]], plain: Pass
     ) -> "_Judge":
         """Judge by the change of a number of each sequence."""
@@ -580,9 +574,9 @@ class _Judge:
         return cls(name, lost, bare, n_rows, torch.zeros_like(n_rows))
 
     @classmethod
-    def of_loss(cls, loss: NextTokenLoss, plain: Pass, batch: Batch) -> "_Judge":
+    def from_loss(cls, loss: NextTokenLoss, plain: Pass, batch: Batch) -> "_Judge":
         """Judge by the rise of the next-token loss."""
-        found = cls.of_values(str(loss), lambda output: loss.lost(output, batch), plain)
+        found = cls.from_values(str(loss), lambda output: loss.lost(output, batch), plain)
         n_tokens = loss.states(batch).sum(dim=1)
         return replace(found, n_rows=n_tokens, n_tokens=n_tokens, rise=found.lost)
 
@@ -610,13 +604,13 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
         )
     if isinstance(readout, NextTokenLoss):
         readout.check(plain.model, shortest)
-        return _Judge.of_loss(readout, plain, batch)
+        return _Judge.from_loss(readout, plain, batch)
     if isinstance(readout, Readout):
         read = partial(_read_each, readout.bind(plain.model), batch)
-        return _Judge.of_values(str(readout), read, plain)
+        return _Judge.from_values(str(readout), read, plain)
     damage = metric_of(plain.model, asked.metric, asked.read, shortest)
     damage.see(plain.output, batch)
-    reference, n_rows = damage.reference(plain.output, batch), damage.counted(batch).sum(dim=1)
+    reference, n_rows = damage.reference(plain.output, batch), damage.mark_rows(batch).sum(dim=1)
     found = _Judge(
         damage.name,
         lambda output: damage.lost(reference, output, batch),
@@ -626,7 +620,7 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
         scale=damage.state(),
     )
     if source.is_known and asked.read is None and _predicts(plain):
-        beside = _Judge.of_loss(NextTokenLoss(), plain, batch)
+        beside = _Judge.from_loss(NextTokenLoss(), plain, batch)
         found.rise, found.bare, found.n_tokens = beside.lost, beside.bare, beside.n_tokens
     return found
 

@@ -1,7 +1,7 @@
 """What all measurements of edited models share: inputs read again, and going on with a run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,21 @@ class Reading:
             )
         return batches
 
+    def calibration(self, model: nn.Module, given: Inputs, inputs: Batches) -> Batches:
+        """Read the sequences over which mean patterns are taken.
+
+        Raises:
+            InfoFlowError: as for :meth:`batches`, and for shorter ones than the inputs.
+        """
+        others = replace(self, attention_mask=None).batches(model, given)
+        if (others.longest or 0) < (inputs.longest or 0):
+            raise InfoFlowError(
+                f"calibration has sequences of at most {others.longest} positions, the inputs "
+                f"have {inputs.longest}: expected mean patterns as long; give longer ones, or cut "
+                f"the inputs with max_length={others.longest}"
+            )
+        return others
+
 
 def identify(
     model: nn.Module, settings: Mapping[str, Any], inputs: Batches, **more: Batches | None
@@ -70,7 +85,7 @@ def identify(
     return {**settings, **digests, **versions_identity(), **model_identity(model, inputs)}
 
 
-def check_resumed(resume: object, expected: Mapping[str, Any], kind: type = Mapping) -> None:
+def check_resume(resume: object, expected: Mapping[str, Any], kind: type = Mapping) -> None:
     """Refuse to go on with what another run has measured, or with what no run gives.
 
     Args:
@@ -144,11 +159,11 @@ class KeptNumbers:
         resume: Mapping[str, Any] | None,
         after: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:
-        check_resumed(resume, identity)
+        check_resume(resume, identity)
         self._found = {**(resume or {}), _IDENTITY: dict(identity)}
         self._after = after
 
-    def once(self, name: str, measured: Callable[[], Tensor], *shape: int) -> Tensor:
+    def measure_once(self, name: str, measured: Callable[[], Tensor], *shape: int) -> Tensor:
         """The numbers of that name, float64 of a shape, measured unless they are there.
 
         Raises:

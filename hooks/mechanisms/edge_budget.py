@@ -32,7 +32,7 @@ from infoflow_lens.hooks.interventions.damage import Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
-from infoflow_lens.hooks.interventions.patterns import with_mean_rest
+from infoflow_lens.hooks.interventions.patterns import fill_with_mean
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
 from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
 from infoflow_lens.hooks.mechanisms.edges import (
@@ -42,7 +42,7 @@ from infoflow_lens.hooks.mechanisms.edges import (
     Judge,
     methods_of,
     open_edges,
-    ranked,
+    rank_edges,
 )
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
@@ -101,11 +101,11 @@ class EdgeBudgetResult(NextTokenResult):
 
     @property
     def worth(self) -> float:
-        """What attention is worth: by how many nats a token mean patterns are worse."""
+        """Compute by how many nats a token mean patterns are worse: what attention is worth."""
         return float((self.none - self.bare).sum() / self.n_tokens.sum())
 
     def regained(self) -> Float[Tensor, "method budget"]:
-        """The share of that which the kept edges keep: 0 as without any, 1 as the model."""
+        """Compute the share of it that kept edges keep: 0 as without any, 1 as the model."""
         return (self.none - self.losses).sum(dim=2) / (self.none - self.bare).sum()
 
     @checked
@@ -123,7 +123,7 @@ class EdgeBudgetResult(NextTokenResult):
             seed: of the draws.
         """
         found = {}
-        for name, needed in self._needed(share, draws, seed).items():
+        for name, needed in self._find_needed(share, draws, seed).items():
             low, high = needed[1:].quantile(torch.tensor([0.025, 0.975], dtype=needed.dtype))
             found[name] = EdgesNeeded(float(needed[0]), float(low), float(high))
         return found
@@ -132,7 +132,7 @@ class EdgeBudgetResult(NextTokenResult):
     def times_needed(
         self, method: str, other: str, share: Share = 0.9, *, draws: Count = 1000, seed: Seed = 0
     ) -> EdgesNeeded:
-        """How many times the edges of another method one needs, on the same draws of windows.
+        """Compare how many edges two methods need, on the same draws of windows.
 
         Args:
             method: one of `methods`, or "chance".
@@ -142,7 +142,7 @@ class EdgeBudgetResult(NextTokenResult):
         Raises:
             InfoFlowError: for a method that was not measured.
         """
-        needed = self._needed(share, draws, seed)
+        needed = self._find_needed(share, draws, seed)
         for name in (method, other):
             if name not in needed:
                 raise InfoFlowError(
@@ -158,8 +158,10 @@ class EdgeBudgetResult(NextTokenResult):
         drawn = [v for m, v in zip(self.methods, self.losses) if m.startswith(CHANCE)]
         return curves | ({CHANCE: torch.stack(drawn).mean(dim=0)} if drawn else {})
 
-    def _needed(self, share: float, draws: int, seed: int) -> dict[str, Float[Tensor, " draw"]]:
-        """By method; the first of all windows, then of windows drawn with replacement."""
+    def _find_needed(
+        self, share: float, draws: int, seed: int
+    ) -> dict[str, Float[Tensor, " draw"]]:
+        """Find the edges needed by each method: of all windows, then of windows drawn again."""
         n = len(self.bare)
         generator = torch.Generator().manual_seed(derive_seed("edges needed", seed))
         drawn = torch.randint(n, (draws, n), generator=generator)
@@ -173,11 +175,11 @@ class EdgeBudgetResult(NextTokenResult):
         for name, losses in self._curves().items():
             whole = torch.cat([self.none[None], losses, self.bare[None]])
             regained = counts @ (self.none - whole).T / worth[:, None]
-            found[name] = _crossed(edges, regained, share).where(worth > 0, torch.nan)
+            found[name] = _find_crossing(edges, regained, share).where(worth > 0, torch.nan)
         return found
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each method and budget: edges of a window and of a state, loss, share."""
+        """Make a row for each method and budget: edges of a window and of a state, loss, share."""
         kept = self.kept.double().mean(dim=1)
         excess = (self.losses - self.bare).sum(dim=2) / self.n_tokens.sum()
         numbers = {
@@ -192,7 +194,7 @@ class EdgeBudgetResult(NextTokenResult):
         return frame_of([LabelledArray(name, v, dims, coords) for name, v in numbers.items()])
 
     def plot(self) -> "Figure":
-        """What each method keeps of what attention is worth, by the edges of a window."""
+        """Draw what each method keeps of what attention is worth, by the edges of a window."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.5, 4), layout="constrained")
@@ -209,7 +211,7 @@ class EdgeBudgetResult(NextTokenResult):
         return figure
 
 
-def _crossed(
+def _find_crossing(
     edges: Float[Tensor, "draw point"], regained: Float[Tensor, "draw point"], share: float
 ) -> Float[Tensor, " draw"]:
     """The edges from which on a share is regained, of logarithms of 1 + edges."""
@@ -259,8 +261,8 @@ def measure_edge_budget(
     with what it has: where a head attends follows from what the kept edges below it bring.
 
     Each sequence keeps the same share, or number, of its own edges, whatever the layer or head.
-    See :meth:`EdgeScores.of <infoflow_lens.hooks.mechanisms.edges.EdgeScores.of>` for the methods:
-    what they know is the pass of the model as it is; "gradient" and "gradient x change" also know
+    See :meth:`~infoflow_lens.hooks.mechanisms.edges.EdgeScores.compute` for the methods: what they
+    know is the pass of the model as it is; "gradient" and "gradient x change" also know
     the loss that is judged, next tokens included.
 
     Args:
@@ -284,16 +286,10 @@ def measure_edge_budget(
             that the model cannot give, a model without next tokens, or one in which edited patterns
             do not reach the output.
     """
-    chosen = _checked_budgets(budgets)
+    chosen = _check_budgets(budgets)
     reading = Reading(attention_mask, column, max_length, batch_size, progress)
     batches = reading.batches(model, inputs)
-    others = Reading(None, column, max_length, batch_size, progress).batches(model, calibration)
-    if (batches.longest or 0) > (others.longest or 0):
-        raise InfoFlowError(
-            f"calibration has sequences of at most {others.longest} positions, inputs of "
-            f"{batches.longest}: expected mean patterns as long; give longer ones, or cut inputs "
-            f"with max_length={others.longest}"
-        )
+    others = reading.calibration(model, calibration, batches)
     judge: Judge
     if metric == "loss":
         judge = NextTokenLoss(read=read)
@@ -328,10 +324,7 @@ def measure_edge_budget(
 
     def measure(name: str, some: tuple[float, ...]) -> InterventionResult:
         def make(plain: Pass) -> Iterable[Edit]:
-            assert plain.batch is not None
-            states = judge.states(plain.batch)
-            scores = EdgeScores(plain, plain.batch, states, judge, patterns, others, seed)
-            return _keep_edges(scores, name, some)
+            return _keep_edges(EdgeScores(plain, judge, patterns, others, seed), name, some)
 
         probe = EditsOfPass(make, rows=1, through_hooks=True, **judged)
         return rounds.run(name, probe)
@@ -343,7 +336,7 @@ def measure_edge_budget(
         metric=metric,
         methods=tuple(names),
         budgets=chosen,
-        kept=_kept(chosen, n_edges),
+        kept=_count_kept(chosen, n_edges),
         n_edges=n_edges,
         losses=torch.stack([bare + measure(name, chosen).lost.T for name in names]),
         none=bare + none.lost[:, 0],
@@ -353,8 +346,8 @@ def measure_edge_budget(
     )
 
 
-def _checked_budgets(budgets: Sequence[float]) -> tuple[float, ...]:
-    """Rising.
+def _check_budgets(budgets: Sequence[float]) -> tuple[float, ...]:
+    """Check budgets and put them in rising order.
 
     Raises:
         InfoFlowError: for shares and numbers together, or parts of an edge.
@@ -371,10 +364,10 @@ def _checked_budgets(budgets: Sequence[float]) -> tuple[float, ...]:
     return chosen
 
 
-def _kept(
+def _count_kept(
     budgets: Sequence[float], n_edges: Int[Tensor, " sequence"]
 ) -> Int[Tensor, "budget sequence"]:
-    """How many edges of each sequence are kept."""
+    """Count the edges of each sequence that are kept."""
     rows = [
         (budget * n_edges).round().clamp(min=1).long() if budget < 1
         else n_edges.clamp(max=int(budget))
@@ -401,8 +394,8 @@ def _keep_edges(scores: EdgeScores, name: str, budgets: Sequence[float]) -> Iter
     method: Any = CHANCE if not budgets or name.startswith(CHANCE) else name
     indices = scores.plain.indices.tolist()
     seeds = [derive_seed("edge budget", scores.seed, name, index) for index in indices]
-    places, n_edges = ranked(scores.of(method), scores.edges, seeds)
-    counts = _kept(budgets, n_edges) if budgets else 0 * n_edges[None]
+    places, n_edges = rank_edges(scores.compute(method), scores.edges, seeds)
+    counts = _count_kept(budgets, n_edges) if budgets else 0 * n_edges[None]
     for budget, kept in zip(budgets or (0,), counts, strict=True):
         edited = {
             pattern_hook(scores.model, i): partial(_keep, place, kept, scores.means[i])
@@ -419,4 +412,4 @@ def _keep(
 ) -> Float[Tensor, "batch head query key"]:
     """Keep the first edges; and those of keys that are not open, whose place is -1."""
     stays = (places < kept[:, None, None, None]).to(pattern.device).expand_as(pattern)
-    return with_mean_rest(pattern, stays, mean)
+    return fill_with_mean(pattern, stays, mean)

@@ -73,7 +73,7 @@ def open_edges(seen: Pass, states: Bool[Tensor, "batch pos"]) -> Open:
     return found
 
 
-def ranked(
+def rank_edges(
     scores: Scores, edges: Open, seeds: Sequence[int]
 ) -> tuple[list[Int[Tensor, "batch head query key"]], Int[Tensor, " batch"]]:
     """The place of each open edge in the order of falling scores, equal ones at random.
@@ -109,8 +109,6 @@ class EdgeScores:
 
     Attributes:
         plain: their pass as it is, with scores and patterns.
-        batch: these sequences.
-        states: which states of the last layer are read.
         judge: what the edited model is measured by; gradients are of it.
         means: for each layer the mean patterns.
         others: the sequences of which "another window" takes one each, in turn.
@@ -118,8 +116,6 @@ class EdgeScores:
     """
 
     plain: Pass
-    batch: Batch
-    states: Bool[Tensor, "batch pos"]
     judge: Judge
     means: Sequence[Float[Tensor, "_head query key"]]
     others: Batches
@@ -130,12 +126,23 @@ class EdgeScores:
         """The model."""
         return self.plain.model
 
+    @property
+    def batch(self) -> Batch:
+        """The sequences."""
+        assert self.plain.batch is not None
+        return self.plain.batch
+
+    @cached_property
+    def states(self) -> Bool[Tensor, "batch pos"]:
+        """Mark the states of the last layer that are read."""
+        return self.judge.states(self.batch)
+
     @cached_property
     def edges(self) -> Open:
         """The edges on paths to the states that are read."""
         return open_edges(self.plain, self.states)
 
-    def of(self, method: EdgeMethod) -> Scores:
+    def compute(self, method: EdgeMethod) -> Scores:
         """The scores of all edges, at least 0; those of edges that are not open say nothing.
 
         For the methods by paths a score is the sum over the states that are read of what the paths
@@ -161,30 +168,32 @@ class EdgeScores:
         if method == "attention weight":
             return patterns
         if method in ("product", "weakest"):
-            return by_best_path([within_one(p) for p in patterns], self.states, method)
+            return sum_best_paths([within_one(p) for p in patterns], self.states, method)
         if method == "weight x norm":
             return self._norms()
         if method == "product x norm":
-            return by_best_path(self._norms(), self.states, "product")
+            return sum_best_paths(self._norms(), self.states, "product")
         if method == "rollout":
             shares = [p / p.shape[1] for p in patterns]
             totals = [1 + share.sum(dim=(1, 3)) for share in shares]
             own = [1 / total for total in totals]
             parts = [s / t[:, None, :, None] for s, t in zip(shares, totals, strict=True)]
-            return by_sum(parts, own, self.states)
+            return sum_all_paths(parts, own, self.states)
         if method == "contributions":
             found = [part.shares() for part in self._parts()]
-            return by_sum([p.cpu() for p, _ in found], [o.cpu() for _, o in found], self.states)
+            return sum_all_paths(
+                [p.cpu() for p, _ in found], [o.cpu() for _, o in found], self.states
+            )
         if method == "another window":
-            return self._of_others()
-        return self._by_gradient(change=method == "gradient x change")
+            return self._score_others()
+        return self._score_gradients(change=method == "gradient x change")
 
     @cached_property
     def _patterns(self) -> Scores:
         return [self.plain.pattern(i).float().cpu() for i in range(self.plain.n_layers)]
 
     def _parts(self) -> list[Parts]:
-        """What heads bring, in every layer.
+        """Find what heads bring, in every layer.
 
         Raises:
             InfoFlowError: if it does not add up to what attention adds.
@@ -201,7 +210,7 @@ class EdgeScores:
     def _norms(self) -> Scores:
         return [part.strengths().cpu() for part in self._parts()]
 
-    def _of_others(self) -> Scores:
+    def _score_others(self) -> Scores:
         found = [torch.zeros_like(pattern) for pattern in self._patterns]
         sequences = self.others.sequences()
         n_pos = self.states.shape[1]
@@ -211,12 +220,12 @@ class EdgeScores:
             patterns = [seen.pattern(i).float().cpu() for i in range(seen.n_layers)]
             length = other.shape[1]
             states = self.states[index : index + 1, :length]
-            scores = by_best_path([within_one(p) for p in patterns], states, "product")
+            scores = sum_best_paths([within_one(p) for p in patterns], states, "product")
             for layer, part in enumerate(scores):
                 found[layer][index, :, :length, :length] = part[0]
         return found
 
-    def _by_gradient(self, change: bool) -> Scores:
+    def _score_gradients(self, change: bool) -> Scores:
         moves = self._patterns
         if change:
             n_pos = moves[0].shape[-1]
@@ -245,13 +254,13 @@ def _size(gradient: Tensor | None, move: Tensor) -> Tensor:
     return (gradient[..., :n_query, :n_key].float().cpu() * move).abs()
 
 
-def by_paths(
+def sum_over_paths(
     parts: Scores,
     edges: Sequence[Float[Tensor, "batch query key"]],
     states: Bool[Tensor, "batch pos"],
     semiring: Semiring,
 ) -> Scores:
-    """What all paths through each edge to each state come to, summed over the states.
+    """Sum over the states what all paths through each edge to each of them come to.
 
     From below to an edge's key the paths come to 1: the shares into a state sum to 1, and of best
     paths a residual connection weakens nothing.
@@ -274,15 +283,15 @@ def by_paths(
     return found
 
 
-def by_best_path(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Path) -> Scores:
-    """The same of best paths, as strong as the product of their edges, or as the weakest."""
+def sum_best_paths(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Path) -> Scores:
+    """Sum over the states the best path through each edge, by the product or the weakest edge."""
     edges = [add_own(part.amax(dim=1)) for part in strengths]
-    return by_paths(strengths, edges, states, BEST[path])
+    return sum_over_paths(strengths, edges, states, BEST[path])
 
 
-def by_sum(
+def sum_all_paths(
     parts: Scores, own: Sequence[Float[Tensor, "batch query"]], states: Bool[Tensor, "batch pos"]
 ) -> Scores:
-    """The same of sums over all paths, with the shares of the residual connections."""
+    """Sum over the states all paths through each edge, with shares of the residual connections."""
     edges = [p.sum(dim=1) + o.diag_embed() for p, o in zip(parts, own, strict=True)]
-    return by_paths(parts, edges, states, "sum-product")
+    return sum_over_paths(parts, edges, states, "sum-product")

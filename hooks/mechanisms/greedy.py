@@ -54,7 +54,7 @@ def replace_greedily(
     batch_size: Count = 16,
     progress: bool = True,
 ) -> JointReplacement:
-    """As many heads as can be replaced at once within a budget, greedily.
+    """Replace as many heads at once as a budget allows, greedily.
 
     Heads come in the order of their own damage; each is taken if all taken ones together stay
     within the budget. As everywhere, what the output gains at one position does not make up for

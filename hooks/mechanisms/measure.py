@@ -6,7 +6,7 @@ mechanism is all that the head needs on these inputs.
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import pi
@@ -28,7 +28,7 @@ from infoflow_lens.hooks.interventions.ideals import AllHeads, Head, LayerMeans
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
 from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import Reading, check_kept, check_resumed, identify
+from infoflow_lens.hooks.mechanisms.driver import Reading, check_kept, check_resume, identify
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
@@ -138,13 +138,7 @@ def measure_mechanisms(
     batches = reading.batches(model, inputs)
     others = None
     if calibration is not None:
-        others = replace(reading, attention_mask=None).batches(model, calibration)
-        if (others.longest or 0) < (batches.longest or 0):
-            raise InfoFlowError(
-                f"calibration has at most {others.longest} positions, the inputs have "
-                f"{batches.longest}: expected one that is as long, so that there are mean patterns "
-                "for every position; give longer ones, or cut the inputs by max_length"
-            )
+        others = reading.calibration(model, calibration, batches)
     damage = metric_of(model, metric, read, batches.shortest)
     settings = {
         "metric": damage.name,
@@ -159,7 +153,7 @@ def measure_mechanisms(
     }
     fingerprint = model_fingerprint(model)
     known = identify(model, settings, inputs=batches, calibration=others)
-    check_resumed(resume, known, MechanismsProgress)
+    check_resume(resume, known, MechanismsProgress)
     with eval_mode(model), progress_bar("replacing", None, progress) as step:
         run = _Run(model, batches, others, damage, known, batch_size, after_batch, step)
         run.begin(resume)
@@ -211,7 +205,7 @@ class _Run:
         self.k: int = settings["k"]
 
     def begin(self, resume: MechanismsProgress | None) -> None:
-        """From the progress, if there is any."""
+        """Begin from the progress, if there is any."""
         (self.means,) = run_probes(
             self.model, self.calibration, [MeanPatternsProbe("patterns")],
             batch_size=self.batch_size, progress=False,
@@ -292,7 +286,7 @@ class _Run:
         self.per_row = self.metric.per_row()
 
     def _calibration_errors(self) -> Float[Tensor, " head"]:
-        """One standard error of estimates, as the calibration might have been another one.
+        """Estimate one standard error of estimates, as the calibration might have been another.
 
         To first order: a sequence moves the mean pattern, and that the estimate by its slope. What
         the noise of the slope adds to the square of that is taken off.
@@ -316,8 +310,8 @@ class _Run:
         n = self.calibration.n_sequences or 1
         return (squares.clamp(min=0) * n / max(n - 1, 1)).sqrt()
 
-    def estimated(self) -> Float[Tensor, " replacement"]:
-        """Estimated damages; NaN where there are none."""
+    def scale_estimates(self) -> Float[Tensor, " replacement"]:
+        """Scale estimates to damages; NaN where there are none."""
         damage = self.at.estimates / (self.per_row * self.metric.n_rows)
         # the loss of the token that comes rises where its linear part is negative, and that has the
         # variance 2 KL and, under the model, the mean 0: the mean of the positive part of a normal
@@ -342,15 +336,15 @@ class _Run:
                 open_ = (asked & ~self.closed).nonzero().flatten()
                 if len(open_):
                     self._measure(order[start:stop], open_)
-                    self.closed[open_] |= self._is_decided(order[:stop])[open_]
+                    self.closed[open_] |= self._find_decided(order[:stop])[open_]
             self.closed |= asked
 
     def _open(self) -> Bool[Tensor, " replacement"]:
-        """What to measure next: the same ideal of all heads for which it is open."""
+        """Choose what to measure next: the same ideal of all heads for which it is open."""
         open_ = ~self.closed
         if self.settings["exact"]:
             return open_
-        estimate = self.estimated().view(-1, _N_IDEALS)
+        estimate = self.scale_estimates().view(-1, _N_IDEALS)
         # a head is called soft only after its likeliest ideal was tried
         likeliest = estimate.nan_to_num(nan=torch.inf).argmin(dim=1, keepdim=True)
         likeliest = likeliest == torch.arange(_N_IDEALS)
@@ -366,7 +360,7 @@ class _Run:
         """
         known = self.closed
         floor = max(self.threshold / _FAR, 1e-30)
-        ratio = self.estimated()[known] / self.damages()[known].clamp(min=floor)
+        ratio = self.scale_estimates()[known] / self.damages()[known].clamp(min=floor)
         worst = float(ratio.nan_to_num(nan=0.0).max()) if len(ratio) else 0.0
         return self.threshold * _FAR * max(1.0, worst / 2)
 
@@ -407,8 +401,8 @@ class _Run:
     def _sums(
         self, rows: Int[Tensor, " row"] | slice = slice(None)
     ) -> tuple[Float[Tensor, " replacement"], ...]:
-        """Of each replacement on these sequences: how many were measured, the rows of their output,
-        what these lost, and the sum of squares over sequences.
+        """Sum up each replacement on these sequences: how many were measured, the rows of their
+        output, what these lost, and the sum of squares over sequences.
         """
         measured, lost = self.at.measured[rows].double(), self.at.lost[rows]
         n_rows = self.n_rows[rows].double() @ measured
@@ -417,7 +411,9 @@ class _Run:
     @cached_property
     def n_rows(self) -> Int[Tensor, " sequence"]:
         """The rows of the output of each sequence that count."""
-        counted = [self.metric.counted(b).sum(dim=1) for b in self.batches.batches(self.batch_size)]
+        counted = [
+            self.metric.mark_rows(b).sum(dim=1) for b in self.batches.batches(self.batch_size)
+        ]
         return torch.cat(counted)
 
     @staticmethod
@@ -432,13 +428,15 @@ class _Run:
         variance = n * squares / sums.square().clamp(min=1e-300) - 1
         return variance.clamp(min=least) / (n - 1).clamp(min=1)
 
-    def _is_decided(self, rows: Int[Tensor, " row"]) -> Bool[Tensor, " replacement"]:
-        """Whether these sequences, the first, say enough of each replacement."""
+    def _find_decided(self, rows: Int[Tensor, " row"]) -> Bool[Tensor, " replacement"]:
+        """Find the replacements of which these sequences, the first, say enough."""
         n, n_rows, sums, squares = self._sums(rows)
         # of these sequences: nothing is open once all are measured
         error = (self._relative_variance(n, sums, squares, 1.0) * (1 - n / self.n)).sqrt()
         mean, margin = sums / (self.per_row * n_rows.clamp(min=1)), 1 + _STANDARD_ERRORS * error
-        enough = (mean * margin <= self.threshold) & (self.estimated() <= self.threshold / _DOUBT)
+        enough = (mean * margin <= self.threshold) & (
+            self.scale_estimates() <= self.threshold / _DOUBT
+        )
         # what is lost so far is more than all may lose
         certain = sums > self.threshold * self.per_row * self.metric.n_rows
         return enough | certain | (mean > self.threshold * margin)
@@ -446,12 +444,14 @@ class _Run:
     def damages(self) -> Float[Tensor, " replacement"]:
         """The damage: measured, else estimated."""
         n, n_rows, sums, _ = self._sums()
-        return torch.where(n > 0, sums / (self.per_row * n_rows.clamp(min=1)), self.estimated())
+        return torch.where(
+            n > 0, sums / (self.per_row * n_rows.clamp(min=1)), self.scale_estimates()
+        )
 
     def errors(self) -> Float[Tensor, " replacement"]:
-        """One standard error of each damage, over sequences and over the calibration."""
+        """Estimate one standard error of each damage, over sequences and over the calibration."""
         n, _, sums, squares = self._sums()
-        damage, estimate, known = self.damages(), self.estimated(), n > 0
+        damage, estimate, known = self.damages(), self.scale_estimates(), n > 0
         floor = max(self.threshold / 1000, 1e-30)
         missed = (damage.clamp(min=floor) / estimate.clamp(min=floor)).log()[known]
         missed = missed[missed.isfinite()]

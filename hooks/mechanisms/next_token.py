@@ -25,5 +25,5 @@ class NextTokenResult(Result):
 
     @property
     def loss(self) -> float:
-        """Of the model as it is, in nats a token."""
+        """Compute the loss of the model as it is, in nats a token."""
         return float(self.bare.sum() / self.n_tokens.sum())

@@ -64,12 +64,12 @@ class MechanismsResult(Result):
 
     @property
     def exact(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
-        """Which damages come from replacing the pattern on all sequences."""
+        """Mark the damages that come from replacing the pattern on all sequences."""
         return tuple(layer == self.n_sequences for layer in self.replaced)
 
     @property
     def sufficient(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
-        """Which ideals are enough: replaced, and with a damage within the threshold."""
+        """Mark the ideals that are enough: replaced, and with a damage within the threshold."""
         return tuple(
             (damage <= self.threshold) & (n > 0)
             for damage, n in zip(self.damage, self.replaced, strict=True)
@@ -77,7 +77,7 @@ class MechanismsResult(Result):
 
     @property
     def certain(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
-        """Where the threshold lies outside of the 95% interval of the damage."""
+        """Mark where the threshold lies outside of the 95% interval of the damage."""
         return tuple(
             (damage - self.threshold).abs() > _STANDARD_ERRORS * error
             for damage, error in zip(self.damage, self.error, strict=True)
@@ -112,10 +112,10 @@ class MechanismsResult(Result):
     def means(self) -> MeanPatterns:
         """Give the mean patterns to interventions; mean outputs of heads are not among them."""
         n = torch.ones(self.mean_patterns[0].shape[1], dtype=torch.float64)
-        return MeanPatterns.of_patterns(self.mean_patterns, n, self.record)
+        return MeanPatterns.from_patterns(self.mean_patterns, n, self.record)
 
     def lost(self) -> tuple[Float[Tensor, " _head"], ...]:
-        """What the output loses without each head; 0 for one that the output does not need.
+        """Look up what the output loses without each head; 0 for one that it does not need.
 
         It is the damage of "own_position", where a head brings nothing from elsewhere. A head whose
         mechanism that is does not need more.
@@ -172,16 +172,16 @@ class MechanismsResult(Result):
                     rules.append(MaxPosition(chosen[layer][:, head : head + 1]))
                 elif name == "specific_position":
                     least = share * mean.amax(dim=-1, keepdim=True)
-                    rules.append(_by_position((mean >= least) & (mean > 0), real))
+                    rules.append(_read_fixed_keys((mean >= least) & (mean > 0), real))
                 elif name == "global":
-                    rules.append(_by_position(mean > 0, real))  # every key that is allowed
+                    rules.append(_read_fixed_keys(mean > 0, real))  # every key that is allowed
                 elif name != "own_position":
                     rules.append(MaxPosition(attended[layer][:, head : head + 1]))
             layers.append(rules)
         return layers
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer and head: its mechanism, and the damage of every ideal.
+        """Make a row for each layer and head: its mechanism, and the damage of every ideal.
 
         Behind these, for every ideal, are the error of its damage (``error_global``, ...), the
         number of sequences on which it was measured (``replaced_global``, ...; 0: estimated), and
@@ -210,8 +210,8 @@ class MechanismsResult(Result):
         ).plot("What the output loses")
 
 
-def _by_position(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
-    """Fixed keys, of those that each sequence has."""
+def _read_fixed_keys(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
+    """Make the rule of fixed keys, of those that each sequence has."""
     if real.all():
         return SpecificPositions(reads)
     keys = torch.arange(reads.shape[1])

@@ -81,11 +81,11 @@ class SufficiencyResult(NextTokenResult):
     ideals: tuple[str, ...]
 
     def excess(self) -> Float[Tensor, "assignment share"]:
-        """What the loss rises by, in nats a token."""
+        """Compute what the loss rises by, in nats a token."""
         return (self.losses - self.bare).sum(dim=2) / self.n_tokens.sum()
 
     def errors(self) -> Float[Tensor, "assignment share"]:
-        """One standard error of :meth:`excess`, over sequences."""
+        """Estimate one standard error of :meth:`excess`, over sequences."""
         n = len(self.bare)
         if n < 2:
             return torch.full(self.losses.shape[:2], torch.nan, dtype=torch.float64)
@@ -95,16 +95,16 @@ class SufficiencyResult(NextTokenResult):
 
     def share(self, of: str = MEAN, assignment: str = MECHANISMS) -> Interval:
         """The excess of an assignment over that of another, all heads replaced."""
-        return self._resampled(assignment, of, torch.div)
+        return self._resample(assignment, of, torch.div)
 
     def lead(self, over: str, assignment: str = MECHANISMS) -> Interval:
-        """By how many nats a token an assignment costs less than another, all heads replaced."""
-        return self._resampled(assignment, over, lambda own, other: other - own)
+        """Compute how many nats a token an assignment costs less, all heads replaced."""
+        return self._resample(assignment, over, lambda own, other: other - own)
 
-    def _resampled(
+    def _resample(
         self, assignment: str, other: str, made: Callable[[Tensor, Tensor], Tensor]
     ) -> Interval:
-        """What is made of two excesses, and its 95% interval over sequences drawn anew together."""
+        """Make a number of two excesses, and its 95% interval over sequences drawn anew."""
         n = len(self.bare)
         places = [self.assignments.index(name) for name in (assignment, other)]
         lost = self.losses[places, self.n_replaced.index(max(self.n_replaced))] - self.bare
@@ -116,7 +116,7 @@ class SufficiencyResult(NextTokenResult):
         return Interval(float(value), low, high)
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each assignment and share that was measured."""
+        """Make a row for each assignment and share that was measured."""
         excess = self.excess()
         numbers = {
             "n_replaced": torch.tensor(self.n_replaced).expand(excess.shape),
@@ -154,13 +154,13 @@ class SufficiencyResult(NextTokenResult):
         return figure
 
 
-def assigned(mechanisms: MechanismsResult) -> dict[Head, tuple[Ideal, float]]:
-    """Every head's ideal and its damage, the least damage first.
+def assign_ideals(mechanisms: MechanismsResult) -> dict[Head, tuple[Ideal, float]]:
+    """List every head's ideal and its damage, the least damage first.
 
     A head that stays soft has none that is enough; it gets the one of least damage.
     """
     found: dict[Head, tuple[Ideal, float]] = {}
-    least = of_least_damage(mechanisms)
+    least = choose_least_damage(mechanisms)
     for layer, names in enumerate(mechanisms.mechanisms()):
         for head, name in enumerate(names):
             ideal: Any = name if name in mechanisms.ideals else least[layer, head]
@@ -169,10 +169,10 @@ def assigned(mechanisms: MechanismsResult) -> dict[Head, tuple[Ideal, float]]:
     return dict(sorted(found.items(), key=lambda item: (item[1][1], item[0])))
 
 
-def of_least_damage(
+def choose_least_damage(
     mechanisms: MechanismsResult, ideals: Sequence[Ideal] = IDEALS
 ) -> dict[Head, Ideal]:
-    """Every head's ideal of least damage, of those whose damage was measured where there are any.
+    """Choose every head's ideal of least damage, of the measured ones where there are any.
 
     Args:
         mechanisms: the result of :func:`~infoflow_lens.hooks.measure_mechanisms`.
@@ -255,7 +255,7 @@ def measure_sufficiency(
             f"mechanisms were measured on at most {longest} positions, these sequences have "
             f"{batches.longest}: expected none longer; cut them with max_length={longest}"
         )
-    mine = assigned(mechanisms)
+    mine = assign_ideals(mechanisms)
     heads = list(mine)
     ideals = [ideal for ideal, _ in mine.values()]
     dealt: dict[str, Mapping[Head, str]] = {

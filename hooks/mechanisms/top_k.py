@@ -20,7 +20,7 @@ from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, c
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescaled
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
 from infoflow_lens.hooks.interventions.probe import EditsOfPass
 from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
@@ -60,7 +60,7 @@ class TopKResult(NextTokenResult):
     n_pos: int
 
     def rise(self) -> Float[Tensor, "kept layer k"]:
-        """By how much the loss rises, relative to it."""
+        """Compute by how much the loss rises, relative to it."""
         return (self.losses - self.bare).sum(dim=3) / self.bare.sum()
 
     def least(self, kept: str = LARGEST) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class TopKResult(NextTokenResult):
         return tuple(found)
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for what is kept, layer ("all" for all at once) and k that was looked at."""
+        """Make a row for what is kept, layer ("all" for all at once) and k that was looked at."""
         rise = self.rise()
         dims = ("kept", "layer", "k")
         layers = [*map(str, range(rise.shape[1] - 1)), "all"]
@@ -221,4 +221,4 @@ def _keep(plain: Pass, layer: int, k: int, seed: int | None, pattern: Tensor) ->
     order = order.to(pattern.device).masked_fill(~visible, -1.0)
     least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
     kept = pattern * ((order >= least) & visible)
-    return rescaled(kept, pattern.sum(dim=-1, keepdim=True))
+    return rescale(kept, pattern.sum(dim=-1, keepdim=True))

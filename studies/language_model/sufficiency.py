@@ -19,8 +19,8 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     RANDOM,
     Interval,
     SufficiencyResult,
+    choose_least_damage,
     measure_sufficiency,
-    of_least_damage,
 )
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -99,7 +99,7 @@ class Sufficiency(LanguageModelStudy):
             model, choosing[:_GREEDY_WINDOWS], mechanisms, budget=1e9, ideals=OF_THEORY,
             batch_size=_BATCH, progress=False,
         )  # fmt: skip
-        others = {BEST: of_least_damage(mechanisms, OF_THEORY), GREEDY: joint.heads}
+        others = {BEST: choose_least_damage(mechanisms, OF_THEORY), GREEDY: joint.heads}
         found = measure_sufficiency(
             model, judged, mechanisms, shares=(1.0,), draws=_DRAWS, others=others, seed=seed,
             batch_size=_BATCH, progress=False,

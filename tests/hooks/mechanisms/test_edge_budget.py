@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
-from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, ranked
+from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, rank_edges
 from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
@@ -264,7 +264,7 @@ def test_places_are_a_nested_order_of_open_edges_and_equal_ones_fall_at_random()
     scores = [torch.randint(4, (3, h, 4, 4), generator=generator).float() for h in (2, 3)]
     open_ = [torch.ones(3, 4, 4).tril().bool(), torch.ones(3, 4, 4).bool()]
     open_[1][2] = False
-    places, counts = ranked(scores, open_, [7, 8, 9])
+    places, counts = rank_edges(scores, open_, [7, 8, 9])
     assert counts.tolist() == [20 + 48, 20 + 48, 20]
     for i in range(3):
         ranks = torch.cat([p[i].flatten() for p in places])
@@ -274,7 +274,7 @@ def test_places_are_a_nested_order_of_open_edges_and_equal_ones_fall_at_random()
         assert values[ranks.argsort()][ranks.sort().values >= 0].diff().le(0).all()
         for place, keys in zip(places, open_):
             assert (place[i] >= 0).equal(keys[i].expand(place.shape[1:]))
-    again, _ = ranked(scores, open_, [1, 8, 2])
+    again, _ = rank_edges(scores, open_, [1, 8, 2])
     assert not again[0][0].equal(places[0][0])
     assert again[0][1].equal(places[0][1])
 

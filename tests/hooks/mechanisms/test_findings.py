@@ -9,7 +9,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens.hooks.interventions import passes, probe
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescaled
+from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
     measure_mechanisms,
@@ -194,7 +194,7 @@ def test_masks_do_not_rely_on_what_fires_first(order, token_inputs):
 def test_small_weights_rescale_without_overflow():
     """What is left of a row may be so small that one over it is infinite."""
     pattern = torch.tensor([[1.0, 2e-42, 0.0]])
-    made = rescaled(pattern * torch.tensor([0.0, 1.0, 1.0]), pattern.sum(-1, keepdim=True))
+    made = rescale(pattern * torch.tensor([0.0, 1.0, 1.0]), pattern.sum(-1, keepdim=True))
     assert made.tolist() == [[0.0, 1.0, 0.0]]
 
 

@@ -15,9 +15,9 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
     MECHANISMS,
     RANDOM,
-    assigned,
+    assign_ideals,
+    choose_least_damage,
     measure_sufficiency,
-    of_least_damage,
 )
 from infoflow_lens.hooks.mechanisms.top_k import measure_top_k
 from tests.conftest import make_token_model, redraw_weights
@@ -72,7 +72,7 @@ def test_the_loss_of_the_model_as_it_is(model, tokens, found):
 
 
 def test_heads_are_replaced_in_the_order_of_their_damage(mechanisms, found):
-    mine = assigned(mechanisms)
+    mine = assign_ideals(mechanisms)
     damages = [damage for _, damage in mine.values()]
     assert damages == sorted(damages)
     assert [tuple(head) for head in found.heads.tolist()] == list(mine)
@@ -81,7 +81,7 @@ def test_heads_are_replaced_in_the_order_of_their_damage(mechanisms, found):
 
 def test_each_point_is_a_pass_with_those_heads_replaced(model, tokens, mechanisms, found):
     for column, n in enumerate(found.n_replaced):
-        some = {head: ideal for head, (ideal, _) in list(assigned(mechanisms).items())[:n]}
+        some = {head: ideal for head, (ideal, _) in list(assign_ideals(mechanisms).items())[:n]}
         with substituted(model, some, mechanisms.mean_patterns, mechanisms.k):
             expected = plain_loss(model, tokens[6:])
         torch.testing.assert_close(found.losses[0, column], expected, rtol=1e-5, atol=1e-5)
@@ -199,7 +199,7 @@ def test_a_joint_replacement_takes_the_ideal_that_is_best_beside_those_taken(mod
         assert min(each, key=each.get) == chosen
         taken[head] = chosen
     assert joint.damage == pytest.approx(damage(joint.heads), rel=1e-4)
-    least = of_least_damage(mechanisms, tried)
+    least = choose_least_damage(mechanisms, tried)
     for (layer, head), ideal in least.items():
         row = mechanisms.damage[layer][head]
         places = [mechanisms.ideals.index(one) for one in tried]
