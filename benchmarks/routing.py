@@ -18,7 +18,7 @@ from infoflow_lens.studies.best_heads import best_heads
 from infoflow_lens.studies.papers import STUDIES
 from infoflow_lens.studies.papers.rows import first_heads
 from infoflow_lens.studies.summary import rows_of
-from infoflow_lens.theory.routing import routed_error
+from infoflow_lens.theory.routing import measure_routing
 
 CASES = [  # matrices, d, D, h_1, T
     *(("orthogonal", 3, 2, 1, length) for length in (4, 8, 16, 32, 64)),
@@ -68,7 +68,7 @@ def describe_floor(row: Any) -> str:
 def _published_settings() -> Iterator[list[object]]:
     for row in published().itertuples():
         task = STUDIES["intrinsic_dimension"].task(row._asdict())
-        own = routed_error(task, row.h_1, one_role="linear encoder" in row.matrices)
+        own = measure_routing(task, row.h_1, one_role="linear encoder" in row.matrices)
         yield [
             row.D, row.matrices, row.draw + 1, row.h_1, row.n_tokens, f"{own.nmse:.3g}",
             describe_floor(row), f"{row.trained:.3g}",
@@ -85,7 +85,7 @@ def _settings() -> Iterator[list[object]]:
                 n_components=n, seed=draw, matrix_kind=kind,
             )  # fmt: skip
             found = [
-                *(routed_error(task, heads, one_role=one) for one in (True, False)),
+                *(measure_routing(task, heads, one_role=one) for one in (True, False)),
                 *(best_heads(task, heads, roles=roles, **SEARCH) for roles in (1, 2 * n)),
             ]
             errors.append([result.nmse for result in found])
