@@ -61,8 +61,8 @@ def measure_answer(
     Args:
         model: what ``open_model`` gives.
         text: token ids.
-        instead: the other text, as long; None for one that reads like the text, of which the model
-            says the other answer (:func:`choose_likely_text`), or, where there is none, the model's
+        instead: the other text, as long; None for one that reads like the text and speaks most for
+            the other answer (:func:`choose_likely_text`), or, where none does so by 1, the model's
             own guess at the place where that moves the readout most.
         readout: bound to the model.
         quick: no tokens, no strips, ten heads, no pruning of paths.
@@ -245,7 +245,8 @@ def _choose_text(
     is_single = len(spans) == question.n_pos
     likely = choose_likely_text(question, tokens.mean) if is_single else None
     if likely is not None and float(question.measure_texts(likely[None])[0]) <= -LEAST_GAP:
-        return likely, "the other text was chosen: it reads like this one but for one token"
+        said = "the other text was chosen, with one token replaced: see that it reads well"
+        return likely, f"{said}, else give one of your own"
     sizes = tokens.changes.abs().nan_to_num(-1)
     number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
     place, other = slice(*spans[number]), text.clone()

@@ -24,7 +24,7 @@ from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points, layer_count
 from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
-from infoflow_lens.hooks.readouts import Readout, logits_of
+from infoflow_lens.hooks.readouts import LogitDifference, LogProbability, Readout, logits_of
 
 # a hook point, the place within a sequence, and what stands there instead
 Change: TypeAlias = tuple[str, Any, Tensor]
@@ -410,26 +410,32 @@ class Question:
     def _find_prefix(self) -> Prefix | None:
         """Find the keys and values of the text, where passes that begin behind some give the same.
 
-        They are those of a text with another last token, which a causal model does not see.
+        They are those of a text with another last token, which a causal model does not see. Passes
+        are compared that begin at the end and in the middle: positions may be counted otherwise
+        behind padding, and a window may hide the last token from the middle.
         """
+        is_causal = getattr(self.model.cfg, "attention_dir", "causal") != "bidirectional"
         tokens = self.clean.tokens.clone()
         others = tokens[tokens != tokens[0, -1]]
-        if not hasattr(self.readout, "position") or not len(others):
+        # readouts of others may read beside their position
+        is_known = isinstance(self.readout, (LogitDifference, LogProbability))
+        if not is_causal or not is_known or not len(others):
             return None
         tokens[0, -1] = others[-1]
         prefix = self._prefix = Prefix.find(self.model, tokens)
         self.forwards += 1
         if prefix is None:
             return None
-        try:
-            middle = self.end // 2
-            run = partial(self._read, self.clean.tokens, [()], 0, middle)
-            again = self.measure_once(["prefix", self.clean.tokens, middle], run, 1)
-        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
-            return None  # no pass of the model begins behind others
         last = self.clean.shown[self.state(self.n_layers)]
-        is_same = abs(float(again) - self.clean.value) <= self._nearness(last.dtype)
-        return prefix if is_same else None
+        for first in sorted({self.end, self.end // 2} - {0}):
+            try:
+                run = partial(self._read, self.clean.tokens, [()], 0, first)
+                again = self.measure_once(["prefix", self.clean.tokens, first], run, 1)
+            except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
+                return None  # no pass of the model begins behind others
+            if abs(float(again) - self.clean.value) > self._nearness(last.dtype):
+                return None
+        return prefix
 
     def _check_end(self) -> None:
         """Find whether the readout follows from the last state at one position alone."""
@@ -550,6 +556,8 @@ def keep_shown(name: str, shown: dict[str, Tensor]) -> HookFunction:
 
     def hook_fn(activation: Tensor, hook: Any) -> Tensor:
         shown[name] = activation.clone()  # on which the rest depends, also where this is a view
+        if torch.is_grad_enabled() and not activation.requires_grad:
+            shown[name].requires_grad_()  # all weights are frozen, as beneath an adapter
         return shown[name]
 
     return hook_fn

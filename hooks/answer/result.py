@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # how tokens are ordered without replacing any; the last is no measure of the model
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
+_NAMED = 5  # writers or readers of a line that are named
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
 _WORDS = {
     "query": "tells {} where to look",
@@ -320,15 +321,25 @@ class AnswerNumbers(Result):
     def _sentence(self, group: list[int]) -> str:
         places = [self.places[number].tolist() for number in group]
         first = places[0]
-        writers = sorted({tuple(p[:3]) for p in places})
         source = self._word(first[2])
         if first[1] >= 0:
-            source = f"{', '.join(_name(w) for w in writers)} at {source}"
+            source = f"{self._name_most([tuple(p[:3]) for p in places], group)} at {source}"
         if first[3] < 0:
             return f"{source} {describe_kind(KINDS[first[6]])}"
-        readers = sorted({tuple(p[3:6]) for p in places})
-        names = ", ".join(_name(reader) for reader in readers)
+        names = self._name_most([tuple(p[3:6]) for p in places], group)
         return f"{source} {describe_kind(KINDS[first[6]], names)} at {self._word(first[5])}"
+
+    def _name_most(self, ends: list[tuple[int, ...]], group: list[int]) -> str:
+        """Name the ends of paths by layer; of many those that lose most when they are cut."""
+        sizes: dict[tuple[int, ...], float] = {}
+        for end, size in zip(
+            ends, self.path_effect[group].abs().nan_to_num(0).tolist(), strict=True
+        ):
+            sizes[end] = sizes.get(end, 0.0) + size
+        if len(sizes) <= _NAMED:
+            return ", ".join(map(_name, sorted(sizes)))
+        most = sorted(sizes, key=lambda end: -sizes[end])[: _NAMED - 1]
+        return f"{', '.join(map(_name, most))} and {len(sizes) - len(most)} more"
 
     def describe_opposition(self) -> str:
         """Name the heads and MLPs that were found to work against the answer, the largest first."""
@@ -354,10 +365,13 @@ class AnswerNumbers(Result):
         )
         if len(self.places):
             middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
+            shares = (self.kept, middle, max(self.random, default=0.0), self.lost)
+            kept, chance, most, lost = (f"{round(100 * share)}%" for share in shares)
+            beyond = ", more than all" if round(100 * self.lost) > 100 else ""
             said.append(
-                f"Between the two decide {len(self.places)} paths: alone they keep {self.kept:.0%} "
-                f"of the difference, as many random ones {middle:.0%} (at most "
-                f"{max(self.random, default=0):.0%}); cut, they lose {self.lost:.0%}."
+                f"Between the two decide {len(self.places)} paths: alone they keep {kept} "
+                f"of the difference, as many random ones {chance} (at most {most}); "
+                f"cut, they lose {lost}{beyond}."
             )
         return " ".join(said)
 

@@ -70,9 +70,9 @@ def ask(
             often begins with a blank. Of words of several tokens the first counts in which they
             differ, behind what they share.
         against: another; default, what the model finds second most probable.
-        instead: the other text, of as many tokens; default, one that differs in one token and
-            reads like the text, and of which the model says the other answer; where that is not
-            found, the model's own guess at the place where that moves the readout most.
+        instead: the other text, of as many tokens; default, one that differs in one token, reads
+            like the text, and speaks most for the other answer; where none does so by 1, the
+            model's own guess at the place where that moves the readout most.
         at: a place in the text, from -1 backwards or from 1 on: why the token that stands there,
             and not the one that the model finds most probable beside it? What stands from there on
             is not read.

@@ -53,8 +53,11 @@ def find_base(folder: Path) -> Path:
             f"the folder {str(folder)!r} has an {ADAPTER} but no weights ({_WEIGHTS[0]} missing): "
             + hint
         )
-    most = max((min(shape, default=0) for shape in read_shapes(files[:1]).values()), default=0)
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    # a rank is a side of a matrix in the file, which may claim sizes that it does not hold
+    sides = (max(shape, default=0) for shape in read_shapes(files[:1]).values())
+    most = min(max(sides, default=0), files[0].stat().st_size)
+    pattern = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
     if not all(isinstance(rank, int) and 0 < rank <= most for rank in ranks):
         raise InfoFlowError(
             f"{ADAPTER} in {str(folder)!r} says rank {max(ranks, key=str)!r}, which the weights "

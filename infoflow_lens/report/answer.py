@@ -62,6 +62,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         ],
         anchors=[f"line-{number}" for number in range(1, len(lines) + 1)],
     )
+    units = answer.to_frame("heads").head(_HEADS)  # MLPs have no head
     # a guess that is a class cannot stand in the text
     says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     page = (
@@ -77,7 +78,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
             paths=None if paths is None else Table.from_frame(paths),
             strips=draw_strips(answer) if len(answer.strips) else None,
             words=Table.from_frame(answer.to_frame("tokens")),
-            heads=Table.from_frame(answer.to_frame("heads").head(_HEADS)),
+            heads=Table.from_frame(units.drop(columns=["layer", "head"], errors="ignore")),
             looks=_looks(answer),
             record=json.dumps(answer.record.to_dict(), indent=2),
         )

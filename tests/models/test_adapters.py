@@ -51,6 +51,7 @@ CASES = [
     ("gpt2", {"fan_in_fan_out": True}),
     ("bert", {}),
     ("llama", {"use_dora": True, "use_rslora": True, "rank_pattern": {"o_proj": 2}}),
+    ("llama", {"r": 40}),  # more than the layers are wide
     ("llama", {"modules_to_save": ["lm_head"]}),
     ("gpt2", {"fan_in_fan_out": True, "bias": "all"}),
     ("bert", {"trainable_token_indices": {"word_embeddings": [5, 7]}}),
@@ -118,6 +119,15 @@ def with_pipe(folder):
     os.mkfifo(folder / "adapter_model.safetensors")
 
 
+def with_claimed_rank(folder):
+    """Claim a rank by a tensor of one number that is said to be a large matrix."""
+    weights = load_file(folder / "adapter_model.safetensors")
+    os.remove(folder / "adapter_model.safetensors")
+    weights["z"] = torch.zeros(1).expand(2_000_000, 2_000_000)
+    torch.save(weights, folder / "adapter_model.bin")
+    change(folder, r=2_000_000)
+
+
 REFUSED = {
     "peft_type 'IA3'": lambda folder: change(folder, peft_type="IA3"),
     "megatron_config .*expected a LoRA": lambda folder: change(folder, megatron_config={"a": 1}),
@@ -125,6 +135,8 @@ REFUSED = {
     "init_lora_weights 'pissa'": lambda folder: change(folder, init_lora_weights="pissa"),
     "says rank 1000000000": lambda folder: change(folder, r=10**9),
     "says rank 9999": lambda folder: change(folder, rank_pattern={"q_proj": 9999}),
+    "says rank 2000000": with_claimed_rank,
+    r"says rank \[9\]": lambda folder: change(folder, rank_pattern=[9]),
     "says rank 'many'": lambda folder: change(folder, r="many"),
     "base .* is None": lambda folder: change(folder, base_model_name_or_path=None),
     "base .* neither a folder": lambda folder: change(folder, base_model_name_or_path="/no/such"),

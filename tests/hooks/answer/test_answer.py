@@ -1,7 +1,7 @@
 """Questions of a model, beside exchanges in plain transformers."""
 
 import random
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -36,6 +36,8 @@ from infoflow_lens.hooks.readouts import (
     FunctionOfOutput,
     LogitDifference,
     LogProbability,
+    Readout,
+    logits_of,
 )
 from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.named import open_model
@@ -189,6 +191,71 @@ def test_positions_run_where_the_first_ones_depend_on_the_last():
     assert found == near(float(values[1] - values[0]))
 
 
+def test_positions_run_where_a_window_hides_the_last_token_from_the_middle():
+    """Gemma 3 that looks both ways: keys in the middle of the first layer are right anyhow."""
+    plain = zoo.build("gemma3", attention=None, use_bidirectional_attention=True)
+    clean, other = two_texts(7, changed=(5,))
+    question = Question(open_model(plain), clean, other, READOUT)
+    with torch.no_grad():
+        values = [difference(plain(ids[None]).logits[0]) for ids in (clean, other)]
+    found = float(question.measure([()], other[None])[0])
+    assert found == near(float(values[1] - values[0]))
+
+
+def test_positions_run_where_a_pad_token_among_them_counts_otherwise(monkeypatch):
+    """RoBERTa counts positions from the tokens that are no padding, in each pass anew."""
+    sizes = {**zoo._LLAMA, "is_decoder": True, "max_position_embeddings": 40}
+    monkeypatch.setitem(
+        zoo.ARCHITECTURES, "roberta", ("RobertaConfig", "RobertaForCausalLM", sizes)
+    )
+    plain = zoo.build("roberta", attention=None)
+    clean, _ = two_texts(9)
+    clean[5] = plain.config.pad_token_id
+    other = clean.clone()
+    other[7] += 1
+    question = Question(open_model(plain), clean, other, READOUT)
+    with torch.no_grad():
+        values = [difference(plain(ids[None]).logits[0]) for ids in (clean, other)]
+    found = float(question.measure([()], other[None])[0])
+    assert found == near(float(values[1] - values[0]))
+
+
+@dataclass(frozen=True)
+class Neighbours(Readout):
+    """A readout of one's own that reads beside its position, too."""
+
+    position: int = 3
+
+    def read(self, output):
+        logits = logits_of(output)
+        return logits[:, self.position, ANSWER] + logits[:, self.position - 1, AGAINST]
+
+
+def test_a_readout_of_ones_own_may_read_beside_its_position():
+    clean, other = two_texts(8, changed=(5, 6))
+    question = Question(open_model(zoo.build("llama")), clean, other, Neighbours())
+    assert question.measure([()], other[None]).tolist() == near([0.0])
+
+
+def test_a_frozen_model_is_asked_as_it_is():
+    """As beneath an adapter; derivatives of frozen weights were asked for, and there are none."""
+    texts, read = two_texts(changed=(4,)), LogitDifference(AGAINST, ANSWER)
+    frozen = open_model(zoo.build("llama").requires_grad_(False))
+    found = measure_answer(frozen, *texts, read.bind(frozen), quick=True, progress=False)
+    expected = measured(read, texts, quick=True)
+    assert len(found.places) == len(expected.places) > 0
+    torch.testing.assert_close(found.path_effect, expected.path_effect)
+
+
+def test_a_vocabulary_smaller_than_the_guesses(monkeypatch):
+    monkeypatch.setattr(zoo, "N_VOCAB", 5)
+    model = open_model(zoo.build("llama"))
+    text = torch.tensor([1, 1, 4, 3, 4, 1])
+    question = Question(model, text, None, LogitDifference(4, 1))
+    chosen = choose_likely_text(question, torch.ones(6, dtype=torch.float64))
+    assert int((chosen != text).sum()) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_texts_are_as_probable_as_the_plain_model_finds_them(name):
     plain = zoo.build(name)
@@ -217,7 +284,11 @@ def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run
     texts = clean.repeat(5 * zoo.N_VOCAB, 1)
     for row in range(len(texts)):
         texts[row, 1 + row // zoo.N_VOCAB] = row % zoo.N_VOCAB
-    texts = torch.cat([clean[None], texts[(texts != clean).any(dim=1)]])
+    config = plain.config
+    special = (config.bos_token_id, config.eos_token_id, config.pad_token_id)
+    swapped = texts[torch.arange(len(texts)), 1 + torch.arange(len(texts)) // zoo.N_VOCAB]
+    fits = torch.tensor([int(token) not in special for token in swapped])
+    texts = torch.cat([clean[None], texts[fits & (texts != clean).any(dim=1)]])
     with torch.no_grad():
         logits = plain(texts).logits
     value = torch.stack([difference(row) for row in logits])
@@ -228,6 +299,35 @@ def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run
     score = logs + 10 * like - 3 * (1 + max(float(value[0]), 0) - fall).clamp(min=0)
     score[0] = -torch.inf
     assert chosen.equal(texts[score.argmax()])
+
+
+@dataclass
+class Names:
+    """A tokenizer of words with a blank before them, but for some that join the word before."""
+
+    joined: list[int]
+    all_special_ids = (0,)
+
+    def __len__(self):
+        return zoo.N_VOCAB
+
+    def convert_ids_to_tokens(self, ids):
+        return ["w" if i in self.joined else "\u0120w" for i in ids]
+
+
+def test_a_word_with_a_blank_is_not_replaced_by_one_that_joins_the_word_before(monkeypatch):
+    """Else "The pilots" becomes "Thenoun", which the model finds probable as code."""
+    monkeypatch.setattr(other_text, "_PLACES", 1)
+    model, clean = open_model(zoo.build("llama")), two_texts()[0]
+    effect = torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.float64)
+    seen = []
+    for joined in ([], seen):
+        model.tokenizer = Names(joined)
+        question = Question(model, clean, None, READOUT)
+        chosen = choose_likely_text(question, effect)
+        assert (chosen != clean).nonzero().flatten().tolist() == [2]
+        assert int(chosen[2]) not in (*seen, *Names.all_special_ids)
+        seen.append(int(chosen[2]))
 
 
 def test_a_likely_text_is_not_chosen_where_nothing_predicts_the_next_token():
@@ -582,7 +682,7 @@ def test_of_two_answers_a_text_is_chosen_that_reads_like_the_one_asked_about():
     clean, model = two_texts()[0], open_model(zoo.build("llama"))
     read = LogitDifference(AGAINST, ANSWER)
     found = measured(read, (clean, None))
-    assert "reads like this one" in found.notes[0]
+    assert "see that it reads well" in found.notes[0]
     likely = choose_likely_text(Question(model, clean, None, read), found.token_mean)
     assert found.record.config["instead"] == likely.tolist()
     assert found.gap >= 1
