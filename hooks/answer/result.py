@@ -366,8 +366,11 @@ class AnswerNumbers(Result):
         if len(self.places):
             middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
             shares = (self.kept, middle, max(self.random, default=0.0), self.lost)
-            kept, chance, most, lost = (f"{round(100 * share)}%" for share in shares)
-            beyond = ", more than all" if round(100 * self.lost) > 100 else ""
+            kept, chance, most, lost = (
+                f"{0.0 if abs(share) < 0.005 else share:.0%}"
+                for share in shares  # no -0%
+            )
+            beyond = ", more than all" if self.lost >= 1.005 else ""
             said.append(
                 f"Between the two decide {len(self.places)} paths: alone they keep {kept} "
                 f"of the difference, as many random ones {chance} (at most {most}); "
