@@ -236,6 +236,30 @@ def spearman(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def agree_by_layer(
+    given: Opened,
+    ids: Tensor,
+    places: Sequence[int],
+    values: Float[Tensor, "layer place pos"],
+    truth: Float[Tensor, "layer place pos"],
+) -> list[float]:
+    """Spearman with what is true, for each layer, in the mean over places.
+
+    Tokens are those that a place sees, but the first, itself and special ones.
+    """
+    at = torch.arange(ids.shape[1])
+    is_special = torch.tensor([int(token) in given.special for token in ids[0]])
+    means = []
+    for row in range(len(values)):
+        found = []
+        for column, place in enumerate(places):
+            keep = (at != place) & (at != 0) & ~is_special
+            keep &= (at <= place) if given.is_causal else True
+            found.append(spearman(values[row, column, keep], truth[row, column, keep]))
+        means.append(float(np.mean(found)))
+    return means
+
+
 def judge(given: Opened, ids: Tensor, donors: Tensor) -> Iterator[dict[str, Any]]:
     """Spearman of every method with both measures, for each layer, in the mean over positions."""
     model, places, layers = given.model, places_of(ids, given.is_causal), layers_of(given.model)
@@ -262,22 +286,15 @@ def judge(given: Opened, ids: Tensor, donors: Tensor) -> Iterator[dict[str, Any]
     sets = propagate(results[-1]).members[list(layers), 0].float()
     scores["information sets"] = sets[:, list(places)]
     scores["recency"] = -(torch.tensor(places)[:, None] - at).abs().expand(len(layers), -1, -1)
-    is_special = torch.tensor([int(token) in given.special for token in ids[0]])
     for truth in truths:
         for method, values in scores.items():
             if method == truth:
                 continue
-            for row, layer in enumerate(layers):
-                found = []
-                for column, place in enumerate(places):
-                    keep = (at != place) & (at != 0) & ~is_special
-                    keep &= (at <= place) if given.is_causal else True
-                    found.append(
-                        spearman(values[row, column, keep], scores[truth][row, column, keep])
-                    )
+            agreement = agree_by_layer(given, ids, places, values, scores[truth])
+            for layer, value in zip(layers, agreement, strict=True):
                 yield {
                     "layer": layer + 1, "measure": truth, "method": method,
-                    "spearman": round(float(np.mean(found)), 4),
+                    "spearman": round(value, 4),
                 }  # fmt: skip
 
 

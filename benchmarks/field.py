@@ -241,14 +241,9 @@ def judge(
                     for row, layer in enumerate(layers):
                         yield layer + 1, "control", method, float(values[row].max())
                 continue
-            for row, layer in enumerate(layers):
-                found = []
-                for column, place in enumerate(places):
-                    keep = (at != place) & (at != 0) & ~is_special
-                    keep &= (at <= place) if given.is_causal else True
-                    pair = values[row, column, keep], scores[truth][row, column, keep]
-                    found.append(depth.spearman(*pair))
-                yield layer + 1, truth, method, float(np.mean(found))
+            agreement = depth.agree_by_layer(given, ids, places, values, scores[truth])
+            for layer, value in zip(layers, agreement, strict=True):
+                yield layer + 1, truth, method, value
     if given.is_causal and integrate:
         keep = (at != n - 1) & (at != 0) & ~is_special
         for truth, method, value in judge_answer(given, text, edges, scores, keep):

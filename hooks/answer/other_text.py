@@ -7,16 +7,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.hooks.answer.question import Question
-from infoflow_lens.hooks.answer.steps import guess_tokens, is_causal
+from infoflow_lens.hooks.answer.steps import guess_tokens
+from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.readouts import LogitDifference
 
 _PLACES, _GUESSES = 4, 6  # places whose tokens move the readout most, and guesses at each
 _LIKENESS = 10.0  # nats that a token with the same embedding is worth, beside one at right angles
 _BLANKS = "\u0120\u2581"  # what stands for a blank in the names of tokens
-_MARGIN, _SHORT = (
-    1.0,
-    3.0,
-)  # the readout is to fall below 0 by so much; nats that a logit less costs
+_MARGIN = 1.0  # how far below 0 the readout is to fall
+_SHORT = 3.0  # nats that each logit less costs
 
 
 def choose_likely_text(

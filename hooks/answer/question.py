@@ -22,7 +22,7 @@ from infoflow_lens.hooks.answer.prefix import Prefix
 from infoflow_lens.hooks.mechanisms.driver import KeptNumbers
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import hook_points, layer_count
+from infoflow_lens.hooks.model.points import hook_points, is_causal, layer_count
 from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
 from infoflow_lens.hooks.readouts import LogitDifference, LogProbability, Readout, logits_of
 
@@ -414,12 +414,11 @@ class Question:
         are compared that begin at the end and in the middle: positions may be counted otherwise
         behind padding, and a window may hide the last token from the middle.
         """
-        is_causal = getattr(self.model.cfg, "attention_dir", "causal") != "bidirectional"
         tokens = self.clean.tokens.clone()
         others = tokens[tokens != tokens[0, -1]]
         # readouts of others may read beside their position
         is_known = isinstance(self.readout, (LogitDifference, LogProbability))
-        if not is_causal or not is_known or not len(others):
+        if not is_causal(self.model) or not is_known or not len(others):
             return None
         tokens[0, -1] = others[-1]
         prefix = self._prefix = Prefix.find(self.model, tokens)

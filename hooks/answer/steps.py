@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from infoflow_lens.hooks.answer.question import Advance, Question, Span
+from infoflow_lens.hooks.model.points import is_causal
 
 POINTS = (0.0, 0.5)  # between the two texts, at which gradients rank
 N_HEADS, N_MLPS = 30, 8  # candidates that are measured
@@ -100,11 +101,6 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
         chances = torch.ones(len(tokens), n_ids)
     chances[torch.arange(len(tokens)), tokens] = 0
     return chances
-
-
-def is_causal(model: nn.Module) -> bool:
-    """Say whether a model is known to see the tokens before a position alone."""
-    return getattr(model.cfg, "attention_dir", "causal") != "bidirectional"
 
 
 def measure_states(

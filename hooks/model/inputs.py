@@ -24,6 +24,7 @@ from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
     check_inputs,
     is_bridge,
+    is_causal,
     layer_count,
     reads_vectors,
     starts_at_layers,
@@ -317,8 +318,7 @@ def accepts_padding(model: nn.Module) -> bool:
         return False
     if hasattr(model, "takes_padding"):
         return bool(model.takes_padding)
-    direction = getattr(getattr(model, "cfg", None), "attention_dir", "causal")
-    return not (starts_at_layers(model) and direction == "bidirectional")
+    return is_causal(model) or not starts_at_layers(model)
 
 
 def check_accepts_padding(model: nn.Module, lengths: Int[Tensor, " batch"] | None) -> None:

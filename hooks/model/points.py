@@ -62,6 +62,11 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Say whether a model sees the tokens up to a position alone; so far as is known, it does."""
+    return getattr(getattr(model, "cfg", None), "attention_dir", "causal") != "bidirectional"
+
+
 def layer_count(model: nn.Module) -> int:
     """Return the number of attention layers.
 

@@ -158,6 +158,8 @@ def _print_design(result: Any) -> None:
 def _print_verification(checked: Any) -> None:
     from rich.table import Table
 
+    from infoflow_lens.foundation.display import begin_sentence
+
     out = console()
     table = Table(
         "heads", "predicted", "NMSE", "times", title=f"Trained, T = {checked.n_tokens}",
@@ -168,7 +170,7 @@ def _print_verification(checked: Any) -> None:
         table.add_row(heads, model.predicted, f"{model.nmse:.2e}", f"{model.times:.1f}")
     out.print(table)
     if checked.confirmed is None:
-        out.print(f"{checked.why_not[0].upper()}{checked.why_not[1:]}.", soft_wrap=True)
+        out.print(f"{begin_sentence(checked.why_not)}.", soft_wrap=True)
     elif checked.confirmed:
         out.print(
             f"Confirmed: learnt to an NMSE of {checked.target:g}, and every excluded neighbour is "

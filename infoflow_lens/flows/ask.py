@@ -18,8 +18,8 @@ from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
-from infoflow_lens.hooks.answer.steps import is_causal
 from infoflow_lens.hooks.model.inputs import read_inputs
+from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.model.texts import tokenize
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any

@@ -75,6 +75,11 @@ def printable(text: str) -> str:
     )
 
 
+def begin_sentence(text: str) -> str:
+    """Return a text with a capital at its beginning; all other letters stay."""
+    return text[:1].upper() + text[1:]
+
+
 def quote(text: str) -> str:
     """Return ``repr(text)``, in which joiners of words stay.
 

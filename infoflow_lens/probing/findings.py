@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.agreement import Agreement, CoverageCurve, Explained
+from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import (
     InfluenceResult,
@@ -109,7 +110,7 @@ class Findings:
             )
             rows.append([rule, *cells, f"{found.size:.1f} of {found.others:.1f}"])
         states = next((str(found.states) for found in self.last.values()), "")
-        title = f"{states[:1].upper()}{states[1:]}: measured against predicted"
+        title = f"{begin_sentence(states)}: measured against predicted"
         return {"sentences": self.sentences(), "title": title, "rows": rows}
 
     def sentences(self) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from infoflow_lens.agreement import explained
+from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
@@ -158,7 +159,7 @@ class RoutesPart(Part):
 
     def remarks(self, result: RoutesComparison) -> str:
         """Say what was left out, and why."""
-        return " ".join(f"{note[0].upper()}{note[1:]}." for note in result.notes)
+        return " ".join(f"{begin_sentence(note)}." for note in result.notes)
 
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
         """Return the best method of the last layer, at the sizes of each set."""
