@@ -7,7 +7,7 @@ of it are spoiled).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -438,7 +438,9 @@ class Question:
 
     def _check_end(self) -> None:
         """Find whether the readout follows from the last state at one position alone."""
-        if not hasattr(self.readout, "position") or not self._starts.can_start(self.n_layers):
+        if not is_dataclass(self.readout) or not hasattr(self.readout, "position"):
+            return  # a readout of the user's may not be made anew
+        if not self._starts.can_start(self.n_layers):
             return
         last = self.clean.shown[self.state(self.n_layers)][0, [self.end]]
         self._reads_one = True

@@ -100,7 +100,7 @@ def check_resume(resume: object, expected: Mapping[str, Any], kind: type = Mappi
         return
     if not isinstance(resume, kind):
         raise InfoFlowError(
-            f"resume is {brief(resume)}, a {type(resume).__name__}: expected the "
+            f"resume is {brief(resume)}, of type {type(resume).__name__}: expected the "
             f"{kind.__name__} that a run before gave as it went on; leave resume out to measure "
             "anew"
         )

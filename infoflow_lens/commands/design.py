@@ -137,7 +137,6 @@ def _print_design(result: Any) -> None:
         "* recommended: holds everything in its width, with the fewest scores that feed-forward "
         "networks make inside a state, then the fewest parameters, 12 L E^2 + 2 E inside + "
         "eps^-exponent; orders of magnitude, since exponents leave out constants",
-        soft_wrap=True,
     )
     print_lines("Schedules", list(schedules.values()))
     if result.neighbours:

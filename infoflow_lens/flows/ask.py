@@ -1,7 +1,7 @@
 """Why this answer and not that one? Of a model by name or in memory, and a text."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Annotated, Any
@@ -183,7 +183,7 @@ def cut_lines(
             another model.
     """
     bundles, given = found.bundles(), plain(lines)
-    if isinstance(given, Iterable) and not isinstance(given, (tuple, str, bytes)):
+    if isinstance(given, Iterable) and not isinstance(given, (tuple, str, bytes, Mapping)):
         given = tuple(given)  # such as of a set or a generator
     remedy = Remedy(f"of 1 to {len(bundles)}, the lines of this answer")
     chosen: tuple[int, ...] = check(given, Annotated[tuple[int, ...], MinLen(1), remedy], "lines")

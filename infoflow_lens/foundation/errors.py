@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from infoflow_lens.foundation.display import printable
 
@@ -39,14 +40,31 @@ class _EarlierName:
 def refuse_names(**present: str) -> Callable[[KindT], KindT]:
     """Refuse earlier names of a class's attributes with an error that says the present ones.
 
+    A subclass that defines one, which nobody would call, is warned of where it is made.
+
     Args:
         present: by earlier name, the present one.
     """
 
     def decorate(kind: KindT) -> KindT:
-        for earlier, name in present.items():
-            message = f"{kind.__name__}.{earlier} is named {name} since 0.5: expected that name"
-            setattr(kind, earlier, _EarlierName(message))
+        own = vars(kind).get("__init_subclass__")
+        words = {
+            earlier: f"{earlier} is named {name} since 0.4: expected that name"
+            for earlier, name in present.items()
+        }
+
+        def warn(below: type, /, **options: Any) -> None:
+            above = super(cast(Any, kind), below)
+            inherited = own.__get__(None, below) if own else above.__init_subclass__
+            inherited(**options)
+            for earlier in words.keys() & vars(below).keys():
+                if not isinstance(vars(below)[earlier], _EarlierName):
+                    message = f"{below.__name__}.{earlier} is called by nobody: {kind.__name__}."
+                    warnings.warn(message + words[earlier], InfoFlowWarning, stacklevel=2)
+
+        for earlier, said in words.items():
+            setattr(kind, earlier, _EarlierName(f"{kind.__name__}.{said}"))
+        setattr(kind, "__init_subclass__", classmethod(warn))  # noqa: B010
         return kind
 
     return decorate

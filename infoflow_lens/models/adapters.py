@@ -1,5 +1,6 @@
 """Adapters of PEFT in a folder: checked, and put on their base by PEFT."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ _READ = (
 )  # fmt: skip
 _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "init_lora_weights": (True, False, "gaussian"),
+    # what draws nothing that counts: the weights beside the config take the place of all it begins
+    "init_lora_weights": (True, False, "gaussian", "olora", "orthogonal"),
 }
 
 
@@ -40,6 +42,8 @@ def find_base(folder: Path) -> Path:
     config = read_json(folder / ADAPTER, "config of an adapter", hint)
     other = [name for name, values in _VALUES.items() if config.get(name, values[0]) not in values]
     other += [name for name, value in config.items() if value and name not in _READ]
+    if isinstance(modules := config.get("target_modules"), str) and re.search(r"\)[*+{]", modules):
+        other.append("target_modules")  # a search for repeated groups may take for ever
     if other:
         said = ", ".join(f"{name} {config[name]!r:.40}" for name in other[:3])
         raise InfoFlowError(

@@ -286,7 +286,7 @@ def test_lines_are_cut_at_once_by_their_numbers(folder):
     for lines in ([], [0], [len(bundles) + 1]):
         with pytest.raises(InfoFlowError, match=f"of 1 to {len(bundles)}, the lines of this"):
             cut_lines(folder, found, lines)
-    for lines in (1, True, [True], None, "1", b"1", 1.0, [1.0], np.array(1), np.eye(2), [None]):
+    for lines in (1, True, [True], None, "1", b"1", 1.0, [1.0], np.eye(2), [None], {number: 1}):
         with pytest.raises(InfoFlowError, match=r"^lines (is|are) .*expected"):
             cut_lines(folder, found, lines)
     with pytest.raises(InfoFlowError, match="expected the model and the readout of the answer"):

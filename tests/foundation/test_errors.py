@@ -2,7 +2,7 @@
 
 import pytest
 
-from infoflow_lens import hooks
+from infoflow_lens import InfoFlowWarning, hooks
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import State
 from infoflow_lens.models.architecture import TokenArchitecture
@@ -39,3 +39,10 @@ def test_an_object_says_it_too():
     with pytest.raises(AttributeError, match="spelled is named spell_ids"):
         hooks.LogitDifference(1, 0).spelled  # noqa: B018
     assert not hasattr(hooks.LogitDifference(1, 0), "spelled")
+
+
+def test_a_subclass_that_defines_an_earlier_name_is_warned_of():
+    with pytest.warns(InfoFlowWarning, match=r"Mine.added is called by nobody: State.added is nam"):
+        type("Mine", (State,), {"added": lambda self: self})
+    with pytest.warns(InfoFlowWarning, match=r"Mine.filled .* Probe.filled is named make_result"):
+        type("Mine", (hooks.PositionsProbe,), {"filled": lambda self: self})

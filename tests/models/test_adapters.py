@@ -54,6 +54,8 @@ CASES = [
     ("llama", {"r": 40}),  # more than the layers are wide
     ("llama", {"modules_to_save": ["lm_head"]}),
     ("gpt2", {"fan_in_fan_out": True, "bias": "all"}),
+    ("llama", {"init_lora_weights": "olora"}),  # takes its own matrices off the base
+    ("llama", {"init_lora_weights": "orthogonal", "r": 4}),
     ("bert", {"trainable_token_indices": {"word_embeddings": [5, 7]}}),
 ]
 
@@ -133,6 +135,7 @@ REFUSED = {
     "megatron_config .*expected a LoRA": lambda folder: change(folder, megatron_config={"a": 1}),
     "layer_replication": lambda folder: change(folder, layer_replication=[[0, 2]] * 10**6),
     "init_lora_weights 'pissa'": lambda folder: change(folder, init_lora_weights="pissa"),
+    r"target_modules '\(q\+\)\+proj'": lambda folder: change(folder, target_modules="(q+)+proj"),
     "says rank 1000000000": lambda folder: change(folder, r=10**9),
     "says rank 9999": lambda folder: change(folder, rank_pattern={"q_proj": 9999}),
     "says rank 2000000": with_claimed_rank,

@@ -237,6 +237,24 @@ def test_a_readout_of_ones_own_may_read_beside_its_position():
     assert question.measure([()], other[None]).tolist() == near([0.0])
 
 
+class Plain(Readout):
+    """A readout of one's own that is no dataclass."""
+
+    def __init__(self, position):
+        self.position = position
+
+    def read(self, output):
+        logits = logits_of(output)[:, self.position].double()
+        return logits[:, AGAINST] - logits[:, ANSWER]
+
+
+def test_a_readout_of_ones_own_need_not_be_a_dataclass():
+    texts = two_texts(changed=(4,))
+    found = measured(Plain(-1), texts, quick=True)
+    expected = measured(LogitDifference(AGAINST, ANSWER), texts, quick=True)
+    torch.testing.assert_close(found.path_effect, expected.path_effect, rtol=0, atol=1e-5)
+
+
 def test_a_frozen_model_is_asked_as_it_is():
     """As beneath an adapter; derivatives of frozen weights were asked for, and there are none."""
     texts, read = two_texts(changed=(4,)), LogitDifference(AGAINST, ANSWER)
