@@ -1,0 +1,221 @@
+"""Find which part of a model makes small changes of tokens and replaced tokens differ.
+
+Run: nice python -m benchmarks.parting [--models smollm2 ...] [--texts N]
+
+Needs `make models`. It adds to build/parting.csv, goes on where it was stopped, and packs all rows
+into `parting.csv.gz`. What was predicted stands in docs/results/real_models/parting.md, written
+before the run; `tables` makes the page's tables.
+"""
+
+import argparse
+import csv
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from benchmarks import depth, field
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.studies import attributions
+
+ROWS = depth.FOLDER / "parting.csv.gz"
+COLUMNS = ("model", "kind", "text", "layer", "measure", "method", "value")
+PATTERNS, SINKS, OTHERS, GATES, NORMS = "patterns", "sink rows", "other rows", "gates", "norms"
+HELD = {
+    "nothing": (), PATTERNS: (PATTERNS,), SINKS: (SINKS,), OTHERS: (OTHERS,), GATES: (GATES,),
+    NORMS: (NORMS,), "patterns and gates": (PATTERNS, GATES),
+    "everything": (PATTERNS, GATES, NORMS),
+}  # fmt: skip
+WAYS = (0.01, 0.1, 0.3, 1.0)  # how far on the way to another token
+SMALL, WHOLE = WAYS[0], WAYS[-1]
+AGREEMENT, GROWTH, REAL = "agreement", "growth", "real replacement"
+_DONORS, _TEXTS, _ROWS = 2, 32, 64
+
+
+class Model:
+    """A model in which parts can be held at what they are in one text."""
+
+    def __init__(self, given: depth.Opened, ids: Tensor) -> None:
+        self.given, self.ids = given, ids
+        self.layers = depth.layers_of(given.model)
+        blocks = attributions.read_blocks(given.model.original_model)
+        # ALBERT's blocks are one block, whose modules are called once a layer
+        self._gates: dict[Any, bool] = {b.activation: b.gate is not None for b in blocks}
+        self._norms = {norm.module: norm for block in blocks for norm in block.norms}
+        self._seen: dict[nn.Module, list[Tensor]] = defaultdict(list)
+        with ExitStack() as hooks:
+            for module in self._gates:
+                hooks.callback(module.register_forward_hook(self._see_gate).remove)
+            for module in self._norms:
+                hooks.callback(module.register_forward_hook(self._see_norm).remove)
+            self.patterns, states = attributions.read_text(given.model, ids)
+        self.start = states[0]
+        self.is_special = torch.tensor([int(token) in given.special for token in ids[0]])
+        at = torch.arange(ids.shape[1])
+        sinks = self.is_special | (at == 0)
+        self._is_sink = [p[:, :, sinks].sum(-1) > 0.5 for p in self.patterns]
+
+    def _see_gate(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        before = args[0]
+        slope = torch.where(before == 0, 0, output / before)
+        self._seen[module].append(output if self._gates[module] else slope)
+
+    def _see_norm(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._seen[module].append(self._norms[module].scale(args[0][0]))
+
+    @contextmanager
+    def hold(self, parts: Collection[str]) -> Iterator[dict[str, Callable[..., Tensor]]]:
+        """Hold parts in this block, and give the edits of patterns that a call needs.
+
+        A block is for one call: modules that are called once a layer are counted.
+        """
+        called: Counter[nn.Module] = Counter()
+
+        def next_of(module: nn.Module) -> Tensor:
+            called[module] += 1
+            return self._seen[module][called[module] - 1]
+
+        def gate(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            kept = next_of(module)
+            return kept.expand_as(output) if self._gates[module] else args[0] * kept
+
+        def norm(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            bias = getattr(module, "bias", None)
+            scaled = self._norms[module].linear(args[0]) / next_of(module)
+            return scaled if bias is None else scaled + bias
+
+        def pattern(layer: int, rows: Bool[Tensor, "head query"] | None) -> Callable[..., Tensor]:
+            kept = self.patterns[layer]
+
+            def hook(activation: Tensor, hook: Any) -> Tensor:
+                whole = kept.expand_as(activation)
+                return whole if rows is None else torch.where(rows[..., None], whole, activation)
+
+            return hook
+
+        edits = {}
+        for layer, is_sink in enumerate(self._is_sink):
+            name = f"blocks.{layer}.attn.hook_pattern"
+            if PATTERNS in parts:
+                edits[name] = pattern(layer, None)
+            elif SINKS in parts or OTHERS in parts:
+                edits[name] = pattern(layer, is_sink if SINKS in parts else ~is_sink)
+        with ExitStack() as hooks:
+            for kind, modules, hook in ((GATES, self._gates, gate), (NORMS, self._norms, norm)):
+                for module in modules if kind in parts else ():
+                    hooks.callback(module.register_forward_hook(hook).remove)
+            yield edits
+
+    @torch.no_grad()
+    def run(
+        self, rows: Float[Tensor, "row pos d"], parts: Collection[str]
+    ) -> list[Float[Tensor, "row pos d"]]:
+        """Run from the first layer on with parts held; the outgoing streams that are judged."""
+        points = [f"blocks.{layer}.hook_resid_post" for layer in self.layers]
+        found = []
+        for some in rows.split(_ROWS):
+            batch = Batch(self.ids.expand(len(some), -1))
+            with self.hold(parts) as edits:
+                start = ("blocks.0.hook_resid_pre", some)
+                seen = call(self.given.model, batch, points, edit=edits, start=start).activations
+            found.append([seen[point] for point in points])
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+    def change(
+        self, other: Float[Tensor, "pos d"], way: float, parts: Collection[str], places: Any
+    ) -> Float[Tensor, "layer place pos"]:
+        """Sizes of what each token's way towards another changes in the states at some places."""
+        n = len(self.start)
+        rows = self.start.repeat(n + 1, 1, 1)  # the last one as it is
+        at = torch.arange(n)
+        rows[at, at] += way * (other - self.start)
+        states = [state[:, list(places)] for state in self.run(rows, parts)]
+        return torch.stack([(state[:-1] - state[-1]).norm(dim=-1).T for state in states])
+
+
+def judge(
+    given: depth.Opened, ids: Tensor, donors: Tensor
+) -> Iterator[tuple[int, str, str, float]]:
+    """Layer, measure, what is held, and value, in the mean over places and donors."""
+    places, model = depth.places_of(ids, given.is_causal), Model(given, ids)
+    entrance = "blocks.0.hook_resid_pre"
+    others = call(given.model, Batch(donors), [entrance]).activations[entrance]
+    found: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
+
+    def agree(one: Tensor, other: Tensor) -> list[float]:
+        if not (one.isfinite().all() and other.isfinite().all()):
+            return [float("nan")] * len(model.layers)
+        return depth.agree_by_layer(given, ids, places, one, other)
+
+    for other in others:
+        changes = {
+            name: [model.change(other, way, parts, places) for way in (SMALL, WHOLE)]
+            for name, parts in HELD.items()
+        }
+        for name, (small, whole) in changes.items():
+            found[AGREEMENT, name].append(agree(small, whole))
+            # candidates that a place sees; all others have no change
+            grows = [
+                (b[a > 0] / a[a > 0]).median().item() * SMALL
+                for a, b in zip(small, whole, strict=True)
+            ]
+            found[GROWTH, name].append(grows)
+        real = changes["nothing"][1]
+        for way in WAYS[1:-1]:
+            middle = model.change(other, way, (), places)
+            found[AGREEMENT, f"as far as {way}"].append(agree(changes["nothing"][0], middle))
+        found[REAL, "small"].append(agree(changes["nothing"][0], real))
+        found[REAL, "small, patterns held"].append(agree(changes[PATTERNS][0], real))
+        found[REAL, "whole, patterns held"].append(agree(changes[PATTERNS][1], real))
+    for (measure, name), values in found.items():
+        for layer, value in zip(model.layers, np.mean(values, axis=0), strict=True):
+            yield layer + 1, measure, name, float(value)
+    shares = [float(rows.float().mean()) for rows in model._is_sink]
+    yield 0, "sinks", "share of rows", float(np.mean(shares))
+
+
+def measure(name: str, limit: int, path: Path) -> None:
+    """Add the rows of a model's texts, one text after the other."""
+    asked, done = field.texts(name), field.measured(path)
+    given = depth.opened(name, asked=asked)
+    given.model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.cat([ids[0] for ids in given.ids])
+    pool = pool[[int(token) not in given.special for token in pool]]
+    for number, (one, ids) in enumerate(zip(asked, given.ids, strict=True)):
+        donors = pool[torch.randint(len(pool), (_DONORS, ids.shape[1]), generator=generator)]
+        if number >= limit or (name, number) in done:
+            continue
+        rows = list(judge(given, ids, donors))
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            if is_new:
+                table.writerow(COLUMNS)
+            for layer, what, held, value in rows:
+                table.writerow((name, one.kind, number, layer, what, held, f"{value:.4g}"))
+        print(name, number, ids.shape[1], flush=True)
+
+
+def main() -> None:
+    """Measure models, and go on where rows are missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(depth.MODELS))
+    parser.add_argument("--texts", type=int, default=_TEXTS)
+    parser.add_argument("--rows", type=Path, default=Path("build/parting.csv"))
+    asked = parser.parse_args()
+    for name in asked.models:
+        measure(name, asked.texts, asked.rows)
+    with asked.rows.open(newline="") as file:
+        depth.write(ROWS, list(csv.DictReader(file)))
+
+
+if __name__ == "__main__":
+    main()
