@@ -181,6 +181,114 @@ def judge(
     yield 0, "sinks", "share of rows", float(np.mean(shares))
 
 
+# What the page says, from the rows
+
+
+def read() -> Any:
+    """The rows, with the column of values named as in the other runs."""
+    import pandas as pd
+
+    return pd.read_csv(ROWS).rename(columns={"value": "spearman"})
+
+
+def verdicts(rows: Any) -> str:
+    """Each prediction of the statement, what came, and whether it was seen."""
+    agree = {model: depth.by_text(rows, model, AGREEMENT) for model in depth.MODELS}
+    tenth, third = (f"as far as {way}" for way in WAYS[1:-1])
+    # what is nowhere a number, as a gated MLP without norms, is no column
+    means = {m: found.mean().reindex([*HELD, tenth, third]) for m, found in agree.items()}
+    gain = {model: mean - mean["nothing"] for model, mean in means.items()}
+    found: list[tuple[str, str, bool]] = []
+
+    def listed(models: Collection[str]) -> str:
+        return ", ".join(models) or "none"
+
+    first = [m for m in depth.MODELS if gain[m][PATTERNS] > gain[m][[GATES, NORMS]].max()]
+    what = "1: holding patterns raises the agreement most, in each model"
+    found.append((what, f"in {listed(first)}", len(first) == len(depth.MODELS)))
+    lowest = sorted(depth.MODELS, key=lambda m: means[m]["nothing"])[:3]
+    closed = {m: gain[m][PATTERNS] / (1 - means[m]["nothing"]) for m in lowest}
+    what = "2: it closes a third of the gap in the three models that agree least"
+    came = ", ".join(f"{m} {share:.0%}" for m, share in closed.items())
+    found.append((what, came, min(closed.values()) >= 1 / 3))
+    of_rows = {m: agree[m][OTHERS] - agree[m][SINKS] for m in depth.MODELS}
+    what = "3: the other rows at least as much as the sink rows, in each model"
+    below = [m for m, lead in of_rows.items() if depth.interval(lead)[2] < 0]
+    found.append((what, f"behind in {listed(below)}", not below))
+    ours, alone = agree["smollm2"], gain["smollm2"]
+    lead = ours[GATES] - ours["nothing"]
+    norms = [m for m in depth.MODELS[1:] if gain[m][NORMS] > gain[m][GATES]]
+    what = "4: gates second in SmolLM2, norms second in none of the others"
+    seen = depth.interval(lead)[1] > 0 and not alone[NORMS] > alone[GATES] and not norms
+    found.append((what, f"by {depth.shown(lead)}; norms in {listed(norms)}", seen))
+    what = "5: .01 and .1 agree by .9 in each model, .01 and .3 by less"
+    came = ", ".join(f"{m} {mean[tenth]:.2f} and {mean[third]:.2f}" for m, mean in means.items())
+    seen = all(mean[tenth] >= max(0.9, mean[third]) for mean in means.values())
+    found.append((what, came, seen))
+    real = depth.by_text(rows, "smollm2", REAL)
+    leads = [real[f"{way}, patterns held"] - real["small"] for way in ("small", "whole")]
+    what = "6: in SmolLM2 a real replacement is not predicted better with patterns held"
+    came = "; ".join(f"by {depth.shown(lead)}" for lead in leads)
+    found.append((what, came, all(depth.interval(lead)[1] <= 0 for lead in leads)))
+    grows = {m: depth.by_text(rows, m, GROWTH)["nothing"].median() for m in ("smollm2", "minilm")}
+    what = "7: a whole change is more than 100 times that at .01"
+    came = ", ".join(f"{m} {100 * value:.0f}" for m, value in grows.items())
+    found.append((what, came, min(grows.values()) > 1))
+    wrong = sum(share < 1 / 3 for share in closed.values())
+    what = "1 fails in at most one model, 2 in at most one of three (else refuted)"
+    came = f"1 fails in {len(depth.MODELS) - len(first)}, 2 in {wrong}"
+    found.append((what, came, len(depth.MODELS) - len(first) <= 1 and wrong <= 1))
+    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
+    return depth.markdown(["predicted", "what came", "seen"], lines)
+
+
+def held_table(rows: Any) -> str:
+    """How small and whole changes agree, by what is held."""
+    lines = []
+    for name in HELD:
+        cells = []
+        for model in depth.MODELS:
+            values = depth.by_text(rows, model, AGREEMENT).get(name)
+            cells.append("-" if values is None else depth.shown(values))
+        lines.append([name, *cells])
+    return depth.markdown(["held", *depth.MODELS], lines)
+
+
+def layer_table(rows: Any) -> str:
+    """The same in SmolLM2 by layer, and what a whole change is beside that at .01."""
+    ours = rows[rows["model"] == "smollm2"]
+    layers = sorted(set(ours["layer"]) - {0})
+    lines = [
+        [name, *(depth.shown(depth.by_text(rows, "smollm2", AGREEMENT, layer=at)[name])
+                 for at in layers)]
+        for name in ("nothing", PATTERNS, SINKS, OTHERS, GATES, "patterns and gates")
+    ]  # fmt: skip
+    grown = [depth.by_text(rows, "smollm2", GROWTH, layer=at)["nothing"] for at in layers]
+    lines.append(["size at 1 over size at .01", *(f"{100 * one.median():.0f}" for one in grown)])
+    return depth.markdown(["SmolLM2, by layer", *layers], lines)
+
+
+def control_table(rows: Any) -> str:
+    """Texts, sink rows, and what comes where everything is held."""
+    lines = []
+    for model in depth.MODELS:
+        mine = rows[rows["model"] == model]
+        held = mine[mine["method"] == "everything"].groupby("measure")["spearman"]
+        share = mine[mine["measure"] == "sinks"]["spearman"].mean()
+        least, most = held.min(), held.max()
+        grown = f"{100 * least[GROWTH]:.1f} to {100 * most[GROWTH]:.1f}"
+        cells = [model, str(mine["text"].nunique()), f"{share:.0%}"]
+        lines.append([*cells, f"{least[AGREEMENT]:.3f}", grown])
+    head = ["model", "texts", "sink rows", "everything held: least agreement", "size over size"]
+    return depth.markdown(head, lines)
+
+
+def tables() -> list[str]:
+    """All tables of the page."""
+    rows = read()
+    return [verdicts(rows), held_table(rows), layer_table(rows), control_table(rows)]
+
+
 def measure(name: str, limit: int, path: Path) -> None:
     """Add the rows of a model's texts, one text after the other."""
     asked, done = field.texts(name), field.measured(path)
