@@ -20,6 +20,7 @@ PINS := constraints.txt
 endif
 TESTS ?=
 SLOW ?=
+export SLOW
 MINUTES ?= 30
 SEED ?= 0
 WRITE ?=
@@ -54,9 +55,10 @@ environment-3:
 check: $(READY)  ## before a commit: style, imports, types, and the tests that execute what has changed
 	$(BIN)/python -m tests.check
 
-# With SLOW=1 also those that take long and seldom fail: clusters, builds, every study, example and page.
+# With SLOW=1 also a third of those that take long and seldom fail, another one after most commits:
+# clusters, builds, every study, example and page. With SLOW=all all of them.
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
-	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance") $(TESTS)
+	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance and not of_another_commit") $(TESTS)
 
 # 700 MB that is kept; without a network the tests of real models are skipped.
 models: $(READY)  ## four real language models, in build/models, once from where packages come from

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for scripts that tests start, before torch loads
 
@@ -121,7 +122,7 @@ def token_inputs() -> torch.Tensor:
 
 
 def some_of(cases, *always):
-    """The cases of a grid, of which some run always, by value, and the others where SLOW=1."""
+    """The cases of a grid, of which some run always, by value; the others are slow."""
     assert all(case in cases for case in always)
     several = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [
@@ -132,31 +133,14 @@ def some_of(cases, *always):
 
 @cache
 def _third():
-    """Which third of tables this commit runs; None where there is no commit."""
+    """Which third of slow tests this commit runs; None for all: SLOW=all, or without a commit."""
+    if os.environ.get("SLOW") == "all":
+        return None
     command = ["git", "-C", os.path.dirname(__file__), "rev-parse", "--short=7", "HEAD"]
     try:
         return int(subprocess.run(command, check=True, capture_output=True).stdout, 16) % 3
     except (OSError, ValueError, subprocess.CalledProcessError):
         return None
-
-
-def third_of(rows, columns, *always):
-    """A third of a large table, slow, with something of each row and column.
-
-    Another one after most commits; the others run with acceptance. Some cases run always.
-    """
-    marks = (pytest.mark.slow, pytest.mark.acceptance)
-    return [
-        pytest.param(
-            row,
-            column,
-            marks=()
-            if (row, column) in always
-            else marks[_third() is not None and (i + j) % 3 != _third()],
-        )
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    ]
 
 
 def find_chromium():
@@ -180,13 +164,19 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the tests of a file that open a browser the first is run always, the others are slow."""
+    """Of the tests of a file that open a browser the first is run always, the others are slow.
+
+    Of slow tests a third runs with SLOW=1, another one after most commits.
+    """
     opened = set()
     for item in items:
         if "browser" in item.fixturenames:
             if item.path in opened:
                 item.add_marker("slow")
             opened.add(item.path)
+        own = crc32(item.nodeid.encode()) % 3
+        if item.get_closest_marker("slow") and _third() not in (None, own):
+            item.add_marker("of_another_commit")
 
 
 @pytest.fixture

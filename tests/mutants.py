@@ -269,7 +269,7 @@ class Guard:
         seed: of the sample.
         budget: how many seconds of tests a mutant may take, by their usual time.
         jobs: how many processes at once.
-        slow: whether the tests of ``make test SLOW=1`` are among them.
+        slow: whether the tests of ``make test SLOW=all`` are among them.
     """
 
     rooms: Sequence[str]
@@ -464,7 +464,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--slow", action="store_true", help="also the tests of make test SLOW=1")
+    parser.add_argument("--slow", action="store_true", help="also the tests of make test SLOW=all")
     parser.add_argument("--package", default="infoflow_lens")
     parser.add_argument("--tests", default="tests")
     parser.add_argument("--room", action="append", help="a folder or module, instead of all")

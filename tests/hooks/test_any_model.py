@@ -21,7 +21,7 @@ from infoflow_lens import (
     why,
 )
 from infoflow_lens.hooks import LogProbability, measure_mechanisms, measure_shares
-from tests.conftest import third_of
+from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
 from tests.reference import families
 
@@ -211,14 +211,7 @@ def test_what_has_no_attention_is_refused_by_name(ids):
 
 
 ALWAYS = ("squeezebert", "gemma3n_text", "jamba", "xlm", "gptj", "deberta")
-# of the others a third, another one after most commits
-RIGHT_OR_SAID = [
-    *ALWAYS,
-    *(
-        pytest.param(case.values[0], marks=case.marks)
-        for case in third_of([kind for kind in families.KINDS if kind not in ALWAYS], [0])
-    ),
-]
+RIGHT_OR_SAID = some_of(sorted({*families.KINDS, *ALWAYS}), *ALWAYS)
 
 
 def test_an_embedding_that_has_positions_first_is_shown_as_others_are():
