@@ -92,11 +92,19 @@ class LogitDifference(Readout):
     def spell_ids(self, tokenizer: Any) -> "LogitDifference":
         """Show ids as words of a tokenizer."""
 
-        def spell(answer: Answer) -> str:
-            return " or ".join(repr(tokenizer.decode([i])) for i in _as_ids(answer))
+        return replace(self, words=" against ".join(self.name_sides(tokenizer)))
 
-        other = "the mean" if self.against is None else spell(self.against)
-        return replace(self, words=f"{spell(self.answer)} against {other}")
+    def name_sides(self, tokenizer: Any = None) -> tuple[str, str]:
+        """Name the two sides by the words of a tokenizer; without one by ids."""
+
+        def name(answer: Answer | None) -> str:
+            if answer is None:
+                return "the mean"
+            ids = _as_ids(answer)
+            words = ids if tokenizer is None else [repr(tokenizer.decode([i])) for i in ids]
+            return " or ".join(map(str, words))
+
+        return name(self.answer), name(self.against)
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""

@@ -23,6 +23,7 @@ from infoflow_lens.hooks.answer.steps import (
     TOLERANCE,
     TokenEffects,
     UnitEffects,
+    guess_tokens,
     measure_states,
     measure_tokens,
     measure_units,
@@ -37,6 +38,11 @@ from infoflow_lens.hooks.shares.measure import measure_shares
 
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
 _QUICK = 10  # heads that are measured in a quick answer
+_LAST = (
+    "the word that was replaced is the last one, behind which the answer is said: the comparison "
+    "shows what this word does to the next one, and not how those before it are used, and maybe "
+    "neither answer fits behind the other word; give a text that differs earlier to ask about those"
+)
 _LOOKED = 8  # heads of which it is said where they look
 _SAME_PLACES = 0.1  # of a head's weight: what may move where both texts look at the same places
 
@@ -95,6 +101,8 @@ def measure_answer(
             other, note = _choose_text(question, tokens, text, spans or question.single_tokens())
             question.compare_with(other)
             notes.append(note)
+            if question.changed == [question.end]:
+                notes.append(_LAST)
         replaced = question.replace_tokens(spans, advance)
         bar = LEAST_GAP if isinstance(readout, LogitDifference) else 0.0
         tolerance = TOLERANCE * max(abs(question.gap), bar)
@@ -124,6 +132,8 @@ def measure_answer(
     nothing = torch.full_like(replaced, torch.nan)
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
     words, other_words = readable_tokens(model, [clean, others])
+    answers, answer_chances = _answer_chances(question)
+    replacements, replacement_effects = _list_replacements(question, spans)
     (guess, chance), (other_guess, other_chance) = (
         _guess(question, run.logits) for run in (question.clean, question.other)
     )
@@ -143,12 +153,16 @@ def measure_answer(
         chance=chance,
         other_guess=other_guess,
         other_chance=other_chance,
+        answers=answers,
+        answer_chances=answer_chances,
         spans=torch.tensor(spans or question.single_tokens()),
         span_words=readable_spans(model, clean, spans) if spans else words,
         other_span_words=readable_spans(model, others, spans) if spans else other_words,
         token_mean=nothing if tokens is None else tokens.mean,
         token_error=nothing if tokens is None else tokens.error,
         token_other=replaced,
+        replacements=replacements,
+        replacement_effects=replacement_effects,
         token_predicted=predicted,
         read_at=question.end,
         strip_layers=tuple(strips),
@@ -281,6 +295,49 @@ def _guess(question: Question, logits: Float[Tensor, "..."]) -> tuple[str, float
         return f"class {int(token)}", float(chance)
     word = str(int(token)) if tokenizer is None else tokenizer.decode([int(token)])
     return word, float(chance)
+
+
+def _answer_chances(
+    question: Question,
+) -> tuple[tuple[str, ...], Float[Tensor, "text answer"]]:
+    """Name the answer and the other one, and find how probable they are in both texts."""
+    readout = question.readout
+    if not isinstance(readout, LogitDifference) or readout.against is None:
+        return (), torch.zeros(2, 0, dtype=torch.float64)
+    sides = [
+        [side] if isinstance(side, int) else side for side in (readout.answer, readout.against)
+    ]
+    rows = []
+    for run in (question.clean, question.other):
+        row = run.logits[readout.position] if run.logits.ndim == 2 else run.logits
+        chances = row.double().softmax(-1)
+        rows.append([float(chances[list(ids)].sum()) for ids in sides])
+    names = readout.name_sides(getattr(question.model, "tokenizer", None))
+    return names, torch.tensor(rows, dtype=torch.float64)
+
+
+def _list_replacements(
+    question: Question, spans: Sequence[Span] | None
+) -> tuple[tuple[tuple[str, ...], ...], Float[Tensor, "span replacement"]]:
+    """List what was put in the place of each span, the likeliest first, and what that changed."""
+    spans = question.single_tokens() if spans is None else spans
+    known = question.list_replacements(spans)
+    several = any(len(found) > 1 for found in known)
+    guesses = guess_tokens(question).log() if several else None
+    words, effects = [], []
+    for (start, stop), found in zip(spans, known, strict=True):
+        order, here = list(found), [(0, stop - start)]
+        if guesses is not None:
+            row = guesses[start:stop]
+            chance = {ids: float(row[range(len(ids)), list(ids)].sum()) for ids in order}
+            order.sort(key=chance.__getitem__, reverse=True)
+        words.append(
+            tuple(readable_spans(question.model, torch.tensor(ids), here)[0] for ids in order)
+        )
+        effects.append(torch.tensor([found[ids] for ids in order], dtype=torch.float64))
+    return tuple(words), nn.utils.rnn.pad_sequence(
+        effects, batch_first=True, padding_value=torch.nan
+    )
 
 
 def _list_arguments(readout: LogitDifference) -> list[Any]:

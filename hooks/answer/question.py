@@ -333,6 +333,17 @@ class Question:
         self._known_texts |= zip(new, found.tolist(), strict=True)
         return torch.tensor([self._known_texts[text] for text in asked], dtype=torch.float64)
 
+    def list_replacements(self, spans: Sequence[Span]) -> list[dict[tuple[int, ...], float]]:
+        """List what was put in the place of each span alone, and what that changed."""
+        clean = self.clean.tokens[0].tolist()
+        found: list[dict[tuple[int, ...], float]] = [{} for _ in spans]
+        for text, effect in self._known_texts.items():
+            places = [at for at in range(len(clean)) if text[at] != clean[at]]
+            for number, (start, stop) in enumerate(spans):
+                if places and start <= places[0] and places[-1] < stop:
+                    found[number][text[start:stop]] = effect
+        return found
+
     @torch.no_grad()
     def score_texts(
         self, texts: Int[Tensor, "row pos"]

@@ -1,5 +1,6 @@
 """An answer to "why this and not that": tokens, strips of states, heads, paths."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -8,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.answer.paths import TARGET
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.scores import describe_orders, spearman
 
@@ -41,12 +43,17 @@ class AnswerNumbers(Result):
         guess, chance: what the model says, and how probable that is; "" and NaN where it gives no
             logits at one position.
         other_guess, other_chance: the same of the other text.
+        answers: the answer and the other one, in words; none of other readouts.
+        answer_chances: [text, answer], how probable the model finds each, in the text and in the
+            other one.
         spans: int [span, 2], where each unit of tokens begins, and the place behind it; by default
             each token is one.
         span_words, other_span_words: of the two texts, as one reads them.
         token_mean, token_error: [span], when all tokens of a unit are replaced by the model's own
             guesses at their places: mean change and its standard error; NaN where it was not asked.
         token_other: [span], when they are replaced by the other text's tokens.
+        replacements: what was put in the place of each unit alone, the likeliest first.
+        replacement_effects: [span, replacement], what each changed; NaN behind the last.
         token_predicted: [order, pos], how strongly the state that is read holds each token, as
             predicted without replacing any: by contributions in squares (:class:`PowerRollout`), by
             the best path of attention, and by how near it stands; NaN where it is not seen, and
@@ -87,12 +94,16 @@ class AnswerNumbers(Result):
     chance: float
     other_guess: str
     other_chance: float
+    answers: tuple[str, ...]
+    answer_chances: Float[Tensor, "text answer"]
     spans: Int[Tensor, "span two"]
     span_words: tuple[str, ...]
     other_span_words: tuple[str, ...]
     token_mean: Float[Tensor, " span"]
     token_error: Float[Tensor, " span"]
     token_other: Float[Tensor, " span"]
+    replacements: tuple[tuple[str, ...], ...]
+    replacement_effects: Float[Tensor, "span replacement"]
     token_predicted: Float[Tensor, "order pos"]
     read_at: int
     strip_layers: tuple[int, ...]
@@ -167,10 +178,12 @@ class AnswerNumbers(Result):
         return f"Of the orders of {n} tokens predicted without replacing any, {said}."
 
     def to_frame(self, what: str = "paths") -> "pd.DataFrame":
-        """A table of "tokens", "states", "heads", "paths" or "looks".
+        """A table of "tokens", "replacements", "states", "heads", "paths" or "looks".
 
-        Heads and paths have the largest effect first. "looks" says where heads look from the
-        position that is read, in both texts, and what they write towards the readout from there.
+        Heads and paths have the largest effect first. "replacements" says what was put in the place
+        of each token, the likeliest first, and what the readout became. "looks" says where heads
+        look from the position that is read, in both texts, and what they write towards the readout
+        from there.
 
         Raises:
             InfoFlowError: for anything else.
@@ -179,6 +192,7 @@ class AnswerNumbers(Result):
 
         tables = {
             "tokens": self._tokens,
+            "replacements": self._replacements,
             "states": self._states,
             "heads": self._heads,
             "paths": self._paths,
@@ -209,6 +223,21 @@ class AnswerNumbers(Result):
                 **dict(zip(ORDERS[:2], predicted, strict=True)),
                 **({"tokens": stop - position} if self.has_units else {}),
             }
+
+    def _replacements(self) -> Iterator[dict[str, Any]]:
+        rows = zip(
+            self.spans.tolist(), self.span_words, self.replacements,
+            self.replacement_effects.tolist(), strict=True,
+        )  # fmt: skip
+        for (position, _), word, others, effects in rows:
+            for other, effect in zip(others, effects):  # NaN behind the last
+                yield {
+                    "position": position,
+                    "token": word,
+                    "replacement": other,
+                    "effect": effect,
+                    "readout": self.value + effect,
+                }
 
     def _states(self) -> Iterator[dict[str, Any]]:
         rows = zip(self.strip_layers, self.strips.tolist(), self.shares.tolist(), strict=True)
@@ -296,6 +325,20 @@ class AnswerNumbers(Result):
             said.append(f"{where} {key}{wrote}")
         return f"{layer}.{head} {'; '.join(said)}"
 
+    def _span(self, number: int) -> str:
+        """Name a unit of tokens by its words and where it begins."""
+        word = self.span_words[number]
+        return f"{word.strip() or word}@{int(self.spans[number, 0])}"
+
+    def effects(self) -> dict[tuple[int, int], float]:
+        """Return the effect of each unit by its layer and head; NaN where it was not measured."""
+        return {
+            (layer, head): effect
+            for (layer, head), effect in zip(
+                self.units.tolist(), self.unit_effect.tolist(), strict=True
+            )
+        }
+
     def _word(self, position: int, other: bool = False) -> str:
         word = (self.other_tokens if other else self.tokens)[position]
         return f"{word.strip() or repr(word)}@{position}"
@@ -341,15 +384,118 @@ class AnswerNumbers(Result):
         most = sorted(sizes, key=lambda end: -sizes[end])[: _NAMED - 1]
         return f"{', '.join(map(_name, most))} and {len(sizes) - len(most)} more"
 
+    def describe_readout(self) -> str:
+        """Say what the number is that all effects change."""
+        if len(self.answers) < 2:
+            return f"The score is the {self.readout}."
+        one, other = self.answers
+        times = math.exp(min(abs(self.value), 99.0))
+        said = (
+            f"{times:.3g}" if times < 1000 else f"{times:,.0f}" if times < 1e6 else "over a million"
+        )
+        likelier = f"{one} {said} times as probable as {other}"
+        if self.value < 0:
+            likelier = f"{other} {said} times as probable as {one}"
+        return (
+            f"The score is the logit of {one} minus that of {other}: the natural logarithm of how "
+            f"many times more probable the model finds {one}. {self.value:+.2f} makes {likelier}, "
+            f"0 both alike, and below 0 {other} is ahead."
+        )
+
+    def describe_tokens(self) -> str:
+        """Say which words matter most, and what becomes of the score by others in their place."""
+        if not bool(self.token_mean.isfinite().any()):
+            return ""
+        sizes = self.token_mean.abs().nan_to_num(-1)
+        first, *others = sizes.argsort(descending=True).tolist()[:_OPPOSED]
+        scores = (self.value + self.token_mean).tolist()
+        then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in others)
+        return (
+            f"{self._span(first)} matters most: by another word in its place the score goes from "
+            f"{self.value:+.2f} to {scores[first]:+.2f} in the mean"
+            f"{f'; then {then}' if then else ''}."
+        )
+
+    def describe_looks(self) -> str:
+        """Say at which words the heads of :attr:`looked` look most, and which work against."""
+        keys: dict[int, list[str]] = {}
+        effects = self.effects()
+        for (layer, head), looks in zip(self.looked.tolist(), self.looks[:, 0], strict=True):
+            against = " against" if effects[layer, head] > 0 else ""
+            keys.setdefault(int(looks.argmax()), []).append(f"{layer}.{head}{against}")
+        groups = sorted(keys.items(), key=lambda group: -len(group[1]))
+        said = [
+            f"{'itself' if at == self.read_at else self._word(at)} ({', '.join(heads)})"
+            for at, heads in groups
+        ]
+        return "; ".join(said)
+
+    def describe_certainty(self) -> list[str]:
+        """Say how sure the answer is: the paths, the order of words, and what was not measured."""
+        said = []
+        if len(self.places):
+            n = len(self.places)
+            kept, lost = (
+                f"{_share(share)}: {'yes' if share >= TARGET else 'not by our bar'}"
+                for share in (self.kept, self.lost)
+            )
+            said.append(
+                f"Are the {n} paths enough? With everything else as in the other text they keep "
+                f"{kept} ({TARGET:.0%} of the difference or more counts)."
+            )
+            said.append(
+                f"Are they needed? When they are cut, the share of the difference lost is {lost}."
+            )
+            if self.random:
+                middle, best = sorted(self.random)[len(self.random) // 2], max(self.random)
+                said.append(
+                    f"Would any paths do? Of {len(self.random)} draws of {n} random paths the "
+                    f"middle one keeps {_share(middle)} of the difference, the best {_share(best)}."
+                )
+        else:
+            said.append("No paths were found: how the words act is open.")
+        sizes, errors = self.token_mean.abs(), self.token_error
+        if int(sizes.isfinite().sum()) > 1:
+            first, second = sizes.nan_to_num(-1).argsort(descending=True).tolist()[:2]
+            bar = 2 * math.hypot(float(errors[first]), float(errors[second]))
+            clear = float(sizes[first] - sizes[second]) > bar
+            one, other = (
+                f"{self._span(i)} ({float(self.token_mean[i]):+.2f} ± {float(errors[i]):.2f})"
+                for i in (first, second)
+            )
+            said.append(
+                "Which word matters most? By guesses, with the standard error of their mean, "
+                f"{one}, then {other}. "
+                f"{'That order is clear.' if clear else 'With other guesses that order may turn.'}"
+            )
+        else:
+            said.append("Words were not replaced by guesses: how much each is needed is open.")
+        n_open = int(self.unit_effect.isnan().sum())
+        said.append(
+            f"What was not measured? {n_open} of {len(self.units)} heads and MLPs, of which "
+            "gradients promise less, or MLP 0, as a part of the embedding; other texts to compare "
+            "with, which may show other paths; and other sentences. "
+            f"It took {self.forwards:.0f} passes."
+        )
+        return said
+
     def describe_opposition(self) -> str:
         """Name the heads and MLPs that were found to work against the answer, the largest first."""
         if not len(self.units):
             return ""
         found = self.to_frame("heads").dropna(subset="effect")
-        most = found[found["effect"] * self.gap > 0].head(_OPPOSED)
+        most = found[found["effect"] > 0].head(_OPPOSED)
         return ", ".join(
             f"{name} {effect:+.2f}"
             for name, effect in zip(most["name"], most["effect"], strict=True)
+        )
+
+    def describe_opposed_words(self) -> str:
+        """Name the words of which the score rises beyond two standard errors by others there."""
+        found = (self.token_mean > 2 * self.token_error).nonzero().flatten().tolist()
+        found.sort(key=lambda number: -float(self.token_mean[number]))
+        return ", ".join(
+            f"{self._span(i)} {float(self.token_mean[i]):+.2f}" for i in found[:_OPPOSED]
         )
 
     def summary(self) -> str:
@@ -360,16 +506,20 @@ class AnswerNumbers(Result):
                 f"The model says {self.guess!r} ({self.chance:.0%}), and in the other text "
                 f"{self.other_guess!r} ({self.other_chance:.0%})."
             )
+        if self.answers:
+            here, there = self.answer_chances.tolist()
+            one, other = (
+                f"{name} has {_percent(a)} in the text and {_percent(b)} in the other one"
+                for name, a, b in zip(self.answers, here, there)
+            )
+            said.append(f"{one}; {other}.")
         said.append(
             f"{self.readout}: {self.value:+.2f}; in the other text {self.other_value:+.2f}."
         )
         if len(self.places):
             middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
             shares = (self.kept, middle, max(self.random, default=0.0), self.lost)
-            kept, chance, most, lost = (
-                f"{0.0 if abs(share) < 0.005 else share:.0%}"
-                for share in shares  # no -0%
-            )
+            kept, chance, most, lost = map(_share, shares)
             beyond = ", more than all" if self.lost >= 1.005 else ""
             said.append(
                 f"Between the two decide {len(self.places)} paths: alone they keep {kept} "
@@ -382,6 +532,18 @@ class AnswerNumbers(Result):
 def describe_kind(kind: str, readers: str = "") -> str:
     """Say what paths of one of :data:`KINDS` do, with the names of their readers or without."""
     return " ".join(_WORDS[kind].format(readers).split())
+
+
+def _share(share: float) -> str:
+    """Write a share of the difference, and no -0%."""
+    return f"{0.0 if abs(share) < 0.005 else share:.0%}"
+
+
+def _percent(chance: float) -> str:
+    """Write a probability, with two digits where it is small."""
+    if chance < 1e-4:
+        return "below 0.01%"
+    return f"{chance:.0%}" if 0.1 <= chance < 0.995 else f"{100 * chance:.2g}%"
 
 
 def _name(place: Any) -> str:

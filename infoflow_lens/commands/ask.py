@@ -17,6 +17,7 @@ from infoflow_lens.commands.common import (
     say,
 )
 
+_GUESSES = 3  # of a word, the likeliest
 _STRIP = 7  # characters of a column
 
 
@@ -91,7 +92,7 @@ def ask(
     if as_json:
         tables = {
             name: found.to_frame(name).to_dict("records")
-            for name in ("tokens", "states", "heads", "paths", "looks")
+            for name in ("tokens", "replacements", "states", "heads", "paths", "looks")
         }
         about = {"summary": found.summary(), "value": found.value, "other": found.other_value}
         say(json.dumps({**about, **tables}, indent=2))
@@ -132,6 +133,7 @@ def _print(found: Any) -> None:
         "Where they look from the end of the text",
         [found.look(i) for i in range(len(found.looked))],
     )
+    print_lines("How sure", found.describe_certainty())
     print_lines("Notes", [*found.notes, f"{found.forwards:.0f} passes over the text"])
 
 
@@ -149,10 +151,14 @@ def _strips(found: Any) -> list[str]:
 
 def _words(found: Any) -> list[str]:
     lines = []
-    for row in found.to_frame("tokens").itertuples(index=False):
+    rows = found.to_frame("tokens").itertuples(index=False)
+    for number, row in enumerate(rows):
         word, effect, error, other, instead = row[1:6]
         said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by a guess"]  # NaN
         said += [f"{other:+.2f} by {instead!r}"] if other else []
+        effects = found.replacement_effects[number].tolist()
+        guesses = zip(found.replacements[number][:_GUESSES], effects)
+        said += [f"{effect:+.2f} by {guess!r}" for guess, effect in guesses if guess != instead]
         if said:
             lines.append(f"{word!r}: {', '.join(said)}")
     nearest = found.nearest_order()

@@ -15,8 +15,8 @@ _ROWS = 12  # in a notebook
 class Answer(AnswerNumbers):
     """Why a model gives this answer and not that one, in one text; see :func:`ask`.
 
-    ``to_frame`` has the numbers ("tokens", "states", "heads", "paths", "looks"), ``summary()``,
-    ``bundles()`` and ``nearest_order()`` say them.
+    ``to_frame`` has the numbers ("tokens", "replacements", "states", "heads", "paths", "looks"),
+    ``summary()``, ``bundles()`` and ``nearest_order()`` say them.
     """
 
     def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -39,7 +39,7 @@ class Answer(AnswerNumbers):
 
     def _repr_html_(self) -> str:
         facts = {"": self.summary(), "passes": f"{self.forwards:.0f}"}
-        tables = '"tokens", "states", "heads", "paths", "looks"'
+        tables = '"tokens", "replacements", "states", "heads", "paths", "looks"'
         more = f"more: .to_frame(one of {tables}), .to_html(path), .save(path)"
         lines = self.to_frame("paths").head(_ROWS) if len(self.places) else None
         return panel(type(self).__name__, facts, self.notes, more, lines)

@@ -1,16 +1,20 @@
 """The page of an answer."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from infoflow_lens.hooks.answer.result import AnswerNumbers
 from infoflow_lens.report.assets import add_policy
 from infoflow_lens.report.charts import Table, render_chart
-from infoflow_lens.report.strips import draw_strips
+from infoflow_lens.report.strips import choose_lines, draw_strips
 from infoflow_lens.report.templating import templates
 
 _HEADS = 40  # rows of heads and MLPs
+_WORDS = 12  # rows of words beside the fold
+_COLUMNS = {"effect": "change", "cost": "cost in the circuit"}
+_BAR = 60  # the width of the largest effect
 
 
 @dataclass(frozen=True)
@@ -46,57 +50,151 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
     if bool(answer.path_cost.isnan().all()):  # as of circuits that are not pruned
         del measured["cost"]
     meanings = {
-        "effect": "on the readout, when they are cut one by one, summed",
+        "effect": "of the score, when they are cut one by one, summed",
         "cost": "share of the difference that the circuit loses without them, summed",
     }
     paths = answer.to_frame("paths").dropna(axis=1, how="all") if lines else None
-    bundles = Table(
-        {
+    drawn = choose_lines(answer)
+
+    def tabulate(numbers: list[int]) -> Table:
+        rows = [
+            [f"{n + 1}. {said}", len(group), *(float(c[group].sum()) for c in measured.values())]
+            for n, (said, group) in ((n, lines[n]) for n in numbers)
+        ]
+        columns = {
             "what happens": "paths that begin and end at one place, together",
             "paths": "how many",
-            **{name: meanings[name] for name in measured},
-        },
-        [
-            [f"{number}. {said}", len(group), *(float(c[group].sum()) for c in measured.values())]
-            for number, (said, group) in enumerate(lines, 1)
-        ],
-        anchors=[f"line-{number}" for number in range(1, len(lines) + 1)],
-    )
+            **{_COLUMNS[name]: meanings[name] for name in measured},
+        }
+        return Table(columns, rows, anchors=[f"line-{n + 1}" for n in numbers])
+
+    rest = [number for number in range(len(lines)) if number not in drawn]
     units = answer.to_frame("heads").head(_HEADS)  # MLPs have no head
     # a guess that is a class cannot stand in the text
     says_token = bool(answer.guess) and not answer.guess.startswith("class ")
-    page = (
-        templates()
-        .get_template("answer.html.j2")
-        .render(
-            answer=answer,
-            form=form,
-            can_cut=can_cut and form is not None and not form.waits,
-            presses=form is not None and not form.waits and says_token,
-            chart=render_chart,
-            bundles=bundles if lines else None,
-            paths=None if paths is None else Table.from_frame(paths),
-            strips=draw_strips(answer) if len(answer.strips) else None,
-            words=Table.from_frame(answer.to_frame("tokens")),
-            heads=Table.from_frame(units.drop(columns=["layer", "head"], errors="ignore")),
-            looks=_looks(answer),
-            record=json.dumps(answer.record.to_dict(), indent=2),
-        )
+    small = max(abs(answer.value), abs(answer.gap)) < 1  # such as cosines
+    environment = templates()
+    # answers may be line breaks and blanks, of which a browser shows one
+    environment.filters["dots"] = lambda said: re.sub(" {2,}", lambda b: "·" * len(b[0]), said)
+    environment.filters["signed"] = lambda score: f"{score:{'+.3f' if small else '+.2f'}}"
+    environment.filters["plain"] = lambda score: f"{score:{'.3f' if small else '.2f'}}"
+    page = environment.get_template("answer.html.j2").render(
+        answer=answer,
+        form=form,
+        can_cut=can_cut and form is not None and not form.waits,
+        presses=form is not None and not form.waits and says_token,
+        chart=render_chart,
+        bundles=tabulate(drawn) if lines else None,
+        rest=tabulate(rest) if rest else None,
+        n_lines=len(lines),
+        paths=None if paths is None else Table.from_frame(paths),
+        strips=draw_strips(answer) if len(answer.strips) else None,
+        tokens=_tokens(answer),
+        n_words=_WORDS,
+        words=Table.from_frame(answer.to_frame("tokens")),
+        replacements=Table.from_frame(answer.to_frame("replacements"), most=1000),
+        heads=Table.from_frame(units.drop(columns=["layer", "head"], errors="ignore")),
+        looks=_looks(answer),
+        against=_against(answer),
+        record=json.dumps(answer.record.to_dict(), indent=2),
     )
     return add_policy(page, "'none'" if form is None else "'self'")
 
 
+@dataclass(frozen=True)
+class _Word:
+    """A row of the table of words: what becomes of the score by others in its place.
+
+    Attributes:
+        word, place: as one reads it, and where it begins.
+        others: what was put there, and the score then; the likeliest first.
+        score, error, change: with others in the mean, its standard error, and the change; NaN where
+            it was not asked.
+        bar: the width of the change.
+        other, other_score: what the other text has there, and the score then; nothing where it has
+            the same.
+    """
+
+    word: str
+    place: int
+    others: list[tuple[str, float]]
+    score: float
+    error: float
+    change: float
+    bar: float
+    other: str
+    other_score: float
+
+
+def _tokens(answer: AnswerNumbers) -> list[_Word]:
+    """List words, those first that move the score most."""
+    mean, swap = answer.token_mean, answer.token_other
+    sizes = mean.abs().nan_to_num(0).maximum(swap.abs().nan_to_num(0))
+    rows = []
+    for i in sizes.argsort(descending=True, stable=True).tolist():
+        effects = answer.replacement_effects[i].tolist()
+        others = [
+            (word.strip() or word, answer.value + effect)
+            for word, effect in zip(answer.replacements[i], effects)  # NaN behind the last
+        ]
+        if not others:
+            continue
+        word, other = answer.span_words[i], answer.other_span_words[i]
+        rows.append(
+            _Word(
+                word.strip() or word,
+                int(answer.spans[i, 0]),
+                others,
+                answer.value + float(mean[i]),
+                float(answer.token_error[i]),
+                float(mean[i]),
+                _BAR
+                * abs(float(mean[i].nan_to_num(0)))
+                / max(float(mean.abs().nan_to_num(0).max()), 1e-12),
+                other.strip() if other != word else "",
+                answer.value + float(swap[i]),
+            )
+        )
+    return rows
+
+
+def _against(answer: AnswerNumbers) -> list[str]:
+    """Say which heads and MLPs, words and lines work against the answer."""
+    said = []
+    if units := answer.describe_opposition():
+        said.append(
+            f"Heads and MLPs: {units}. So much higher would the score be with what they give in "
+            "the other text."
+        )
+    if words := answer.describe_opposed_words():
+        said.append(f"Words: {words}. By another word there the score rises, in the mean.")
+    elif bool(answer.token_mean.isfinite().any()):
+        said.append("Words: of none does the score rise beyond doubt when it is replaced.")
+    opposed = [
+        (number, float(answer.path_effect[group].sum()))
+        for number, (_, group) in enumerate(answer.bundles(), 1)
+        if float(answer.path_effect[group].sum()) > 0
+    ]
+    if opposed:
+        lines = ", ".join(f"{number} ({effect:+.2f})" for number, effect in opposed)
+        said.append(f"Lines of what decides: {lines}.")
+    return said
+
+
 def _looks(answer: AnswerNumbers) -> Table | None:
     """Tabulate where each head looks most in both texts, and what it writes from there."""
-    effects = dict(zip(map(tuple, answer.units.tolist()), answer.unit_effect.tolist(), strict=True))
+    effects = answer.effects()
     rows: list[list[Any]] = []
     for number, (layer, head) in enumerate(answer.looked.tolist()):
-        row: list[Any] = [f"{layer}.{head}", effects[layer, head]]
+        effect = effects[layer, head]
+        works = "against" if effect > 0 else "for"
+        row: list[Any] = [f"{layer}.{head}", works, effect]
         for text in range(2):
             row += answer.first_look(number, text)
         rows.append(row)
     columns = {
         "head": "layer and number",
+        "works": "for the answer or against it",
         "effect": "with the other text's output",
         "looks at": "the key with the largest weight",
         "writes": "towards the readout from that key, directly",

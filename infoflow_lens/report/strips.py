@@ -15,6 +15,9 @@ _WIDEST = 6.0  # of a line
 _SCREEN, _THIN = 1230, 7  # the picture's width from which words that matter little are thin
 _LITTLE = 0.05  # share of the difference
 _DRAWN = 12  # lines, those with the largest effects
+_APART = 17  # between the middles of two numbers
+_PLACES = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)  # of a number, along its line
+_BESIDE = (0, 20, -20, 40, -40)  # the line, where those are taken
 
 
 def draw_strips(answer: AnswerNumbers) -> Markup:
@@ -27,9 +30,8 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     strips = answer.shares.tolist()
     layers = answer.strip_layers
     lines = answer.bundles() if strips else []
-    sizes = [abs(float(answer.path_effect[group].sum())) for _, group in lines]
-    # the largest are drawn, in the order of their numbers
-    drawn = sorted(sorted(range(len(lines)), key=lambda number: -sizes[number])[:_DRAWN])
+    sizes = [_size(answer, group) for _, group in lines]
+    drawn = choose_lines(answer) if strips else []
     asides = _asides(answer, [lines[number][1] for number in drawn])
     beside = 20 + max(asides, default=0.0)
     width = _widths(answer, _SCREEN - _LEFT - beside)
@@ -45,7 +47,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
         return foot - _ROW / 2
 
     # words on top; thin columns of small words have none
-    parts = []
+    parts, names = [], []
     for position, word in enumerate(answer.tokens):
         if width[position] == _THIN:
             continue
@@ -58,7 +60,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     for row, (layer, shares) in enumerate(zip(layers, strips, strict=True)):
         name = "the end" if row == len(layers) - 1 else f"layer {layer}"
         y = _TOP + _ROW * row
-        parts.append(
+        names.append(
             f'<text class="tick" x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{name}</text>'
         )
         for position, share in enumerate(shares):
@@ -70,16 +72,24 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f"<title>{escape(said)}</title></rect>"
             )
     # lines lie over the cells, their width the size of their effect
+    marks: list[str] = []  # lie over all lines
+    taken: list[tuple[float, float]] = []
     for number, aside in zip(drawn, asides, strict=True):
         width_of_line = 1 + (_WIDEST - 1) * sizes[number] / max(max(sizes), 1e-12)
-        parts += _line(answer, number, *lines[number], width_of_line, aside, middle, height, foot)
+        line, mark = _line(
+            answer, number, *lines[number], width_of_line, aside, middle, height, foot,
+            (left[-1] + beside, taken),
+        )  # fmt: skip
+        parts.append(line)
+        marks.append(mark)
+    parts += marks
     # below: how much each word is needed, and how much it decides
     for at, column, name in (
         (16, answer.token_mean, "needed"),
         (34, answer.token_other, "decides"),
     ):
         if not all(math.isnan(v) for v in column.tolist()):
-            parts.append(
+            names.append(
                 f'<text class="tick" x="{_LEFT - 8}" y="{foot + at}" text-anchor="end">'
                 f"{name}</text>"
             )
@@ -98,10 +108,13 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f'H{left[stop] - 3:.1f}"><title>{escape(words)}</title></path>'
             )
     right = left[-1] + beside
-    size = f'width="{right:.0f}" height="{foot + _FOOT}"'
-    box = f'viewBox="0 0 {right:.0f} {foot + _FOOT}"'
+    size = f'width="{right - _LEFT:.0f}" height="{foot + _FOOT}"'
+    box = f'viewBox="{_LEFT} 0 {right - _LEFT:.0f} {foot + _FOOT}"'
     label = "Share of the difference by layer and word, and the paths that decide"
     picture = f'<svg {size} {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    # names of rows stay where the picture scrolls
+    size = f'width="{_LEFT}" height="{foot + _FOOT}"'
+    picture = f'<svg class="names" {size}>{"".join(names)}</svg>{picture}'
     kinds = sorted({answer.places[lines[number][1][0]].tolist()[6] for number in drawn})
     # a legend of the inputs by which paths enter heads
     keys = "".join(
@@ -110,7 +123,19 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
         for kind in kinds
     )
     keys = f'<p class="keys">{keys}</p>' if keys else ""
-    return Markup(f'<div class="scroll">{picture}</div>{keys}')  # words are escaped above
+    frame = f'class="scroll strips" tabindex="0" role="region" aria-label="{label}"'
+    return Markup(f"<div {frame}>{picture}</div>{keys}")  # words are escaped above
+
+
+def choose_lines(answer: AnswerNumbers) -> list[int]:
+    """Choose the lines that are drawn, those with the largest effects, in their order."""
+    lines = answer.bundles()
+    order = sorted(range(len(lines)), key=lambda number: -_size(answer, lines[number][1]))
+    return sorted(order[:_DRAWN])
+
+
+def _size(answer: AnswerNumbers, group: Sequence[int]) -> float:
+    return abs(float(answer.path_effect[group].sum()))
 
 
 def _widths(answer: AnswerNumbers, room: float) -> list[float]:
@@ -146,8 +171,9 @@ def _line(
     middle: Sequence[float],
     height: Callable[[float], float],
     foot: float,
-) -> list[str]:
-    """Draw a bundle from the mean place of its writers to that of its readers."""
+    room: tuple[float, list[tuple[float, float]]],
+) -> tuple[str, str]:
+    """Draw a bundle from the mean place of its writers to that of its readers, and its number."""
     places = [answer.places[path].tolist() for path in group]
     writer = sum(max(0, place[0] + 1) for place in places) / len(places)
     x, y = middle[places[0][2]], height(writer)
@@ -160,12 +186,54 @@ def _line(
     effect = float(answer.path_effect[group].sum())
     title = f"{number + 1}. {sentence}: cut, {effect:+.2f}"
     curve = f"M{x:.1f} {y:.1f} C{x + bend:.1f} {y:.1f} {x2 + bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
-    at = (x + x2) / 2 + 0.75 * bend, (y + y2) / 2
-    return [
-        f'<a href="#line-{number + 1}"><g class="s{kind}">'
-        f'<path d="{curve}" fill="none" stroke-width="{width:.1f}" '
-        f'stroke-opacity=".75"><title>{escape(title)}</title></path>'
-        f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="8"><title>{escape(title)}</title></circle>'
+    right, taken = room
+    (near, at) = _place_number((x, y), (x2, y2), bend, (middle[0] - 12, right - 10, foot), taken)
+    taken.append(at)
+    opening, said = f'<a href="#line-{number + 1}"><g class="s{kind}">', escape(title)
+    line = (
+        f'{opening}<path d="{curve}" fill="none" stroke-width="{width:.1f}" '
+        f'stroke-opacity=".75"><title>{said}</title></path></g></a>'
+    )
+    leader = f'<path d="M{near[0]:.1f} {near[1]:.1f}L{at[0]:.1f} {at[1]:.1f}" stroke-width="1"/>'
+    mark = (
+        f"{opening}{leader if near != at else ''}"
+        f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="8"><title>{said}</title></circle>'
         f'<text class="number" x="{at[0]:.1f}" y="{at[1] + 4:.1f}" text-anchor="middle">'
         f"{number + 1}</text></g></a>"
-    ]
+    )
+    return line, mark
+
+
+def _place_number(
+    start: tuple[float, float],
+    end: tuple[float, float],
+    bend: float,
+    room: tuple[float, float, float],
+    taken: Sequence[tuple[float, float]],
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Find where on a line, or else beside it, its number hides no other.
+
+    Returns:
+        The point of the line, and the middle of the number.
+    """
+    across, down = end[0] - start[0], end[1] - start[1]
+    length = math.hypot(across, down)
+    aside = (down / length, -across / length) if length else (1.0, 0.0)
+    best, most = (start, start), -math.inf
+    for beside in _BESIDE:
+        for t in _PLACES:
+            # a cubic whose inner points lie beside its ends
+            ends = (1 - t) ** 2 * (1 + 2 * t), t**2 * (3 - 2 * t)
+            near = (
+                ends[0] * start[0] + ends[1] * end[0] + 3 * t * (1 - t) * bend,
+                ends[0] * start[1] + ends[1] * end[1],
+            )
+            at = near[0] + beside * aside[0], near[1] + beside * aside[1]
+            free = min((math.dist(at, other) for other in taken), default=math.inf)
+            if not (room[0] <= at[0] <= room[1] and _TOP + 8 <= at[1] <= room[2] - 8):
+                continue
+            if free >= _APART:
+                return near, at
+            if free > most:
+                best, most = (near, at), free
+    return best

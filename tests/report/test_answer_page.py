@@ -1,6 +1,8 @@
 """The page of an answer in a browser: it fits a screen and a phone, and a press on a line works."""
 
+import math
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -36,8 +38,8 @@ def test_a_page_has_nothing_beside_the_screen(show, found, width, scheme, served
     form = Form(" ".join(found.tokens)) if served else None
     page = show(render_answer(found, form, can_cut=served), width, 800, scheme)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-    picture = page.locator("svg").first
-    assert picture.bounding_box()["width"] <= strips._SCREEN
+    boxes = [page.locator(f".strips svg >> nth={n}").bounding_box() for n in (0, 1)]
+    assert boxes[1]["x"] + boxes[1]["width"] - boxes[0]["x"] <= strips._SCREEN
     if width == 1280:
         assert page.evaluate("[...document.querySelectorAll('.scroll:has(svg)')].every("
                              "box => box.scrollWidth <= box.clientWidth)")  # fmt: skip
@@ -50,3 +52,47 @@ def test_a_press_on_a_line_leads_to_its_row(show, found):
     page.locator(f'svg a[href="#line-{number}"] circle').click()
     said = page.locator("tr:target").text_content()
     assert said.startswith(f"{number}. {found.bundles()[-1][0]}")
+
+
+def test_no_number_of_a_line_hides_another(show, found):
+    """Lines with the same ends had their numbers in one place."""
+    group = found.bundles()[0][1][:1]
+    places = found.places[group].repeat(8, 1)
+    places[:, 6] = torch.arange(8) % 3
+    places[:, 0] = torch.arange(8) // 3
+    columns = {name: getattr(found, name)[group].repeat(8) for name in PATHS[1:]}
+    page = show(render_answer(replace(found, places=places, **columns)))
+    at = page.evaluate(
+        "[...document.querySelectorAll('.strips circle')].map(c => "
+        "[c.cx.baseVal.value, c.cy.baseVal.value, c.r.baseVal.value])"
+    )
+    assert len(at) == len(replace(found, places=places, **columns).bundles()) > 2
+    for one, other in combinations(at, 2):
+        assert math.dist(one[:2], other[:2]) >= one[2] + other[2]
+
+
+def test_names_of_layers_stay_when_the_picture_is_moved_on_a_phone(show, found):
+    page = show(render_answer(found), 390, 800)
+    box = page.locator(".strips")
+    box.evaluate("box => box.scrollLeft = 200")
+    assert page.locator(".strips .names").bounding_box()["x"] == box.bounding_box()["x"]
+
+
+def test_what_a_word_might_have_been_stands_with_the_score_then(show, found):
+    """What decides stands first, where heads look behind it, and all heads in a fold."""
+    rows = tuple(("w1", "w2 <b>") if len(words) else () for words in found.replacements)
+    effects = torch.tensor([[-1.5, 0.25]] * len(rows)).double()
+    page = show(render_answer(replace(found, replacements=rows, replacement_effects=effects)))
+    place = found.changed[0]
+    row = page.locator(f"table.words tr:has(small:text-is('@{place}'))").first
+    said = row.text_content()
+    assert f"w1 {found.value - 1.5:+.2f}w2 <b> {found.value + 0.25:+.2f}" in said
+    assert f"the other text's {found.other_tokens[place]}" in said
+    titles = page.locator("h2, summary").all_text_contents()
+    order = [
+        "Which words matter, and what if they were others?", "Where it is decided", "What decides",
+        "Where heads look", "How sure is this?", "Heads and MLPs",
+    ]  # fmt: skip
+    assert [title for title in titles if title in order] == order
+    for sentence in (found.describe_readout(), *found.describe_certainty()):
+        assert sentence in page.locator("main").inner_text()

@@ -1,7 +1,7 @@
 """Questions of a model, beside exchanges in plain transformers."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
-from infoflow_lens.hooks.answer import other_text
+from infoflow_lens.hooks.answer import measure, other_text
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import (
@@ -122,6 +122,80 @@ def test_effects_of_tokens_are_those_of_the_plain_model(question, plain):
         assert question.clean.tokens[0, position] not in donors
     replaced = question.replace_tokens().tolist()
     assert replaced == near([0, 0, plain.of_token(2, int(two_texts()[1][2])), 0, 0, 0])
+
+
+def test_what_was_put_in_a_place_is_kept_with_what_it_did(plain):
+    """Each other text that was measured, also the one that is compared with."""
+    found = measured()
+    rows = found.to_frame("replacements")
+    assert set(rows["position"]) == set(range(6))
+    assert two_texts()[1][2] in [int(word) for word in found.replacements[2]]
+    with torch.no_grad():
+        guesses = zoo.build("llama")(two_texts()[0][None]).logits[0].softmax(-1)
+    for position, words in enumerate(found.replacements):
+        effects = found.replacement_effects[position]
+        assert effects[: len(words)].tolist() == near(
+            [plain.of_token(position, int(word)) for word in words]
+        )
+        assert effects[len(words) :].isnan().all()
+        assert len(set(words)) == len(words) >= 2
+        chances = [float(guesses[position - 1, int(word)]) for word in words]
+        assert chances == sorted(chances, reverse=True) or not position
+    expected = [found.value + effect for effect in rows["effect"]]
+    assert rows["readout"].tolist() == expected
+
+
+def test_answers_are_as_probable_as_the_plain_model_finds_them():
+    found = measured()
+    with torch.no_grad():
+        logits = zoo.build("llama")(torch.stack(two_texts())).logits[:, -1]
+    assert found.answers == (str(ANSWER), str(AGAINST))
+    expected = logits.double().softmax(-1)[:, [ANSWER, AGAINST]]
+    torch.testing.assert_close(found.answer_chances, expected, atol=1e-6, rtol=1e-4)
+    assert f"{ANSWER} has {expected[0, 0]:.0%}"[:4] in found.summary()
+    several = measured(LogitDifference((ANSWER, 11), AGAINST), two_texts())
+    expected = logits.double().softmax(-1)[:, [ANSWER, 11]].sum(1)
+    torch.testing.assert_close(several.answer_chances[:, 0], expected, atol=1e-6, rtol=1e-4)
+    assert measured(LogProbability(ANSWER), two_texts()).answers == ()
+
+
+@pytest.mark.parametrize("place", [5, 2])
+def test_an_answer_says_when_the_last_word_was_replaced(monkeypatch, place):
+    """By the other text that is chosen; what one gives is one's own."""
+
+    def choose(question, tokens, text, spans):
+        return two_texts(changed=(place,))[1], "chosen"
+
+    monkeypatch.setattr(measure, "_choose_text", choose)
+    said = " ".join(measured(READOUT, (two_texts()[0], None), quick=True).notes)
+    assert ("the word that was replaced is the last one" in said) == (place == 5)
+    given = measured(READOUT, two_texts(changed=(5,)), quick=True)
+    assert "the last one" not in " ".join(given.notes)
+
+
+def test_how_sure_an_answer_is_is_said_of_what_was_measured():
+    found = replace(
+        measured(), kept=0.81, lost=0.42, random=(0.0, 0.3, 0.1), forwards=77.0,
+        places=torch.tensor([[-1, -1, 2, -1, -1, -1, 3]] * 2),
+        token_mean=torch.tensor([0.1, -0.2, -3.0, 0.0, -2.9, 0.3]).double(),
+        token_error=torch.tensor([0.01] * 6).double(),
+    )  # fmt: skip
+    said = " ".join(found.describe_certainty())
+    assert "keep 81%: yes (70% of the difference or more counts)" in said
+    assert "lost is 42%: not by our bar" in said
+    assert (
+        "Of 3 draws of 2 random paths the middle one keeps 10% of the difference, the best 30%"
+        in said
+    )
+    tokens = found.tokens
+    assert (
+        f"{tokens[2]}@2 (-3.00 ± 0.01), then {tokens[4]}@4 (-2.90 ± 0.01). That order is clear"
+        in said
+    )
+    assert "77 passes" in said
+    assert found.describe_opposed_words() == f"{tokens[5]}@5 +0.30, {tokens[0]}@0 +0.10"
+    open_ = replace(found, token_error=torch.tensor([0.1] * 6).double())
+    assert "that order may turn" in " ".join(open_.describe_certainty())
 
 
 def test_guesses_are_the_models_own_without_what_stands_there(question):
@@ -571,7 +645,7 @@ def test_an_answer_says_what_was_measured(plain):
         assert sorted(n for _, group in found.bundles() for n in group) == [
             *range(len(found.places))
         ]
-    with pytest.raises(InfoFlowError, match="expected one of tokens, states, heads, paths, looks"):
+    with pytest.raises(InfoFlowError, match="expected one of tokens, replacements, states, heads"):
         found.to_frame("edges")
 
 
