@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel
-from infoflow_lens.foundation.documents import check_name
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import digest_of
-from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import (
@@ -31,27 +29,14 @@ if TYPE_CHECKING:
 
 SCHEMA = "infoflow-lens result 1"
 
-_CARD = """\
----
-tags: [interpretability, transformer-lens, infoflow-lens]
----
-
-# {title}
-{text}
-```python
-from infoflow_lens.hooks import Result
-
-result = {load}
-```
-
-The record beside the numbers (`result.record`) holds settings, seed, versions and the
-fingerprint of the model.
-"""
-
 ResultT = TypeVar("ResultT", bound="Result")
 
 
-@refuse_names(stored="to_parts", of_stored="from_parts")
+@refuse_names(
+    stored="to_parts", of_stored="from_parts",
+    push_to_hub="save(), and upload_folder of huggingface_hub",
+    from_hub="load(), behind snapshot_download of huggingface_hub",
+)  # fmt: skip
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result(Displayed):
     """Measured numbers, with what is needed to reproduce them.
@@ -223,77 +208,9 @@ class Result(Displayed):
                         f"{len(names)}, one for each of {brief(names)}"
                     )
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        name: str | None = None,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-    ) -> str:
-        """Upload the result to a dataset of the Hugging Face hub, which is made if needed.
-
-        Args:
-            repo_id: "owner/name".
-            name: of its files there, without their ends; default, that of its class.
-            private: whether a new dataset can be seen by its owners alone; default, as the hub has
-                it.
-            token: default, that of ``hf auth login`` or HF_TOKEN.
-
-        Returns:
-            The address of the dataset.
-
-        Raises:
-            InfoFlowError: for a name that the hub refuses or that leads out of the dataset, a
-                missing or wrong token, or no network.
-        """
-        name = type(self).__name__ if name is None else check_name(name, "name")
-        load = f'Result.from_hub("{repo_id}", "{name}")'
-        return push(
-            repo_id,
-            lambda folder: self.save(folder / name),
-            hub_card(f"{type(self).__name__}, measured by infoflow-lens", load),
-            private=private,
-            token=token,
-        )
-
-    @classmethod
-    def from_hub(
-        cls: type[ResultT],
-        repo_id: str,
-        name: str | None = None,
-        *,
-        revision: str | None = None,
-        token: str | None = None,
-    ) -> ResultT:
-        """The result that :meth:`push_to_hub` uploaded. Nothing that the files name is called.
-
-        Args:
-            repo_id, name, token: as there.
-            revision: branch, tag or commit; default, the newest.
-
-        Raises:
-            InfoFlowError: if there is none, it is of another kind or version, the name leads out of
-                the dataset, or there is no network.
-        """
-        name = cls.__name__ if name is None else check_name(name, "name")
-        folder = pull(repo_id, [f"{name}.*", f"{name}/*"], revision=revision, token=token)
-        return cls.load(folder / name)
-
     def _locate(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
         """Return the result, knowing from where it was loaded, if it must."""
         return self
-
-
-def hub_card(title: str, load: str, text: str = "") -> str:
-    """Return the README.md of a dataset with results: what they are, and how they are loaded.
-
-    Args:
-        title: of the page.
-        load: the call that loads them.
-        text: what they say.
-    """
-    return _CARD.format(title=title, load=load, text=f"\n{text}\n" if text else "")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

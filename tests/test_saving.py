@@ -412,39 +412,6 @@ def test_a_copy_holds_the_result_and_nothing_that_lies_beside_it(given, tmp_path
     assert ShardedPositions.load(tmp_path / "copy").to_frame().equals(found.to_frame())
 
 
-def test_what_is_uploaded_is_the_result_alone(given, monkeypatch):
-    uploaded = {}
-
-    def push(repo_id, write, card, **settings):
-        import tempfile
-        from pathlib import Path
-
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder))
-            uploaded.update({
-                p.relative_to(folder).as_posix(): p.read_bytes()
-                for p in Path(folder).rglob("*") if p.is_file()
-            })  # fmt: skip
-        return "address"
-
-    monkeypatch.setattr("infoflow_lens.hooks.result.push", push)
-    found = Result.load(given)
-    found.push_to_hub("me/it", "positions")
-    parts = {f"positions/{i:06d}" for i in range(found.n_shards)}
-    expected = {
-        f"{part}.{end}" for part in parts | {"positions"} for end in ("json", "safetensors")
-    }
-    assert set(uploaded) == expected
-    assert not any(content == b"key" for content in uploaded.values())
-
-
-@pytest.mark.parametrize("name", ["/abs", "../../x", "a/../../x", "", "*"])
-def test_names_on_the_hub_stay_in_the_dataset(made, name):
-    for call in (made["PositionsResult"].push_to_hub, Result.from_hub):
-        with pytest.raises(InfoFlowError, match="it stays below the folder"):
-            call("me/it", name)
-
-
 def test_a_link_in_the_place_of_the_folder_of_parts_is_refused(made, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "x").symlink_to(tmp_path / "elsewhere")
@@ -716,3 +683,9 @@ def test_a_result_of_no_sequence_is_refused(made, tmp_path):
     write_parts(tmp_path / "x", SCHEMA[True], plain, none)
     with pytest.raises(InfoFlowError, match="of no sequence"):
         Result.load(tmp_path / "x")
+
+
+def test_uploads_are_left_to_the_hub(made):
+    for name in ("push_to_hub", "from_hub"):
+        with pytest.raises(AttributeError, match=r"gone since 0.4: expected .*huggingface_hub"):
+            getattr(made["PositionsResult"], name)

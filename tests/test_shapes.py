@@ -44,7 +44,7 @@ for result in run_probes(
     result.to_frame(), result.plot()
 from infoflow_lens.theory import DigitCode, ComparisonTree
 from infoflow_lens.studies.bounds import kth_largest_collision
-from infoflow_lens.theory.cost import exponents, total_cost
+from infoflow_lens.theory.cost import exponents
 for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
     task = load_task(name, n_tokens=6, d_token=4)
     for positions in ("none", "learned"):
@@ -90,7 +90,6 @@ for name in ("memorization", "in_context_qa"):
     dependence(x)
     if certificate.feasible:
         certified_model(certificate)(x), certificate.model(x)
-total_cost(propagate([torch.zeros(2, 3, 5, dtype=torch.int64)], 4), 2, 8, eps=0.1)
 code = DigitCode(3, 2, 4)
 code.decode(code.encode(torch.rand(7, 3), 1e3), 1e3)
 kth_largest_collision(lambda z: z, lambda z: z.unsqueeze(-1), 4, 2, 0.02)

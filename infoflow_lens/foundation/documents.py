@@ -10,7 +10,6 @@ Links, pipes, devices and folders never give way.
 import hashlib
 import json
 import os
-import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,8 +31,6 @@ from infoflow_lens.foundation.files import (
     user_path,
     writable_folder,
 )
-
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -255,20 +252,6 @@ WITNESS = kind_by_digest("witness", "format", ("infoflow-lens exclusion",))
 SAVED = ("infoflow-lens result ", "infoflow-lens flow ", "infoflow-lens saved ")
 RESULT = kind_by_digest("saved result", "schema", SAVED)
 NUMBERS = kind_of_tensors(RESULT, SAVED)
-
-
-def check_name(name: str, what: str) -> str:
-    """Check a name of files below a folder: words with ``/`` between them, which stay below it.
-
-    Raises:
-        InfoFlowError: for anything else, such as an absolute path or "..".
-    """
-    if not isinstance(name, str) or not all(_NAME.fullmatch(part) for part in name.split("/")):
-        raise InfoFlowError(
-            f"{what} is {name!r}: expected letters, digits, '.', '_' and '-', with '/' between the "
-            "names of folders; it stays below the folder, so no part begins with '.'"
-        )
-    return name
 
 
 def _kind_of(path: Path) -> str:

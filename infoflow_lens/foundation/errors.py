@@ -38,20 +38,17 @@ class _EarlierName:
 
 
 def refuse_names(**present: str) -> Callable[[KindT], KindT]:
-    """Refuse earlier names of a class's attributes with an error that says the present ones.
+    """Refuse earlier names of a class's attributes with an error that says what is there now.
 
     A subclass that defines one, which nobody would call, is warned of where it is made.
 
     Args:
-        present: by earlier name, the present one.
+        present: by earlier name, the present one, or what does the same.
     """
 
     def decorate(kind: KindT) -> KindT:
         own = vars(kind).get("__init_subclass__")
-        words = {
-            earlier: f"{earlier} is named {name} since 0.4: expected that name"
-            for earlier, name in present.items()
-        }
+        words = {old: f"{old} is gone since 0.4: expected {name}" for old, name in present.items()}
 
         def warn(below: type, /, **options: Any) -> None:
             above = super(cast(Any, kind), below)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.documents import PROBE_PAGE
-from infoflow_lens.foundation.hub import push
-from infoflow_lens.hooks.result import hub_card
+from infoflow_lens.foundation.errors import refuse_names
 from infoflow_lens.probing.findings import Findings
-from infoflow_lens.probing.folder import write_tables
 from infoflow_lens.probing.page import build_report
 from infoflow_lens.report.probing import render_probing
 
 
+@refuse_names(push_to_hub="out=, and upload_folder of huggingface_hub")
 @dataclass(frozen=True, repr=False)
 class ProbingResult(Findings):
     """What a probe run found; in a notebook, its main findings."""
@@ -35,45 +34,6 @@ class ProbingResult(Findings):
         """
         PROBE_PAGE.check(path, overwrite=overwrite)  # before the page is made
         return PROBE_PAGE.write(path, render_probing(build_report(self)), overwrite=overwrite)
-
-    def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, token: str | None = None
-    ) -> str:
-        """Upload results, tables and report to a dataset of the Hugging Face hub.
-
-        The sequences themselves stay here, but the report shows the first ones
-        (``config.n_shown``).
-
-        Args:
-            repo_id, private, token: as for :meth:`Result.push_to_hub`.
-
-        Returns:
-            The address of the dataset.
-
-        Raises:
-            InfoFlowError: as for :meth:`Result.push_to_hub`.
-        """
-
-        def write(folder: Path) -> None:
-            for name, result in self.found.items():
-                result.save(folder / name)
-            write_tables(folder, self)
-            self.report(folder / "report.html")
-
-        first = next(iter(self.found))
-        return push(
-            repo_id,
-            write,
-            hub_card(
-                f"{self.config.model}, probed on {self.config.data}",
-                f'Result.from_hub("{repo_id}", "{first}")',
-                "\n".join(f"- {line}" for line in self.findings())
-                + "\n\nreport.html shows all of it; the names of results are "
-                + f"{', '.join(self.found)}.",
-            ),
-            private=private,
-            token=token,
-        )
 
     def __repr__(self) -> str:
         n = 0 if self.positions is None else self.positions.n_sequences

@@ -24,9 +24,9 @@ Mode = Annotated[
     Literal["law", "decoder", "total"],
     Remedy("'effective' is 'total' now, and 'certified' 'decoder'"),
 ]
+Precision = Annotated[float, Gt(0), Lt(1), Remedy("a precision such as 0.01")]
 MODES: tuple[Mode, ...] = ("law", "decoder", "total")
 _ROOM = 0.999  # of a step, for an analog coordinate; the rest keeps it off the next threshold
-Precision = Annotated[float, Gt(0), Lt(1), Remedy("a precision such as 0.01")]
 
 
 @checked
@@ -68,25 +68,6 @@ def exponents(
     result = _apply_mode(law, mode).clone()
     result[-1, :, :-1] = math.nan
     return result
-
-
-@checked
-def total_cost(
-    sets: InformationSets,
-    d_token: int,
-    d_model: int | Sequence[int],
-    eps: Precision,
-    mode: Mode = "total",
-) -> Float[Tensor, " batch"]:
-    """The cost law summed over all (layer, position), in parameters up to constants (Sec. 5.2).
-
-    `d_model` is E, or E_l for every layer.
-
-    Raises:
-        InfoFlowError: unless ``0 < eps < 1``.
-    """
-    costs = eps ** -exponents(sets, d_token, d_model, mode)
-    return costs.nansum(dim=(0, 2))
 
 
 @settings
@@ -134,15 +115,6 @@ class DigitCode:
                 "expected at most 24; lower n_bits or raise n_latents"
             )
 
-    @classmethod
-    @checked
-    def for_precision(
-        cls, n_tokens: Count, d_token: Count, n_latents: Count, eps: Precision
-    ) -> "DigitCode":
-        """The code of L2 error at most eps: ``B = ceil(log2(sqrt(r d) / eps))`` bits [derived]."""
-        n = n_tokens * d_token
-        return cls(n, n_latents, max(1, math.ceil(math.log2(math.sqrt(n) / eps))))
-
     @property
     def bits_per_latent(self) -> int:
         """b, the bits that each latent spells."""
@@ -154,22 +126,9 @@ class DigitCode:
         return self.n_coordinates - self.analog * self.n_latents
 
     @property
-    def encoder_units(self) -> int:
-        """Hidden units of the encoder: one for each threshold of each coordinate that is cut."""
-        return self.n_cut * 2**self.n_bits
-
-    @property
     def decoder_units(self) -> int:
         """Hidden units of the decoder: one for each threshold of each latent."""
         return self.n_latents * 2**self.bits_per_latent
-
-    @property
-    def decoder_exponent(self) -> float:
-        """log of a latent's decoder units over log of 1 / 2^-B, up to the ceiling.
-
-        r d / E, or rd/E - 1 with `analog`.
-        """
-        return self.bits_per_latent / self.n_bits
 
     def _steps(
         self, z: Float[Tensor, "*batch n"], bits: int, steepness: float | None

@@ -211,41 +211,6 @@ def _fillings(tokens: Tensor, n: int, arity: int, generator: torch.Generator) ->
     return tokens[torch.randint(len(tokens), (n, arity), generator=generator)]
 
 
-def measure_interactions(
-    score: Score,
-    arity: int,
-    tokens: Float[Tensor, "sample d_token"],
-    n: int = ASKED,
-    seed: int = 0,
-) -> Float[Tensor, "place other"]:
-    """Measure how two places interact in a score, over what its rounding or noise makes of it.
-
-    ``s(x) - s(x_i') - s(x_j') + s(x_ij')`` is zero for all tokens if and only if the score is a sum
-    of parts none of which has both places (Moebius inversion). Entries above 1 are interactions.
-    Other than orders they are seen through noise, and not through an outer function: one that they
-    see and orders do not is that of an increasing function around a sum.
-
-    Args:
-        score, arity, tokens, n, seed: as in :func:`reversals`; the score may be noisy.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (_fillings(tokens, n, arity, generator) for _ in range(2))
-    start = score(x).double()
-    noise, scale = (start - score(x).double()).var() / 2, start.var() + 1e-30
-    found = torch.zeros(arity, arity)
-    for i, j in itertools.combinations(range(arity), 2):
-        one, other, both = x.clone(), x.clone(), x.clone()
-        one[:, i], other[:, j] = y[:, i], y[:, j]
-        both[:, [i, j]] = y[:, [i, j]]
-        ends = [score(z).double() for z in (x, both, one, other)]
-        square = (ends[0] + ends[1] - ends[2] - ends[3]).square()
-        if noise > _ROUNDING**2 * scale:  # the excess of the mean square, in four of its deviations
-            found[i, j] = (square.mean() - 4 * noise) / (16 * noise * (2 / n) ** 0.5)
-        else:
-            found[i, j] = square.max().sqrt() / (_ROUNDING * scale.sqrt())
-    return found + found.T
-
-
 def collapse(component: Component, tokens: Float[Tensor, "sample d_token"]) -> Component:
     """Leave out places of a component that may hold the same token as another.
 

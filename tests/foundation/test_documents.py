@@ -24,7 +24,6 @@ from infoflow_lens.foundation.documents import (
     RESULT,
     WITNESS,
     Document,
-    check_name,
 )
 from infoflow_lens.foundation.files import add_digest, read_json
 from infoflow_lens.foundation.saving import read_parts, write_parts
@@ -200,19 +199,6 @@ def test_nobody_waits_for_what_is_no_file(read, how, tmp_path):
     occupy(how, tmp_path / "x.y", tmp_path)
     with pytest.raises(InfoFlowError, match="it is no regular file"):
         read(tmp_path / "x.y")
-
-
-@pytest.mark.parametrize("name", ["x", "first/second", "a.b", "Result-1_2"])
-def test_names_that_stay_below(name):
-    assert check_name(name, "name") == name
-
-
-@pytest.mark.parametrize(
-    "name", ["", "/abs", "../x", "a/../b", "a//b", "a/", ".hidden", "a\\b", "*", "a b", "a\0", None]
-)
-def test_names_that_do_not(name):
-    with pytest.raises(InfoFlowError, match=r"name is .*it stays below the folder"):
-        check_name(name, "name")
 
 
 def test_kinds_are_all_here():

@@ -14,7 +14,6 @@ from infoflow_lens.theory.score_graph import (
     ScoreGraph,
     collapse,
     graph_of,
-    measure_interactions,
     reversals,
 )
 from infoflow_lens.theory.shapes import ModelShape
@@ -63,16 +62,11 @@ def test_a_graph_is_asked_by_the_order_of_fillings(name):
     assert (set(graph.edges), graph.width) == (edges, width)
 
 
-def test_differences_see_through_noise_and_orders_through_increasing_functions():
+def test_noise_is_taken_for_reversals_and_an_increasing_function_is_not():
     generator = torch.Generator().manual_seed(1)
     noisy = lambda z: CHAIN(z) + 0.01 * torch.randn(z.shape[:-2], generator=generator)  # noqa: E731
-    for score in (CHAIN, noisy):
-        assert (measure_interactions(score, 3, TOKENS) > 1).nonzero().tolist() == [
-            [0, 1], [1, 0], [1, 2], [2, 1]
-        ]  # fmt: skip
-    assert reversals(noisy, 3, [0], [1], TOKENS) > 0  # noise is taken for reversals
+    assert reversals(noisy, 3, [0], [1], TOKENS) > 0
     grown = lambda z: (3 * CHAIN(z)).exp()  # noqa: E731
-    assert measure_interactions(grown, 3, TOKENS)[0, 2] > 1
     assert reversals(grown, 3, [0], [1], TOKENS) == 0
 
 
