@@ -8,7 +8,7 @@ takes this file.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from infoflow_lens.foundation.lazy import mpl, pd
 
 _COLUMNS = 4  # of panels
 _TICKS = 40  # at most, that have names
@@ -120,7 +117,7 @@ class LabelledArray:
         """Return a table with one row for each number."""
         return frame_of([self])
 
-    def plot(self, title: str = "") -> "Figure":
+    def plot(self, title: str = "") -> "mpl.Figure":
         """Bars over one axis, a heat map over two, a panel of these for each place of the first.
 
         Of further axes the first place is shown.
@@ -145,8 +142,6 @@ def frame_of(columns: Sequence[LabelledArray], rows: LabelledArray | None = None
             has rows of its own.
         rows: bool, which numbers of the first have a row; default, all.
     """
-    import pandas as pd
-
     main = columns[0]
     if any(not set(column.dims) <= set(main.dims) for column in columns):
         return pd.concat([column.to_frame() for column in columns], ignore_index=True)
@@ -190,12 +185,10 @@ def _align(array: LabelledArray, layer: int | None, dims: Sequence[str]) -> Tens
 
 def _panels(
     facets: Sequence[tuple[str, Any]], dims: Sequence[str], array: LabelledArray, title: str
-) -> "Figure":
-    from matplotlib.figure import Figure
-
+) -> "mpl.Figure":
     n_columns = min(_COLUMNS, len(facets))
     n_rows = -(-len(facets) // n_columns)
-    figure = Figure(figsize=(1.5 + 2.6 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
+    figure = mpl.Figure(figsize=(1.5 + 2.6 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
     figure.suptitle(plain_label(title))
     grid = figure.subplots(n_rows, n_columns, squeeze=False).flatten()
     # one scale for all panels, so that their colours can be compared

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.memory import to_host
 from infoflow_lens.foundation.settings import Share
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
@@ -15,10 +16,6 @@ from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import concatenated
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +69,7 @@ class AttendedResult(Result):
             [LabelledArray(name, tuple(v), ("layer", "head")) for name, v in by_head.items()]
         )
 
-    def plot(self, layer: int = 0) -> "Figure":
+    def plot(self, layer: int = 0) -> "mpl.Figure":
         """Draw how often each query that is there draws from each key, a panel for each head."""
         n = self.is_query.sum(dim=0)[:, None]
         often = tuple(attended.double().sum(dim=0) / n for attended in self.attended)

@@ -3,22 +3,19 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.memory import to_host
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import concatenated
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +51,7 @@ class PatternsResult(Result):
             LabelledArray("allowed", allowed, dims),
         )
 
-    def plot(self, layer: int = 0, sample: int = 0) -> "Figure":
+    def plot(self, layer: int = 0, sample: int = 0) -> "mpl.Figure":
         """Return the patterns of one sequence, a panel for each head."""
         return super().plot("patterns", layer=layer, sample=sample)
 

@@ -1,13 +1,14 @@
 """Heads whose first choice stands in a relation to the query, over many texts."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.settings import checked
@@ -15,9 +16,6 @@ from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Ids: TypeAlias = Int[Tensor, " pos"]
 Relation: TypeAlias = str | int | Callable[[Ids], Bool[Tensor, "query key"]]
@@ -90,8 +88,6 @@ def find_heads(
     Example:
         >>> find_heads("build/models/smollm2", texts, "after same token").head()
     """
-    import pandas as pd
-
     asked = _relation(relation)
     check_one_device(model)
     n_layers = layer_count(model)

@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from infoflow_lens.foundation.display import Displayed, brief, panel
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import digest_of
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import (
@@ -22,10 +23,6 @@ from infoflow_lens.foundation.saving import (
     write_parts,
 )
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 SCHEMA = "infoflow-lens result 1"
 
@@ -96,7 +93,7 @@ class Result(Displayed):
         """Return a table of all arrays: a row for each number, with its places on the axes."""
         return frame_of(sorted(self.arrays.values(), key=lambda array: -len(array.dims)))
 
-    def plot(self, *args: Any, **where: Any) -> "Figure":
+    def plot(self, *args: Any, **where: Any) -> "mpl.Figure":
         """Heat maps or bars of an array; the arguments are those of :meth:`array`."""
         array = self.array(*args, **where)
         title = str(self.record.config.get("probe", type(self).__name__))

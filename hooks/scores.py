@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from annotated_types import MinLen
@@ -11,16 +11,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Distinct
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.model.points import position_count
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import combined, concatenated, latest
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 Asked = Annotated[tuple[int, ...], MinLen(1), Distinct()]  # positions; negative ones from the end
 
@@ -93,7 +90,7 @@ class StateScores(Result):
         )
         return frame.assign(position=self.positions[sample, asked].numpy())
 
-    def plot(self, sample: int = 0) -> "Figure":
+    def plot(self, sample: int = 0) -> "mpl.Figure":
         """Heat maps of one sequence, a panel for each layer."""
         rows = self.positions[sample] >= 0
         array = LabelledArray(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
@@ -35,9 +36,6 @@ __all__ = [
     "coverage_curve",
     "explained",
 ]
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Predicted: TypeAlias = InformationSets | Bool[Tensor, "layer batch pos source"] | MovesKeys
 Measured: TypeAlias = Float[Tensor, "layer batch pos source"] | InfluenceResult
@@ -111,8 +109,6 @@ class Agreement(Savable):
 
     def to_frame(self) -> "pd.DataFrame":
         """Return a row for each layer with and without self, and one for the read-out position."""
-        import pandas as pd
-
         rows: list[Mapping[str, Any]] = []
         numbers = self.numbers or range(len(self.layers))
         for kind, with_self, layers in (
@@ -389,8 +385,6 @@ def compare_by_position(
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    import pandas as pd
-
     states = _States(sets_of(predicted, measured), measured, threshold, lengths)
     n_layers, _, n_pos, _ = states.scores.shape
     places = torch.arange(n_pos, device=states.scores.device)
@@ -727,8 +721,6 @@ class CoverageCurve(Savable):
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for each k."""
-        import pandas as pd
-
         rows = [
             {"k": k, "last": last, "chance": chance, "size": size}
             | {f"layer_{layer}": share for layer, share in sorted(self.take_k(k).items())}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from infoflow_lens.agreement import (
 )
 from infoflow_lens.foundation.display import panel, plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds, Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
@@ -31,9 +32,6 @@ from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
 __all__ = ["RankingAgreement", "compare_rankings"]
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 METRICS = (
     "auroc",
@@ -124,8 +122,6 @@ class RankingAgreement(Savable):
         return self._frame(starts, confidence, ahead=True)
 
     def _frame(self, starts: Starts, confidence: Confidence, ahead: bool) -> "pd.DataFrame":
-        import pandas as pd
-
         n_layers, _, n_pos = self.n_candidates.shape
         rows: list[dict[str, Any]] = []
         numbers = self.numbers or range(n_layers)
@@ -171,7 +167,7 @@ class RankingAgreement(Savable):
                     )
         return pd.DataFrame(rows)
 
-    def plot(self, size_of: str | None = None, metric: str = "auroc") -> "Figure":
+    def plot(self, size_of: str | None = None, metric: str = "auroc") -> "mpl.Figure":
         """Return a metric of every method by layer, with intervals, at the sizes of one set.
 
         Args:
@@ -181,8 +177,6 @@ class RankingAgreement(Savable):
         Raises:
             InfoFlowError: for an unknown set or metric.
         """
-        from matplotlib.figure import Figure
-
         chosen = self.sets[0] if size_of is None else size_of
         if chosen not in self.sets or metric not in METRICS:
             raise InfoFlowError(
@@ -192,7 +186,7 @@ class RankingAgreement(Savable):
         frame = self.to_frame()
         frame = frame[frame["size_of"] == chosen]
         layers = frame["layer"].unique()
-        figure = Figure(figsize=(2 + 2.5 * len(layers), 3.5), layout="constrained")
+        figure = mpl.Figure(figsize=(2 + 2.5 * len(layers), 3.5), layout="constrained")
         figure.suptitle(f"What states depend on, at the sizes of {plain_label(chosen)}")
         grid = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
         for axes, layer in zip(grid, layers, strict=True):

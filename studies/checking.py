@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.studies.claims import Verdict
 from infoflow_lens.studies.study import Study
 from infoflow_lens.studies.sweep import Run, check_cases, measure_unit
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from infoflow_lens.studies.study import Row
 
 
@@ -30,8 +29,6 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
     Raises:
         InfoFlowError: saying what is wrong, and where.
     """
-    import pandas as pd
-    from matplotlib.figure import Figure
 
     if preset not in study.presets:
         raise InfoFlowError(
@@ -48,7 +45,7 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
         )
     results = pd.DataFrame([row for several in rows for row in several])
     # everything that is made of the rows, before hours of measuring
-    for method, expected in (("table", str), ("figure", Figure), ("verdict", Verdict)):
+    for method, expected in (("table", str), ("figure", mpl.Figure), ("verdict", Verdict)):
         name = f"{method}() of {study.name}"
         try:
             made = getattr(study, method)(results)

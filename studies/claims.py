@@ -5,13 +5,11 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.names import nearest
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Comparison: TypeAlias = Literal["<", "<=", ">", ">=", "within"]
 Numbers: TypeAlias = Mapping[str, float]  # by what each is of; "" where there is one alone
@@ -196,8 +194,6 @@ def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: in
         results: its rows; run numbers count seeds fastest, then configurations.
         n_seeds: of each configuration.
     """
-    import pandas as pd
-
     if n_seeds < 2:
         return None
     ways: Iterable[Sequence[int]] = itertools.combinations_with_replacement(range(n_seeds), n_seeds)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.studies.tables import groups
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Scale: TypeAlias = Literal["linear", "log", "log2", "symlog"]
 Legend: TypeAlias = Literal["inside", "above", ""]
@@ -259,10 +258,8 @@ class FigureSpec:
     share: Literal["", "x", "y", "xy"] = ""
     rows: Rows = _all
 
-    def draw(self, results: "pd.DataFrame") -> "Figure":
+    def draw(self, results: "pd.DataFrame") -> "mpl.Figure":
         """Return the figure of some rows."""
-        from matplotlib.figure import Figure
-
         rows = self.rows(results)
         if self.per:
             parts = [some for _, some in groups(rows, [self.per])] or [rows]
@@ -270,7 +267,7 @@ class FigureSpec:
         else:
             grid = [[(panel, rows) for panel in self.panels]]
         widths = [panel.width for panel, _ in grid[0]]
-        figure = Figure(
+        figure = mpl.Figure(
             figsize=(self.size[0] * sum(widths), self.size[1] * len(grid)), layout="constrained"
         )
         axes = figure.subplots(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
@@ -20,10 +21,6 @@ from infoflow_lens.studies.tables import Part, TableSpec, render
 from infoflow_lens.studies.together import train_together
 from infoflow_lens.tasks import VectorTask
 from infoflow_lens.training import Data, Draw, TrainingConfig, TrainingResult, train
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 Settings: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = dict[str, float | int | str | None]
@@ -157,7 +154,7 @@ class Study(ABC):
         """Return the tables of some rows, in Markdown."""
         return render(self.tables() or [TableSpec(*self._columns(results))], results)
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def figure(self, results: "pd.DataFrame") -> "mpl.Figure":
         """Return the figure of some rows."""
         plots = self.plots()
         if plots is not None:

@@ -11,11 +11,12 @@ from functools import cache
 from gzip import GzipFile
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from infoflow_lens.foundation.documents import Document, kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.studies.claims import (
     Numbers,
     Verdict,
@@ -38,9 +39,6 @@ from infoflow_lens.studies.sweep import (
     verdict_of,
 )
 from infoflow_lens.studies.tables import markdown_table
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
 WRITTEN = "<!-- written by infoflow-lens study --summary -->"  # as which a page begins
@@ -292,8 +290,6 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
     Raises:
         InfoFlowError: where there is no results.csv, or one that is not of a study.
     """
-    import pandas as pd
-
     path = _rows_path(folder)
     try:
         rows = pd.read_csv(BytesIO(_unpack(path)), dtype={"table": str})

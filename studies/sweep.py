@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -22,6 +22,7 @@ from infoflow_lens.foundation.files import (
     write_signed,
     write_text,
 )
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
@@ -32,9 +33,6 @@ from infoflow_lens.runs.memory import check_memory
 from infoflow_lens.studies.claims import Verdict
 from infoflow_lens.studies.study import ABOUT, Row, Settings, Study, TogetherStudy
 from infoflow_lens.training import TrainingDivergedError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _RUN, _RECORD = "infoflow-lens study run 2", "infoflow-lens study record 1"
 TABLE = kind_by_signature("table of a study", "infoflow-lens study")
@@ -450,8 +448,6 @@ def _table(
     Rows without numbers would make floats of integers, so they are left out before there is a
     table.
     """
-    import pandas as pd
-
     rows = [{**row, "run": run.index} for run in runs for row in kept.get(run.index, ())]
     return pd.DataFrame([row for row in rows if status in (None, row["status"])])
 

@@ -4,14 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from infoflow_lens.foundation.errors import InfoFlowError
-
-if TYPE_CHECKING:
-    import pandas as pd
+from infoflow_lens.foundation.lazy import pd
 
 Take: TypeAlias = Literal["spread", "mean", "least", "most", "median", "first"]
 Words: TypeAlias = Mapping[Any, object] | Callable[[Any], object]

@@ -3,18 +3,16 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.answer.paths import TARGET
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.scores import describe_orders, spearman
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # how tokens are ordered without replacing any; the last is no measure of the model
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
@@ -188,8 +186,6 @@ class AnswerNumbers(Result):
         Raises:
             InfoFlowError: for anything else.
         """
-        import pandas as pd
-
         tables = {
             "tokens": self._tokens,
             "replacements": self._replacements,

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
@@ -38,10 +39,6 @@ from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run_probes
 from infoflow_lens.hooks.result import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 Head = tuple[int, int]
 WORTHIEST = 14  # heads whose label rests on passes of their own, and that are tried anew together
@@ -148,8 +145,6 @@ class HeadLabels(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for each head: label, shares of both families with errors, worth, sink."""
-        import pandas as pd
-
         layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
         return pd.DataFrame(
             {
@@ -172,8 +167,6 @@ class HeadLabels(Result):
 
     def joint_frame(self) -> "pd.DataFrame":
         """Make a row for each assignment that replaced all heads, the least damage first."""
-        import pandas as pd
-
         frame = pd.DataFrame(
             {
                 "all heads by": self.assignments,
@@ -189,8 +182,6 @@ class HeadLabels(Result):
 
         Worth is what the output loses without a head, alone; estimates may miss it by far.
         """
-        import pandas as pd
-
         frame, n_layers = self.to_frame(), int(self.heads[:, 0].max()) + 1
         bounds = [-(-n_layers * i // 3) for i in range(4)]
         rows = []
@@ -205,13 +196,12 @@ class HeadLabels(Result):
             rows.extend([row] * (first < stop))
         return pd.DataFrame(rows)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "mpl.Figure":
         """Draw the label of every head, layer by layer."""
-        from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
         layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
-        figure = Figure(figsize=(1.5 + 0.3 * (max(head) + 1), 1 + 0.22 * (max(layer) + 1)))
+        figure = mpl.Figure(figsize=(1.5 + 0.3 * (max(head) + 1), 1 + 0.22 * (max(layer) + 1)))
         figure.set_layout_engine("constrained")
         axes = figure.subplots()
         for x, y, label in zip(head, layer, self.labels, strict=True):

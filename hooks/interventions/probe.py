@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Count
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.influence.rerun import start_point
@@ -42,10 +43,6 @@ from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.readouts import Readout
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import combined, either, summed
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -157,8 +154,6 @@ class InterventionResult(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for each edit: damage, its error, the rise of the loss, and on how many."""
-        import pandas as pd
-
         measured = (~self.lost.isnan()).sum(dim=0)
         return pd.DataFrame(
             {
@@ -170,12 +165,10 @@ class InterventionResult(Result):
             }
         )
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "mpl.Figure":
         """Draw the damage of the edits that do most, with one standard error."""
-        from matplotlib.figure import Figure
-
         frame = self.to_frame().sort_values("damage", ascending=False).head(_MOST_SHOWN)[::-1]
-        figure = Figure(figsize=(6, 1 + 0.22 * len(frame)), layout="constrained")
+        figure = mpl.Figure(figsize=(6, 1 + 0.22 * len(frame)), layout="constrained")
         axes = figure.subplots()
         axes.barh(
             frame["edit"].map(plain_label),

@@ -7,7 +7,7 @@ loss of the model that is left with them.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import MinLen
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import (
@@ -49,10 +50,6 @@ from infoflow_lens.hooks.model.inputs import Batches, Inputs
 from infoflow_lens.hooks.model.points import pattern_hook, takes_model
 from infoflow_lens.hooks.passes.run import run, run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 BUDGETS = tuple(2.0**-i for i in range(10, 0, -1))
 
@@ -193,11 +190,9 @@ class EdgeBudgetResult(NextTokenResult):
         coords = {"method": self.methods, "budget": self.budgets}
         return frame_of([LabelledArray(name, v, dims, coords) for name, v in numbers.items()])
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "mpl.Figure":
         """Draw what each method keeps of what attention is worth, by the edges of a window."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.5, 4), layout="constrained")
+        figure = mpl.Figure(figsize=(6.5, 4), layout="constrained")
         axes = figure.subplots()
         worth = (self.none - self.bare).sum()
         edges = self.kept.double().mean(dim=1)

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import NonNegative, Share, checked
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.interventions.means import MeanPatterns
@@ -16,10 +17,6 @@ from infoflow_lens.hooks.interventions.patterns import SOFT
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.information_sets import MovesKeys
 from infoflow_lens.theory.rules import MaxPosition, Rule, SpecificPositions
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 _STANDARD_ERRORS = 1.96  # of a 95% interval
 
@@ -187,8 +184,6 @@ class MechanismsResult(Result):
         number of sequences on which it was measured (``replaced_global``, ...; 0: estimated), and
         whether it is enough (``sufficient_global``, ...).
         """
-        import pandas as pd
-
         rows = []
         for layer, names in enumerate(self.mechanisms()):
             for head, name in enumerate(names):
@@ -199,7 +194,7 @@ class MechanismsResult(Result):
                 rows.append(row)
         return pd.DataFrame(rows)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "mpl.Figure":
         """The damage of every head in every ideal, on a logarithmic scale."""
         heads = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
         return LabelledArray(

@@ -7,7 +7,7 @@ and the same ideal for every head, random mechanisms, and no head at all.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from annotated_types import Gt, Le, MinLen
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
@@ -30,10 +31,6 @@ from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import takes_model
 from infoflow_lens.hooks.passes.run import run_probes
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
 EVERY = "every head "
@@ -132,11 +129,9 @@ class SufficiencyResult(NextTokenResult):
         columns = [LabelledArray(name, v, dims, coords) for name, v in numbers.items()]
         return frame_of(columns, measured)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "mpl.Figure":
         """The loss by the share of heads that are replaced; one ideal for every head as points."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        figure = mpl.Figure(figsize=(6, 3.5), layout="constrained")
         axes = figure.subplots()
         colours = {MECHANISMS: "#d55e00", MEAN: "#444444"}
         for name, rows in self.to_frame().groupby("assignment", sort=False):

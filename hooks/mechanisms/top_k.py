@@ -7,13 +7,14 @@ heads that take a mean over all need the more the longer it is (global).
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import torch
 from annotated_types import MinLen
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
@@ -27,10 +28,6 @@ from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
 from infoflow_lens.hooks.passes.view import Pass
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 Kept: TypeAlias = Literal["largest", "random"]
 LARGEST: Final = "largest"
@@ -91,7 +88,7 @@ class TopKResult(NextTokenResult):
             LabelledArray("looked", ~rise.isnan(), dims),
         )
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "mpl.Figure":
         """The least k of every layer."""
         least = LabelledArray(
             f"keys of at most {self.n_pos}",

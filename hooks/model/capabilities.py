@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import weight_processing
 from infoflow_lens.hooks.model.call import Caught, block_starts, call, ignore_edit_warnings
@@ -27,9 +28,6 @@ from infoflow_lens.hooks.model.points import (
     takes_model,
 )
 from infoflow_lens.hooks.model.semantics import hook_semantics, visible_keys
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _SCORES, _PATTERN = "attn.hook_attn_scores", "attn.hook_pattern"
 _ATTENTION = (_SCORES, _PATTERN, "attn.hook_z")
@@ -132,8 +130,6 @@ class ModelCapabilities:
 
     def to_frame(self) -> "pd.DataFrame":
         """Return a table with one row for each layer."""
-        import pandas as pd
-
         columns = {
             "heads": "n_heads",
             "kv_heads": "n_key_value_heads",

@@ -3,22 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import refuse_names
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.positions.summary import column_of_first, summary_of
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
 from infoflow_lens.hooks.states import concatenated
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 # what stands at queries beyond the end of a sequence
 FILL = {
@@ -125,7 +122,7 @@ class PositionsResult(Result):
         frame = frame_of([self.arrays[name] for name in ("positions", "margins", "ties")])
         return frame.rename(columns={"positions": "position", "margins": "margin"})
 
-    def plot(self, layer: int = 0) -> "Figure":
+    def plot(self, layer: int = 0) -> "mpl.Figure":
         """Draw how often each key is the first choice of each query, a panel for each head."""
         often = tuple(_frequencies(chosen.long()) for chosen in self.argmax)
         array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
@@ -176,6 +173,6 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         """Return :meth:`PositionsResult.to_frame` of all sequences, in memory."""
         return self.whole().to_frame()
 
-    def plot(self, layer: int = 0) -> "Figure":
+    def plot(self, layer: int = 0) -> "mpl.Figure":
         """Draw :meth:`PositionsResult.plot` of the first file."""
         return next(self.shards()).plot(layer)

@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.states import add_with_padding
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _COUNTS_AT_ONCE = 2**26  # numbers; more layers than these hold are counted in several rounds
 
@@ -51,8 +49,6 @@ def summary_of(parts: Callable[[], Iterable[RankedKeys]], skip: int = 0) -> "pd.
     Raises:
         InfoFlowError: as there.
     """
-    import pandas as pd
-
     # sizes first: counts [head, query, key] of all layers may not fit into memory
     n_query = n_layers = n_heads = 0
     for part in parts():

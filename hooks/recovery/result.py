@@ -1,20 +1,17 @@
 """Errors of recovery maps, and the maps."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import model_fingerprint, weight_processing
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.result import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 _OPTIONAL = (
     "second_moment_low",
@@ -162,6 +159,6 @@ class RecoveryResult(Result):
                 columns.append(replace(array, name=f"{error}_{control}"))
         return frame_of(columns)
 
-    def plot(self, error: str = "fvu") -> "Figure":
+    def plot(self, error: str = "fvu") -> "mpl.Figure":
         """Errors ("fvu" or "second_moment") of heads, a panel for each layer."""
         return super().plot(error)

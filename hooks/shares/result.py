@@ -1,18 +1,16 @@
 """Shares of what is read of a model, as a result."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.result import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _SMALL = 1e-3  # of the size of all shares, below which what is left over is not said [chosen]
 _SHOWN = 12  # rows in a notebook
@@ -63,8 +61,6 @@ class Shares(Result):
 
     def table(self) -> "pd.DataFrame":
         """Return a row for each writer, the largest first, and what it takes most from (heads)."""
-        import pandas as pd
-
         shares = self.values.sum(-1)
         order = shares.abs().argsort(descending=True, stable=True).tolist()
         places = {name: place for place, name in enumerate(self.heads)}

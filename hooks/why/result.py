@@ -1,7 +1,7 @@
 """Why a head prefers one key to another, as results."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -9,12 +9,9 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import panel, quote
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.result import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 STRONGEST = 6  # key parts of each line that :class:`WhyAll` names, unless more are asked for
 _SMALL = 1e-3  # of the size of the pieces, below which what is left over is not said [chosen]
@@ -86,8 +83,6 @@ class Why(Result):
         Raises:
             InfoFlowError: for anything else.
         """
-        import pandas as pd
-
         if by not in ("key", "query"):
             raise InfoFlowError(f"by is {by!r}: expected 'key' or 'query'")
         found = self.by_key() if by == "key" else self.by_query()
@@ -125,7 +120,7 @@ class Why(Result):
             sentence += f"; {self.distance:+.3g} is no sum of products of these parts"
         return sentence
 
-    def plot(self, *args: Any, **where: Any) -> "Figure":
+    def plot(self, *args: Any, **where: Any) -> "mpl.Figure":
         """Return a heat map of the pieces: the strongest parts, and the sum of the others.
 
         Arguments are those of :meth:`array`; with any the array is shown as it is.

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _NAME = 40  # characters of a text that names its side [chosen]
 
@@ -106,8 +103,6 @@ class FlowComparison:
         """The heads whose first key at a position does not stand for the other side's: one row for
         each, with both keys; -1 for none. Of layers that have as many heads on both sides.
         """
-        import pandas as pd
-
         counterpart = dict(self.aligned)
         rows = [
             (layer, head, position, second, *pair)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -16,6 +16,7 @@ from infoflow_lens.agreement import Agreement, Explained, explained
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
 from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks import (
@@ -40,10 +41,6 @@ from infoflow_lens.report.flow_view import (
 )
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
 from infoflow_lens.theory.rules import Rule
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -234,8 +231,6 @@ class Flow:
 
         Without influence, rows for all states and no columns of it.
         """
-        import pandas as pd
-
         measured = None if self.influence is None else self.influence.full()
         left_out, frames = self._find_non_candidates(), []
         for index, tokens in enumerate(self.tokens):
@@ -269,7 +264,7 @@ class Flow:
     @checked
     def plot(
         self, input: int = 0, position: int | None = None, layer: int | None = None
-    ) -> "Figure":
+    ) -> "mpl.Figure":
         """The paths to one state and the influence of every source on it, as a matplotlib figure.
 
         Args:

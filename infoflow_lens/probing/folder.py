@@ -7,6 +7,7 @@ from typing import Any
 
 from infoflow_lens.agreement import compare_by_position
 from infoflow_lens.foundation.files import write_text
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import data_identity
@@ -79,8 +80,6 @@ def sequences_identity(
 
 def write_tables(out: Path, result: Findings) -> None:
     """A csv for every result."""
-    import pandas as pd
-
     tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
     tables["capabilities"] = result.capabilities.to_frame()
     # tables that compare what is predicted and what is measured

@@ -14,6 +14,7 @@ from torch import nn
 
 from infoflow_lens.foundation import plugins
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
@@ -23,8 +24,6 @@ from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Executor
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from infoflow_lens.report.charts import Chart
 
 

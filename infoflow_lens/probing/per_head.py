@@ -1,14 +1,9 @@
 """The table with one row for each head, from the results of all parts."""
 
-from typing import TYPE_CHECKING
-
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult
 from infoflow_lens.probing.findings import Findings
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 _HEAD = ["layer", "head"]
 
@@ -22,8 +17,6 @@ def per_head(result: Findings) -> "pd.DataFrame":
     :meth:`~infoflow_lens.hooks.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
     variance unexplained at each rank; ``layer_k``, the keys that the head's layer needs.
     """
-    import pandas as pd
-
     layers = [layer.n_heads or 0 for layer in result.capabilities.layers]
     table = pd.DataFrame([(i, h) for i, n in enumerate(layers) for h in range(n)], columns=_HEAD)
 

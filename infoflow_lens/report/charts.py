@@ -9,15 +9,12 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from markupsafe import Markup, escape
 
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from infoflow_lens.foundation.lazy import mpl, pd
 
 MISSING = "\u2013"
 _CELL, _LEFT = 30, 58
@@ -108,7 +105,7 @@ class Table:
         return cls(columns, frame.head(most).to_numpy(dtype=object).tolist(), caption=caption)
 
 
-Chart: TypeAlias = "HeatMap | NameMap | Lines | Table | Figure"
+Chart: TypeAlias = "HeatMap | NameMap | Lines | Table | mpl.Figure"
 
 
 def render_chart(chart: Any) -> Markup:
@@ -140,7 +137,7 @@ def number(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _picture(figure: "Figure") -> Markup:
+def _picture(figure: "mpl.Figure") -> Markup:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
     data = base64.b64encode(buffer.getvalue()).decode()

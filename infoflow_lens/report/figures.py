@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
-
+from infoflow_lens.foundation.lazy import mpl
 from infoflow_lens.hooks import RecoveryResult
 
 STAGE_COLOURS = {"initial": "#b8c2cc", "trained": "#0072b2"}
 _ERRORS = {"second_moment": "by second moment (paper)", "fvu": "variance unexplained"}
 
 
-def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> Figure:
+def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> mpl.Figure:
     """Recovery errors of the heads of a layer: a panel for each rank and error measure.
 
     Args:
@@ -19,7 +18,7 @@ def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> Figure:
     """
     ranks = next(iter(results.values())).ranks
     panels = [(index, rank, error) for index, rank in enumerate(ranks) for error in _ERRORS]
-    figure = Figure(figsize=(2.6 * len(panels), 2.9), layout="constrained")
+    figure = mpl.Figure(figsize=(2.6 * len(panels), 2.9), layout="constrained")
     figure.suptitle(f"Recovery error of the heads of layer {layer}", fontsize=11)
     first = None
     for place, (index, rank, error) in enumerate(panels):
@@ -47,9 +46,9 @@ def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> Figure:
     return figure
 
 
-def training_curve(history: Sequence[Mapping[str, float | int]]) -> Figure:
+def training_curve(history: Sequence[Mapping[str, float | int]]) -> mpl.Figure:
     """Validation NMSE over epochs, a line for each length of sequences (``n_tokens``)."""
-    figure = Figure(figsize=(6.5, 2.7), layout="constrained")
+    figure = mpl.Figure(figsize=(6.5, 2.7), layout="constrained")
     figure.suptitle("Validation error while training", fontsize=11)
     axes = figure.add_subplot()
     lengths = list(dict.fromkeys(int(row["n_tokens"]) for row in history))

@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import mpl
 from infoflow_lens.report.flow_view import Move, ViewedInput
 from infoflow_lens.theory.information_sets import propagate
 
@@ -19,7 +19,7 @@ _PASSED, _KEPT, _INSIDE, _OUTSIDE, _QUIET = "#0072b2", "#9aa5b1", "#0072b2", "#d
 _MOST_LINES = 30  # of heads [chosen]
 
 
-class StillPicture(Figure):
+class StillPicture(mpl.Figure):
     """A figure that notebooks show without a backend of theirs."""
 
     def _repr_png_(self) -> bytes:
@@ -30,7 +30,7 @@ class StillPicture(Figure):
 
 def draw_flow(
     viewed: ViewedInput, rule: str, k: int, layer: int, position: int, title: str = ""
-) -> Figure:
+) -> mpl.Figure:
     """States as a lattice, the paths by which tokens can reach one of them, and what they weigh.
 
     The strongest lines are drawn, the stronger the wider: a line has the strength of the best path

@@ -1,12 +1,10 @@
 """Heat maps over layers and heads, from the frames that results give."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.report.charts import HeatMap, NameMap
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def _grid(frame: "pd.DataFrame", column: str, missing: Any) -> list[list[Any]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.documents import PICTURE, PICTURE_MAKER
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
+from infoflow_lens.foundation.lazy import mpl
 
 COLOURS = {
     "excluded, proved": "#a33c00",
@@ -65,13 +65,13 @@ def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylabel("first-layer heads $h_1$")
 
 
-def phase_key(figure: Figure) -> None:
+def phase_key(figure: mpl.Figure) -> None:
     """Draw a legend of the colours of phase panels, below the figure."""
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(COLOURS), frameon=False)
 
 
-def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> mpl.Figure:
     """Verdicts over h_1 and T, a panel for each choice of the other layers' heads.
 
     Rows are those of `infoflow_lens.theory.estimate.phase_diagram`.
@@ -81,7 +81,7 @@ def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         panels.setdefault(tuple(row["heads"][1:]), []).append(row)
     first, tokens = {row["heads"][0] for row in rows}, {row["n_tokens"] for row in rows}
     width = len(panels) * (0.9 + 0.5 * len(tokens))
-    figure = Figure(figsize=(max(4.5, width), 2.2 + 0.35 * len(first)), layout="constrained")
+    figure = mpl.Figure(figsize=(max(4.5, width), 2.2 + 0.35 * len(first)), layout="constrained")
     for column, others in enumerate(sorted(panels)):
         axes = figure.add_subplot(1, len(panels), column + 1)
         phase_panel(axes, panels[others])

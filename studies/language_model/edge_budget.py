@@ -3,8 +3,9 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
@@ -17,9 +18,6 @@ from infoflow_lens.studies.language_model.study import (
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 GRADED, PILOT = "product x norm", "stdlib-2l"
 ONE, ALL = "one state", "all states"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import (
     GradedSetsProbe,
@@ -42,7 +43,6 @@ from infoflow_lens.theory import InformationSets, propagate
 from infoflow_lens.theory.propagation import Path
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
@@ -407,8 +407,6 @@ def _cell(rows: "pd.DataFrame") -> str:
 
 def tally(results: "pd.DataFrame") -> "pd.DataFrame":
     """Say whether the chosen sets are ahead of each method, by trained model and influence."""
-    import pandas as pd
-
     chosen, rows = chosen_of(results), last_layer(_test(results))
     return pd.DataFrame(
         [

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import IDEALS, RecoveryProbe, measure_mechanisms, run_probes, substituted
@@ -32,7 +33,6 @@ from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _BATCH = 32
@@ -272,8 +272,6 @@ def _collect(
 
 def _heads(results: "pd.DataFrame") -> "pd.DataFrame":
     """Return a row for each head of the circuits."""
-    import pandas as pd
-
     rows = [
         {
             **circuit.row(head), "model": model, "name": _label(head), "role": role,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -30,7 +31,6 @@ from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _MAIN, _MOSTLY, _RARELY = 0.5, 0.9, 0.25
@@ -169,8 +169,6 @@ def _collect(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Num
 
 def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
     """The cells of each induction head; for a model without one, its largest prefix matching."""
-    import pandas as pd
-
     lines = []
     for (model, step), rows in groups(results, ("model", "step")):
         found = [

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import (
     AttendedProbe,
     JacobianInfluence,
@@ -33,7 +34,6 @@ from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups, render
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _CIRCUIT = "in_context_qa_softmax"

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
@@ -31,7 +32,6 @@ from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.studies.tempering import map_errors, mean_entropy, temper
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _EVERY, _EXCESS, _CHANCE = 5, 0.1, 0.1

@@ -4,13 +4,14 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.data import read_texts
@@ -25,9 +26,6 @@ from infoflow_lens.studies.language_model.snapshots import (
 )
 from infoflow_lens.studies.study import Row, Settings, Study
 from infoflow_lens.studies.tables import groups
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MODEL = ("model", "step")
 TRAINED, UNTRAINED = "trained", "untrained"
@@ -237,8 +235,6 @@ def measure_models(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], fl
 
 def stack_rows(*results: "pd.DataFrame") -> "pd.DataFrame":
     """Stack frames below each other."""
-    import pandas as pd
-
     return pd.concat(results, ignore_index=True)
 
 

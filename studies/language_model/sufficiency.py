@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import IDEALS, MechanismsResult, measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.interventions.patterns import SOFT
 from infoflow_lens.hooks.mechanisms.sufficiency import (
@@ -40,7 +41,6 @@ from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups, render
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _SHARE, _LEAST_COST, _THRESHOLD = 0.25, 0.1, 0.05

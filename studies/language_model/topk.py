@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.mechanisms.top_k import LARGEST, RANDOM, measure_top_k
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
@@ -23,9 +24,6 @@ from infoflow_lens.studies.language_model.study import (
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _TOLERANCE, _CONSTANT, _GROWING, _BATCH = 0.01, 0.25, 0.5, 16
 _KS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
@@ -154,8 +152,6 @@ def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
     The column ``one`` is the cost of one key a row, the least over seeds. Contexts come in order
     of their length.
     """
-    import pandas as pd
-
     keys = ("model", "step", "final", "layer", "n_context", "kept")
     rows = results.assign(layer=results["layer"].astype(str))
     found = [

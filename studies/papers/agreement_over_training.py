@@ -1,11 +1,12 @@
 """Predicted against measured information sets at checkpoints through training."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from infoflow_lens.agreement import compare, coverage
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import JacobianInfluence, PositionsProbe, RecoveryProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -18,9 +19,6 @@ from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.tasks import VectorTask
 from infoflow_lens.theory import propagate
 from infoflow_lens.training import evaluate, train
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _AGREES = 0.95
 _LEARNT = 1e-2  # the NMSE beside whose epoch that of agreement is told
@@ -190,8 +188,6 @@ class AgreementOverTraining(VectorStudy):
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Put the untrained model at both ends."""
-        import pandas as pd
-
         first = results[results["epoch"] == results["epoch"].min()]
         twin = first.assign(epoch=int(results["epoch"].max()))
         return {"before training": pd.concat([first, twin])}

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -30,9 +31,6 @@ from infoflow_lens.tasks.question_answering import InContextQA
 from infoflow_lens.tasks.templates import TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 from infoflow_lens.training import evaluate_labels, restored
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _QA, _TEMPLATES = "in_context_qa", "template_matching"
 _DRAWS = 0.1  # the least share of a row's largest weight that moves a value [chosen]
@@ -202,8 +200,6 @@ class AttentionMaps(tokens.TokenStudy):
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Put untrained models, and random keys, in the place of the trained models."""
-        import pandas as pd
-
         trained = (results["kind"] == "operation") & (results["model"] == "trained")
         initial = results[(results["kind"] == "operation") & (results["model"] == "initial")]
         by = ["run", "operation"]

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -33,7 +34,6 @@ from infoflow_lens.theory.cost import DigitCode, exponent
 from infoflow_lens.training import TrainingConfig, train
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _CODE, _TRAINED = "digit code", "trained"

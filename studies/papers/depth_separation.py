@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import nmse, outputs_of
@@ -27,9 +28,6 @@ from infoflow_lens.studies.study import (
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.tasks import DepthSeparation
 from infoflow_lens.training import TrainingConfig, train
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _BATCH = 256
 _D_HEAD = 3  # of the single head of every layer; scores x.y of tokens of R^3 need as many
@@ -222,8 +220,6 @@ class DepthSeparationStudy(VectorStudy):
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Put one layer in the place of two."""
-        import pandas as pd
-
         one = results[results["model"] == _ONE]
         return {"one layer twice": pd.concat([one, one.assign(model=_TWO)])}
 
@@ -266,8 +262,6 @@ def _precision(results: "pd.DataFrame") -> str:
 
 def _fit(results: "pd.DataFrame") -> "pd.DataFrame":
     """Fit power laws, at the sizes that were run."""
-    import pandas as pd
-
     laws = []
     for (model,), rows in groups(results, ["model"], sort=True):
         least = _least(rows)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -12,9 +13,6 @@ from infoflow_lens.studies.study import Pair, Row, Settings, Statement, TrainedS
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.tasks import DRetrieval
 from infoflow_lens.training import TrainingConfig, TrainingResult
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _D = 4  # tokens that the target retrieves
 _LENGTHS = (8, 16, 32, 64, 128)
@@ -208,8 +206,6 @@ def join_paper_numbers(results: "pd.DataFrame") -> "pd.DataFrame":
 
     A published cell that was not run has one row, without other numbers.
     """
-    import pandas as pd
-
     cells = pd.DataFrame(
         [
             (table, length, heads, error)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
@@ -38,9 +39,7 @@ from infoflow_lens.theory.estimate import phase_diagram
 from infoflow_lens.training import TrainingConfig
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _OWED = 0.1  # what the best hard heads that were found leave, from which on a gap is owed
 _ROUTE = 0.5  # share of queries from which on a head counts as playing a role
@@ -181,7 +180,7 @@ class IntrinsicDimensionStudy(StagedStudy):
             _note,
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def figure(self, results: "pd.DataFrame") -> "mpl.Figure":
         """NMSE beside the floor, a panel for each kind of matrices; and the phase diagram."""
         from infoflow_lens.report.phase import phase_key
 

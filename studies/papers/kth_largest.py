@@ -1,8 +1,9 @@
 """One attention layer and the k-th largest number: only the extremes are easy (Theorem 2)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
@@ -12,9 +13,6 @@ from infoflow_lens.studies.study import Pair, Row, Settings, Statement, TrainedS
 from infoflow_lens.studies.tables import Column, Part, TableSpec
 from infoflow_lens.tasks import KthLargest
 from infoflow_lens.training import TrainingConfig, TrainingResult
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class KthLargestStudy(TrainedStudy):

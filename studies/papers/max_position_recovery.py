@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers.first_layer import (
@@ -43,7 +44,6 @@ from infoflow_lens.tasks import DRetrieval, IntrinsicDimension
 from infoflow_lens.training import TrainingConfig, restored
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 _PAIRS, _SINGLES = "pairs", "single tokens"

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -17,9 +18,6 @@ from infoflow_lens.studies.study import Pair, Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.tasks.tokens import TokenTask
 from infoflow_lens.training import TrainingResult, evaluate_labels, train
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _HOPS, _JUDGED_HOPS = (1, 2, 3), 2
 _GROWING, _AT_ONCE = "growing", "at once"
@@ -303,8 +301,6 @@ class NestedQuestions(tokens.TokenStudy):
 
         def only(asked: str) -> "pd.DataFrame":
             """Return the runs of one way of asking, told as those of either."""
-            import pandas as pd
-
             rows = results[shared & (results["asked"] == asked)]
             twin = rows.assign(
                 asked=_AT_ONCE if asked == _GROWING else _GROWING,
@@ -406,8 +402,6 @@ def _draw_within(
 
 def _name_starts(results: "pd.DataFrame") -> "pd.DataFrame":
     """Name runs by start, way of asking and noise; keep distances below the hops."""
-    import pandas as pd
-
     runs = tokens.last_epochs(results)
     parts = []
     for (start, asked, noise), some in groups(runs, ["start", "asked", "noise"]):

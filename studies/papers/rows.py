@@ -1,15 +1,13 @@
 """What several studies read of their rows: runs, least errors, and heads."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.studies.claims import Numbers
 from infoflow_lens.studies.tables import groups
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def numbers_of(

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -33,9 +34,6 @@ from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
 from infoflow_lens.tasks import IntrinsicDimension
 from infoflow_lens.tasks.tuples import largest_overlap
 from infoflow_lens.training import TrainingResult, restored
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _SEPARATED, _ORTHOGONAL = "rotoreflection", "orthogonal"
 _LINEAR, _HIDDEN = "linear", "hidden layer"

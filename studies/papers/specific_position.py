@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.architecture import Architecture
@@ -18,9 +19,6 @@ from infoflow_lens.studies.study import Row, Settings, Statement, VectorStudy
 from infoflow_lens.studies.tables import Column, Part, TableSpec
 from infoflow_lens.tasks import PositionSum
 from infoflow_lens.training import TrainingConfig, train
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _N_SUMMED = 3
 _TAIL_RATE = 1e-4

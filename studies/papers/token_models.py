@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import TokenTransformer, build_token_model
 from infoflow_lens.runs.memory import run_bytes
@@ -23,9 +24,6 @@ from infoflow_lens.tasks.question_answering import NestedQA
 from infoflow_lens.tasks.templates import TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 from infoflow_lens.training import TrainingConfig, TrainingResult, evaluate_labels, train
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TASKS: Mapping[str, str] = {
     "memorization": "memorization",

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -19,9 +20,6 @@ from infoflow_lens.tasks.target import RetrievalTask
 from infoflow_lens.theory.cost import exponent
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.training import TrainingResult
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _SIZES = ((2, 16), (4, 32), (8, 64))  # heads of either layer, E
 _D_TOKEN = 4

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
@@ -19,7 +20,6 @@ from infoflow_lens.tasks.templates import InContextTemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 # The layers of Theorems 1, 3, 5 and 6; the caption of Fig. 2 names the same depths.

@@ -3,16 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers import token_models as tokens
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MEMORY, _CONTEXTUAL = tokens.MEMORIZATION, "in_context_template_matching"
 # Heads of each layer, the first of a task with one head a layer. The paper's are not readable.
@@ -195,8 +193,6 @@ class VaryingHeads(tokens.TokenStudy):
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Put memorization with one head, or its rate, in the place of that with the most."""
-        import pandas as pd
-
         heads = results["heads"].astype(str)
         memory = (results["task"] == _MEMORY) & (results["start"] == tokens.PAPER)
         one = results[memory & (heads == "1")]

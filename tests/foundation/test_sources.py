@@ -30,6 +30,7 @@ EVALUATES = {
         "studies/__init__.py": "the public names, from a table in the file",
         "studies/language_model/training.py": "the version of a package",
         "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
+        "infoflow_lens/foundation/lazy.py": "pandas and matplotlib, named in the file",
         "infoflow_lens/foundation/plugins.py": "entry points of installed packages",
         "infoflow_lens/foundation/versions.py": "versions of packages",
         "infoflow_lens/models/hooked.py": "transformer_lens, which two versions arrange otherwise",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
@@ -11,8 +12,6 @@ from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from infoflow_lens.report.charts import Chart
 
 # In the order of the legend: patterns that do not depend on the input come first; the three

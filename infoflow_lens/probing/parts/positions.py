@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import PositionsProbe, PositionsResult, Probe, ShardedPositions
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from infoflow_lens.report.charts import Chart
 
 AnyPositions = PositionsResult | ShardedPositions

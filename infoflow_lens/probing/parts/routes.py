@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from infoflow_lens.agreement import explained
 from infoflow_lens.foundation.display import begin_sentence
+from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
@@ -21,9 +22,6 @@ from infoflow_lens.report.charts import Lines, Table
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from infoflow_lens.report.charts import Chart
 
 _LEFT_OUT = "gradient x input, and attention flow of more than two layers, are left out: "
@@ -54,17 +52,13 @@ class RoutesComparison(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for each size, layer and method."""
-        import pandas as pd
-
         return pd.DataFrame(list(self.rows))
 
-    def plot(self, metric: str = "auroc") -> "Figure":
+    def plot(self, metric: str = "auroc") -> "mpl.Figure":
         """Return a metric of every method by layer, a panel for each set that gives the sizes."""
-        from matplotlib.figure import Figure
-
         frame = self.to_frame()
         sizes = frame["size_of"].unique()
-        figure = Figure(figsize=(1 + 3 * len(sizes), 3.5), layout="constrained")
+        figure = mpl.Figure(figsize=(1 + 3 * len(sizes), 3.5), layout="constrained")
         figure.suptitle("What states depend on: predicted sets and baselines of the same size")
         grid = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
         for axes, size_of in zip(grid, sizes, strict=True):
