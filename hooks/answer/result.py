@@ -407,8 +407,9 @@ class AnswerNumbers(Result):
         scores = (self.value + self.token_mean).tolist()
         then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in others)
         return (
-            f"{self._span(first)} matters most: by another word in its place the score goes from "
-            f"{self.value:+.2f} to {scores[first]:+.2f} in the mean"
+            f"{self._span(first)} matters most, and speaks "
+            f"{'for' if scores[first] < self.value else 'against'} the answer: by another word in "
+            f"its place the score goes from {self.value:+.2f} to {scores[first]:+.2f} in the mean"
             f"{f'; then {then}' if then else ''}."
         )
 
@@ -429,23 +430,27 @@ class AnswerNumbers(Result):
     def describe_certainty(self) -> list[str]:
         """Say how sure the answer is: the paths, the order of words, and what was not measured."""
         said = []
+        if self.answers:
+            chances = zip(self.answers, map(_percent, self.answer_chances[0].tolist()))
+            given = ", ".join(f"{name} {chance}" for name, chance in chances)
+            said.append(f"How sure is the model? It gives {given}.")
         if len(self.places):
-            n = len(self.places)
+            n = f"{len(self.places)} path{'s' * (len(self.places) > 1)}"
             kept, lost = (
                 f"{_share(share)}: {'yes' if share >= TARGET else 'not by our bar'}"
                 for share in (self.kept, self.lost)
             )
             said.append(
-                f"Are the {n} paths enough? With everything else as in the other text they keep "
+                f"Is what was found ({n}) enough? With all else as in the other text it keeps "
                 f"{kept} ({TARGET:.0%} of the difference or more counts)."
             )
             said.append(
-                f"Are they needed? When they are cut, the share of the difference lost is {lost}."
+                f"Is it needed? When it is cut, the share of the difference lost is {lost}."
             )
             if self.random:
                 middle, best = sorted(self.random)[len(self.random) // 2], max(self.random)
                 said.append(
-                    f"Would any paths do? Of {len(self.random)} draws of {n} random paths the "
+                    f"Would any paths do? Of {len(self.random)} draws of {n} at random the "
                     f"middle one keeps {_share(middle)} of the difference, the best {_share(best)}."
                 )
         else:
@@ -518,7 +523,8 @@ class AnswerNumbers(Result):
             kept, chance, most, lost = map(_share, shares)
             beyond = ", more than all" if self.lost >= 1.005 else ""
             said.append(
-                f"Between the two decide {len(self.places)} paths: alone they keep {kept} "
+                f"Between the two decide {len(self.places)} path{'s' * (len(self.places) > 1)}: "
+                f"alone they keep {kept} "
                 f"of the difference, as many random ones {chance} (at most {most}); "
                 f"cut, they lose {lost}{beyond}."
             )

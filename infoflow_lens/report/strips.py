@@ -124,7 +124,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     )
     keys = f'<p class="keys">{keys}</p>' if keys else ""
     frame = f'class="scroll strips" tabindex="0" role="region" aria-label="{label}"'
-    return Markup(f"<div {frame}>{picture}</div>{keys}")  # words are escaped above
+    return Markup(f"<div {frame}><div>{picture}</div></div>{keys}")  # words are escaped above
 
 
 def choose_lines(answer: AnswerNumbers) -> list[int]:

@@ -74,7 +74,12 @@ def test_no_number_of_a_line_hides_another(show, found):
 def test_names_of_layers_stay_when_the_picture_is_moved_on_a_phone(show, found):
     page = show(render_answer(found), 390, 800)
     box = page.locator(".strips")
-    box.evaluate("box => box.scrollLeft = 200")
+    end = "box => box.scrollLeft = -box.scrollWidth"  # it begins at the end of the text
+    moved = "box => box.querySelector('svg:not(.names)').getBoundingClientRect().right"
+    last = box.evaluate(moved)
+    assert last <= box.bounding_box()["x"] + box.bounding_box()["width"] + 1
+    box.evaluate(end)
+    assert box.evaluate(moved) > last
     assert page.locator(".strips .names").bounding_box()["x"] == box.bounding_box()["x"]
 
 

@@ -181,10 +181,10 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
         token_error=torch.tensor([0.01] * 6).double(),
     )  # fmt: skip
     said = " ".join(found.describe_certainty())
-    assert "keep 81%: yes (70% of the difference or more counts)" in said
+    assert "keeps 81%: yes (70% of the difference or more counts)" in said
     assert "lost is 42%: not by our bar" in said
     assert (
-        "Of 3 draws of 2 random paths the middle one keeps 10% of the difference, the best 30%"
+        "Of 3 draws of 2 paths at random the middle one keeps 10% of the difference, the best 30%"
         in said
     )
     tokens = found.tokens
