@@ -21,7 +21,7 @@ TEXT = "When Mary and John went to the store, {} gave a drink to"
 
 
 def main() -> None:
-    """Ask, and take the picture down to the lines of what decides."""
+    """Ask, and take the picture down to the states with what decides drawn on them."""
     model = HERE.parents[1] / "build" / "models" / "smollm2"
     found = ask(model, TEXT.format("John"), " Mary", " John", TEXT.format("Mary"))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
@@ -32,8 +32,8 @@ def main() -> None:
         )
         page = browser.new_page(viewport={"width": 900, "height": 1080}, device_scale_factor=2)
         page.goto(page_file.as_uri())
-        box = page.locator("table").first.bounding_box()
-        assert box is not None  # the table of bundles
+        box = page.locator(".keys").bounding_box()
+        assert box is not None  # the legend of the picture
         clip = {"x": 0, "y": 0, "width": 900, "height": box["y"] + box["height"] + 12}
         save(page.screenshot(full_page=True, clip=clip), HERE / "answer.webp")
         browser.close()

@@ -400,17 +400,25 @@ class AnswerNumbers(Result):
 
     def describe_tokens(self) -> str:
         """Say which words matter most, and what becomes of the score by others in their place."""
+        other = (self.value + self.token_other).tolist()
+        swapped = [
+            f"to {other[i]:+.2f} with {word.strip() or word} in the place of {self._span(i)} alone"
+            for i, word in enumerate(self.other_span_words)
+            if word != self.span_words[i]
+        ]
+        said = (
+            f"By the words of the other text the score goes from {self.value:+.2f} "
+            f"{', '.join(swapped[:_OPPOSED])}."
+        )
         if not bool(self.token_mean.isfinite().any()):
-            return ""
-        sizes = self.token_mean.abs().nan_to_num(-1)
-        first, *others = sizes.argsort(descending=True).tolist()[:_OPPOSED]
+            return said
+        first, *more = self.token_mean.abs().nan_to_num(-1).argsort(descending=True).tolist()
         scores = (self.value + self.token_mean).tolist()
-        then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in others)
+        then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in more[: _OPPOSED - 1])
         return (
-            f"{self._span(first)} matters most, and speaks "
-            f"{'for' if scores[first] < self.value else 'against'} the answer: by another word in "
-            f"its place the score goes from {self.value:+.2f} to {scores[first]:+.2f} in the mean"
-            f"{f'; then {then}' if then else ''}."
+            f"{said} By guesses {self._span(first)} matters most, and speaks "
+            f"{'for' if scores[first] < self.value else 'against'} the answer: to "
+            f"{scores[first]:+.2f} in the mean{f', then {then}' if then else ''}."
         )
 
     def describe_looks(self) -> str:

@@ -127,11 +127,12 @@ class _Word:
 
 
 def _tokens(answer: AnswerNumbers) -> list[_Word]:
-    """List words, those first that move the score most."""
+    """List words: those that the other text has otherwise first, then as they move the score."""
     mean, swap = answer.token_mean, answer.token_other
-    sizes = mean.abs().nan_to_num(0).maximum(swap.abs().nan_to_num(0))
+    sizes = mean.abs().nan_to_num(0).tolist()
+    otherwise = [a != b for a, b in zip(answer.span_words, answer.other_span_words, strict=True)]
     rows = []
-    for i in sizes.argsort(descending=True, stable=True).tolist():
+    for i in sorted(range(len(sizes)), key=lambda i: (not otherwise[i], -sizes[i])):
         effects = answer.replacement_effects[i].tolist()
         others = [
             (word.strip() or word, answer.value + effect)

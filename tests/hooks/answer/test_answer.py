@@ -193,6 +193,10 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
         in said
     )
     assert "77 passes" in said
+    said = found.describe_tokens()
+    assert f"goes from {found.value:+.2f} to {found.other_value:+.2f} with" in said
+    assert f"By guesses {tokens[2]}@2 matters most, and speaks for the answer" in said
+    assert f"then {tokens[4]}@4 ({found.value - 2.9:+.2f}), {tokens[5]}@5" in said
     assert found.describe_opposed_words() == f"{tokens[5]}@5 +0.30, {tokens[0]}@0 +0.10"
     open_ = replace(found, token_error=torch.tensor([0.1] * 6).double())
     assert "that order may turn" in " ".join(open_.describe_certainty())
