@@ -101,7 +101,9 @@ def measure_answer(
             other, note = _choose_text(question, tokens, text, spans or question.single_tokens())
             question.compare_with(other)
             notes.append(note)
-            if question.changed == [question.end]:
+            each = spans or question.single_tokens()
+            last = next(range(*span) for span in each if question.end in range(*span))
+            if {*question.changed} <= {*last}:
                 notes.append(_LAST)
         replaced = question.replace_tokens(spans, advance)
         bar = LEAST_GAP if isinstance(readout, LogitDifference) else 0.0

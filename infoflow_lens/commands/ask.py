@@ -134,7 +134,7 @@ def _print(found: Any) -> None:
         [found.look(i) for i in range(len(found.looked))],
     )
     print_lines("How sure", found.describe_certainty())
-    print_lines("Notes", [*found.notes, f"{found.forwards:.0f} passes over the text"])
+    print_lines("Notes", found.notes)
 
 
 def _strips(found: Any) -> list[str]:

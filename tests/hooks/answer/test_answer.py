@@ -169,6 +169,9 @@ def test_an_answer_says_when_the_last_word_was_replaced(monkeypatch, place):
     monkeypatch.setattr(measure, "_choose_text", choose)
     said = " ".join(measured(READOUT, (two_texts()[0], None), quick=True).notes)
     assert ("the word that was replaced is the last one" in said) == (place == 5)
+    pairs = [(0, 2), (2, 4), (4, 6)]
+    said = " ".join(measured(READOUT, (two_texts()[0], None), quick=True, spans=pairs).notes)
+    assert ("the last one" in said) == (place == 5)
     given = measured(READOUT, two_texts(changed=(5,)), quick=True)
     assert "the last one" not in " ".join(given.notes)
 
