@@ -2,11 +2,10 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
-import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel
@@ -15,16 +14,8 @@ from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import (
-    convert_fields,
-    describe_remedy,
-    files_of,
-    read_parts,
-    write_parts,
-)
+from infoflow_lens.foundation.saving import Savable, describe_remedy, files_of
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-
-SCHEMA = "infoflow-lens result 1"
 
 ResultT = TypeVar("ResultT", bound="Result")
 
@@ -35,7 +26,7 @@ ResultT = TypeVar("ResultT", bound="Result")
     from_hub="load(), behind snapshot_download of huggingface_hub",
 )  # fmt: skip
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Result(Displayed):
+class Result(Displayed, Savable):
     """Measured numbers, with what is needed to reproduce them.
 
     Tensors, and tuples with one for each layer, have names on their axes: those of their
@@ -46,16 +37,12 @@ class Result(Displayed):
         notes: what a reader must know about these numbers, in words.
     """
 
-    kinds: ClassVar[dict[str, type["Result"]]] = {}
+    schema: ClassVar[str] = "infoflow-lens result 2"
     small: ClassVar[bool] = False  # whether its frame has few rows, whatever was measured
     makes_small_table: ClassVar[bool] = False  # the same, of a result that does not show it
 
     record: RunRecord = field(repr=False)
     notes: tuple[str, ...] = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Result.kinds[cls.__name__] = cls
 
     @property
     def arrays(self) -> Mapping[str, LabelledArray]:
@@ -105,88 +92,10 @@ class Result(Displayed):
         more = "more: .to_frame(), .plot(), .save(path)"
         return panel(type(self).__name__, facts, self.notes, more, head)
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
-
-        Args:
-            path: of both files, without the ends of their names.
-            overwrite: whether files that are no saved result may be replaced, too.
-
-        Raises:
-            InfoFlowError: if they cannot be written, or other files stand in their places.
-        """
-        write_parts(path, SCHEMA, *self.to_parts(), overwrite=overwrite)
-
-    def to_parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what is written of the result: values for JSON, and tensors by name."""
-        tensors: dict[str, Tensor] = {}
-        plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            found = dict(_flat(item.name, value))
-            if all(isinstance(part, Tensor) for part in found.values()) and found:
-                tensors |= {
-                    name: (part if part.layout is torch.strided else part.to_dense()).contiguous()
-                    for name, part in found.items()
-                }
-            elif item.name != "record":
-                plain[item.name] = value
-        written: set[int] = set()
-        for name, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            # a file holds no number under two names
-            if storage.data_ptr() in written or storage.nbytes() > tensor.numel() * tensor.itemsize:
-                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-            written.add(storage.data_ptr())
-        return plain, tensors
-
-    @classmethod
-    def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
-        """Return the result that :meth:`save` wrote. Nothing that the files name is called.
-
-        Raises:
-            InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
-        """
-        with read_parts(path, SCHEMA, "result") as (plain, tensors):
-            result = cls.from_parts(plain, tensors)
-            if result.small or result.makes_small_table:
-                result.to_frame()  # what is loaded can be shown, or is refused here
-        return result._locate(path)
-
-    @classmethod
-    def from_parts(
-        cls: type[ResultT], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> ResultT:
-        """Build the result of which :meth:`to_parts` gave the parts.
-
-        Raises:
-            InfoFlowError: if it is of another kind.
-            ValueError, TypeError: if the parts are not those of such a result.
-        """
-        values = dict(plain)
-        values.pop("of_run", None)  # which version 0.2 wrote into parts of a run
-        kind = Result.kinds.get(str(values.pop("kind", "")))
-        if kind is None or not issubclass(kind, cls):
-            raise InfoFlowError(
-                f"the saved file holds a {kind.__name__ if kind else 'foreign result'}: expected a "
-                f"{cls.__name__}"
-            )
-        # names with dots are fields within fields
-        grouped: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            *inside, last = name.split(".")
-            place = grouped
-            for part in inside:
-                place = place.setdefault(part, {})
-            place[last] = tensor
-        grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
-        values["record"] = RunRecord.from_dict(values.pop("record", None))
-        # a field is a value or a tensor, never both
-        if twice := values.keys() & grouped.keys():
-            raise InfoFlowError(f"{min(twice)} stands in both saved files: expected it in one")
-        found = kind(**convert_fields(kind, {**values, **grouped}))
-        found._check_places()
-        return found
+    def _check_loaded(self) -> None:
+        self._check_places()
+        if self.small or self.makes_small_table:
+            super()._check_loaded()
 
     def _check_places(self) -> None:
         """Check that each axis has as many places as names.
@@ -204,10 +113,6 @@ class Result(Displayed):
                         f"{name} has {array.size_of(dim)} places on the axis {dim!r}: expected "
                         f"{len(names)}, one for each of {brief(names)}"
                     )
-
-    def _locate(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
-        """Return the result, knowing from where it was loaded, if it must."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -319,25 +224,6 @@ def _axes_of(kind: Any) -> dict[str, tuple[str, ...]]:
             if words is not None:
                 found[name] = tuple(word.lstrip("_") for word in words.split())
     return found
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Nested values with a name for each."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _flat(f"{name}.{key}", part)
-    elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-        yield from ((f"{name}.{index}", part) for index, part in enumerate(value))
-    else:
-        yield name, value
-
-
-def _layers_as_tuples(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if all(key.isdigit() for key in value):
-        return tuple(value[key] for key in sorted(value, key=int))
-    return {key: _layers_as_tuples(part) for key, part in value.items()}
 
 
 def digest_of_result(path: str | os.PathLike[str]) -> str:

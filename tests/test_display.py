@@ -42,7 +42,9 @@ for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
 KINDS = {
     name: kind
     for name, kind in Result.kinds.items()
-    if "infoflow_lens" in kind.__module__ and not inspect.isabstract(kind)
+    if issubclass(kind, Result)
+    and "infoflow_lens" in kind.__module__
+    and not inspect.isabstract(kind)
 }
 HOSTILE = "<script>alert('1')</script>" + "x" * 300
 

@@ -2,11 +2,11 @@
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, explained
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
+from infoflow_lens.flows.predicting import predict
 from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.settings import checked
+from infoflow_lens.foundation.saving import NOT_SAVED, Savable, convert
+from infoflow_lens.foundation.settings import Count, Share, checked
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
@@ -44,7 +46,7 @@ from infoflow_lens.theory.rules import Rule
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Flow:
+class Flow(Savable):
     """What can reach the states of a few inputs, by theory, beside what does, measured.
 
     Layers and positions count from 0. In a notebook it shows itself as the interactive picture.
@@ -80,16 +82,18 @@ class Flow:
             decomposed.
     """
 
+    schema: ClassVar[str] = "infoflow-lens flow 2"
+
     tokens: tuple[tuple[str, ...], ...]
     rule: RuleName
-    k: int
-    sets: InformationSets
+    k: Count
+    sets: InformationSets = field(metadata=NOT_SAVED)
     influence: InfluenceResult | None
     elsewhere: InfluenceResult | None
     reasons: WhyAll | None
     next_tokens: tuple[NextTokens, ...] | None
     replaced: tuple[Replaced, ...] | None
-    agreement: Agreement | None
+    agreement: Agreement | None = field(metadata=NOT_SAVED)
     positions: PositionsResult
     attention: PatternsResult
     attended: AttendedResult | None
@@ -97,7 +101,7 @@ class Flow:
     notes: tuple[str, ...]
     record: RunRecord
     title: str
-    rules: Sequence[Sequence[Rule]] | None = None
+    rules: Sequence[Sequence[Rule]] | None = field(default=None, metadata=NOT_SAVED)
     contributions: PowerRolloutResult | None = None
 
     @cached_property
@@ -305,38 +309,36 @@ class Flow:
 
         return write_flow(self.view, path, overwrite=overwrite)
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
-
-        Args:
-            path: of both files, without the ends of their names.
-            overwrite: whether files that are no saved result may be replaced, too.
-
-        Raises:
-            InfoFlowError: if they cannot be written, or other files stand in their places.
-        """
-        from infoflow_lens.flows.saving import save_fields
-
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        save_fields(values, path, overwrite=overwrite)
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Flow":
-        """The flow that :meth:`save` wrote; no model is needed. Nothing that the files name is
-        called.
+    def _build(cls, values: Mapping[str, Any]) -> "Flow":
+        """Build the flow of what was measured; predictions follow from it, and are made again.
 
         Raises:
-            InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
+            InfoFlowError: for results that are missing, or of other inputs.
         """
-        from infoflow_lens.flows.saving import read_fields
+        tokens, positions, config = values["tokens"], values["positions"], values["record"].config
+        if len(tokens) != len(positions.lengths):
+            raise InfoFlowError(
+                f"tokens are of {len(tokens)} texts, positions of {len(positions.lengths)}"
+            )
+        if values["rule"] == "mechanisms" and None in (values["attended"], values["mechanisms"]):
+            raise InfoFlowError(
+                "rule is 'mechanisms', and no mechanisms are there: expected them, and the "
+                "attended keys"
+            )
+        threshold = convert(config.get("threshold"), Share, "threshold")
+        without = convert(config.get("without"), tuple[int, ...], "without")
+        predicted = predict(
+            values["rule"], values["k"], positions, values["attended"], values["mechanisms"],
+            max(map(len, tokens)), values["influence"], threshold, without,
+        )  # fmt: skip
+        return cls(**values, **predicted)
+
+    def _check_loaded(self) -> None:
         from infoflow_lens.report.flow import render_flow
 
-        with read_fields(path) as values:
-            found = cls(**values)
-            # what is loaded can be shown, or is refused here
-            found.to_frame()
-            render_flow(found.view)
-            return found
+        super()._check_loaded()
+        render_flow(self.view)
 
     @cached_property
     def view(self) -> FlowView:

@@ -9,12 +9,23 @@ import dataclasses
 import math
 import os
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -34,12 +45,25 @@ from infoflow_lens.foundation.files import (
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import check
 
-_SCHEMA = "infoflow-lens saved 1"
 SavableT = TypeVar("SavableT", bound="Savable")
+# the metadata of a field that is computed when its owner is loaded
+NOT_SAVED: Any = {"saved": False}
 
 
 class Savable:
-    """A base of dataclasses that can be saved, and loaded again as they were."""
+    """A base of dataclasses that can be saved, and loaded again as they were.
+
+    Attributes:
+        schema: the name and the version of the files.
+        kinds: all that can be saved, by the name of the class.
+    """
+
+    schema: ClassVar[str] = "infoflow-lens saved 2"
+    kinds: ClassVar[dict[str, type["Savable"]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Savable.kinds[cls.__name__] = cls
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
@@ -51,12 +75,20 @@ class Savable:
         Raises:
             InfoFlowError: if they cannot be written, or other files stand in their places.
         """
+        write_parts(path, self.schema, *self.to_parts(), overwrite=overwrite)
+
+    def to_parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what is written: values for JSON, and tensors by name."""
         tensors: dict[str, Tensor] = {}
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
-        names = [item.name for item in fields]
-        values = {name: _encode(getattr(self, name), name, tensors) for name in names}
-        plain = {"kind": type(self).__name__, "fields": values}
-        write_parts(path, _SCHEMA, plain, tensors, overwrite=overwrite)
+        plain = _encode(self, "", tensors)
+        written: set[int] = set()
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            # a file holds no number under two names
+            if storage.data_ptr() in written or storage.nbytes() > tensor.numel() * tensor.itemsize:
+                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+            written.add(storage.data_ptr())
+        return plain, tensors
 
     @classmethod
     def load(cls: type[SavableT], path: str | os.PathLike[str]) -> SavableT:
@@ -65,15 +97,48 @@ class Savable:
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        with read_parts(path, _SCHEMA, cls.__name__) as (plain, tensors):
-            if plain.get("kind") != cls.__name__:
-                raise InfoFlowError(
-                    f"{os.fspath(path)!r} holds {plain.get('kind')!r}: expected a {cls.__name__}"
-                )
-            found = cls(**convert_fields(cls, _decode(plain["fields"], tensors)))
-            if hasattr(found, "to_frame"):
-                found.to_frame()  # what is loaded can be shown, or is refused here
-            return found
+        with read_parts(path, cls.schema, cls.__name__) as (plain, tensors):
+            found = cls.from_parts(plain, tensors)
+        return found._locate(path)
+
+    @classmethod
+    def from_parts(
+        cls: type[SavableT], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> SavableT:
+        """Build what :meth:`to_parts` has taken apart.
+
+        Raises:
+            InfoFlowError: if it is of another kind.
+            ValueError, TypeError, KeyError: if these are not its parts.
+        """
+        return cls._from_values(_decode(dict(plain), tensors))
+
+    @classmethod
+    def _from_values(cls: type[SavableT], values: Mapping[str, Any]) -> SavableT:
+        """Build it of its fields and the name of its class, and check it."""
+        kind = Savable.kinds.get(str(values.get("kind")))
+        if kind is None or not issubclass(kind, cls):
+            raise InfoFlowError(
+                f"the saved file holds a {kind.__name__ if kind else 'foreign result'}: expected a "
+                f"{cls.__name__}"
+            )
+        found = kind._build(convert_fields(kind, {n: v for n, v in values.items() if n != "kind"}))
+        found._check_loaded()
+        return found
+
+    @classmethod
+    def _build(cls: type[SavableT], values: Mapping[str, Any]) -> SavableT:
+        """Build it of the fields that are saved."""
+        return cls(**values)
+
+    def _check_loaded(self) -> None:
+        """Refuse what cannot be shown, where it is loaded."""
+        if hasattr(self, "to_frame"):
+            self.to_frame()
+
+    def _locate(self: SavableT, path: str | os.PathLike[str]) -> SavableT:
+        """Return it, knowing from where it was loaded, if it must."""
+        return self
 
 
 def write_parts(
@@ -100,12 +165,8 @@ def write_parts(
         write(plain, tensors)
 
 
-class Write(Protocol):
-    """Writes what is saved at one path, and returns the digest of its description."""
-
-    def __call__(self, plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> str:
-        """Write values for JSON, and tensors by name."""
-        ...
+# Writes values for JSON, and tensors by name, at one path; returns the digest of the description
+Write: TypeAlias = Callable[[Mapping[str, Any], dict[str, Tensor]], str]
 
 
 @contextmanager
@@ -244,14 +305,8 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
             whose axes of the same name have different sizes.
     """
     hints = _hints(kind)
-    # fields that are computed are not in files
-    known = {item.name: item for item in dataclasses.fields(kind) if item.init}
-    needed = {
-        name
-        for name, item in known.items()
-        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-    }
-    odd = sorted(values.keys() - known.keys()) or sorted(needed - values.keys())
+    known = {item.name: item for item in _saved_fields(kind) if item.init}
+    odd = sorted(values.keys() - known.keys()) or sorted(known.keys() - values.keys())
     if odd:
         problem = "has no field" if odd[0] not in known else "lacks the field"
         raise InfoFlowError(f"a {kind.__name__} {problem} {odd[0]!r}: expected {', '.join(known)}")
@@ -313,7 +368,10 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         if isinstance(value, hint):
             return value
         if isinstance(value, Mapping):
-            return hint(**convert_fields(hint, value))
+            if issubclass(hint, Savable):
+                return hint._from_values(value)
+            read = getattr(hint, "from_dict", None)
+            return read(value) if read else hint(**convert_fields(hint, value))
     if hint is float and value is None:  # JSON has no NaN
         return math.nan
     if hint is float and isinstance(value, float):
@@ -380,24 +438,38 @@ def _words_of(hint: Any) -> str:
 # Values of any depth
 
 
+def _saved_fields(of: Any) -> Iterator["dataclasses.Field[Any]"]:
+    """Yield the fields of a dataclass that are in files."""
+    yield from (item for item in dataclasses.fields(of) if item.metadata.get("saved", True))
+
+
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value for JSON; its tensors go to `tensors`, under names."""
+    """Return a value for JSON; its tensors go to `tensors`, under names.
+
+    Names are made of those of fields and keys, and of numbers, so that no two are the same.
+    """
     if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().contiguous().clone()
+        dense = value if value.layout is torch.strided else value.to_dense()
+        tensors[name] = dense.detach().cpu().contiguous()
         return {"tensor": name}
+    inside = f"{name}." if name else ""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            item.name: _encode(getattr(value, item.name), f"{name}.{item.name}", tensors)
-            for item in dataclasses.fields(value)
+        kind = {"kind": type(value).__name__} if isinstance(value, Savable) else {}
+        return kind | {
+            item.name: _encode(getattr(value, item.name), inside + item.name, tensors)
+            for item in _saved_fields(value)
         }
     if isinstance(value, Mapping):
-        pairs = [
-            [key, _encode(item, f"{name}.{place}", tensors)]
-            for place, (key, item) in enumerate(value.items())
+        names = [k if isinstance(k, str) and k.isidentifier() else i for i, k in enumerate(value)]
+        parts = [
+            _encode(item, f"{inside}{key}", tensors)
+            for key, item in zip(names, value.values(), strict=True)
         ]
-        return {"pairs": pairs}
+        if all(isinstance(key, str) for key in value) and not value.keys() <= {"tensor", "pairs"}:
+            return dict(zip(value, parts, strict=True))
+        return {"pairs": [list(pair) for pair in zip(value, parts, strict=True)]}
     if isinstance(value, (list, tuple)):
-        return [_encode(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
+        return [_encode(item, f"{inside}{place}", tensors) for place, item in enumerate(value)]
     return value
 
 

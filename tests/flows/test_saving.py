@@ -40,15 +40,15 @@ def saved(tmp_path_factory):
 
 
 def test_foreign_and_spoiled_files_are_refused(saved, tmp_path):
-    with pytest.raises(InfoFlowError, match=r"no flow at .*: expected nothing\.json"):
+    with pytest.raises(InfoFlowError, match=r"no Flow at .*: expected nothing\.json"):
         Flow.load(tmp_path / "nothing")
     (positions,) = run_probes(
         make_token_model(), [[1, 2, 3]], [PositionsProbe((1,))], progress=False
     )
     positions.save(tmp_path / "positions")
-    with pytest.raises(InfoFlowError, match="is no flow of this version"):
+    with pytest.raises(InfoFlowError, match="is no Flow of this version"):
         Flow.load(tmp_path / "positions")
-    with pytest.raises(InfoFlowError, match="is no result of this version"):
+    with pytest.raises(InfoFlowError, match="is no PositionsResult of this version"):
         type(positions).load(saved)
     for end in (".json", ".safetensors"):
         (tmp_path / f"spoiled{end}").write_bytes(saved.with_suffix(end).read_bytes())

@@ -13,6 +13,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.foundation.saving import write_parts
 from infoflow_lens.hooks import PositionsResult, RecoveryResult, Result
 from infoflow_lens.hooks.arrays import LabelledArray
 from tests.versions import same_release
@@ -35,12 +36,12 @@ def test_saving_and_loading_keeps_everything(results, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_results_of_version_0_2_load(results):
-    """Which named the run that they were a part of, or none."""
-    for result in results:
-        plain, tensors = result.to_parts()
-        loaded = Result.from_parts({**plain, "of_run": None}, tensors)
-        assert loaded.to_parts()[0] == plain
+def test_results_of_earlier_versions_are_refused(results, tmp_path):
+    """With what to do: their files have another schema."""
+    result = results[0]
+    write_parts(tmp_path / "x", "infoflow-lens result 1", *result.to_parts())
+    with pytest.raises(InfoFlowError, match=r"of this version .*delete x\.json .*measure it again"):
+        Result.load(tmp_path / "x")
 
 
 def test_the_record_tells_settings_versions_and_model(results, model):
@@ -57,7 +58,7 @@ def test_the_record_tells_settings_versions_and_model(results, model):
 
 
 def test_loading_what_is_not_there(tmp_path, results):
-    with pytest.raises(InfoFlowError, match="no result at"):
+    with pytest.raises(InfoFlowError, match="no Result at"):
         Result.load(tmp_path / "none")
     results[1].save(tmp_path / "recovery")
     with pytest.raises(InfoFlowError, match="holds a RecoveryResult: expected a PositionsResult"):
