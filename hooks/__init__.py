@@ -1,175 +1,104 @@
 """What is measured: probes for any TransformerLens model, through its hook points."""
 
-from typing import TYPE_CHECKING, Any
+import typing
 
-from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
-from infoflow_lens.hooks.checking import check_probe
-from infoflow_lens.hooks.influence.base import InfluenceResult
-from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
-from infoflow_lens.hooks.influence.resample import ResampleInfluence
-from infoflow_lens.hooks.interventions import (
-    HEAD_IDEALS,
-    AllHeads,
-    Edit,
-    EditsOfPass,
-    HeadIdeals,
-    HeadLabels,
-    Intervention,
-    InterventionResult,
-    MeanPatterns,
-    MeanPatternsProbe,
-    NextTokenLoss,
-    edit_head,
-    edit_head_output,
-    heads_of,
-    label_heads,
-)
-from infoflow_lens.hooks.mechanisms import (
-    IDEALS,
-    METRICS,
-    JointReplacement,
-    MechanismsProgress,
-    MechanismsResult,
-    measure_mechanisms,
-    replace_greedily,
-    substituted,
-)
-from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
-from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult, measure_sufficiency
-from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
-from infoflow_lens.hooks.model.capabilities import (
-    LayerCapabilities,
-    ModelCapabilities,
-    inspect_model,
-)
-from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.passes.run import probe_cache, run, run_probes
-from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.patterns import PatternsProbe, PatternsResult
-from infoflow_lens.hooks.positions.probe import PositionsProbe
-from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
-from infoflow_lens.hooks.probe import Probe, Split
-from infoflow_lens.hooks.readouts import (
-    EmbeddingCosine,
-    FunctionOfOutput,
-    LogitDifference,
-    LogProbability,
-    Readout,
-)
-from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
-from infoflow_lens.hooks.relations import find_heads
-from infoflow_lens.hooks.result import LabelledResult, Result
-from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
-from infoflow_lens.hooks.routes.base import RoutesResult
-from infoflow_lens.hooks.routes.contributions import ContributionRoutes
-from infoflow_lens.hooks.routes.every import baselines
-from infoflow_lens.hooks.routes.flow import AttentionFlow
-from infoflow_lens.hooks.routes.graded import GradedSetsProbe, GradedSetsResult
-from infoflow_lens.hooks.routes.gradient import GradientTimesInput
-from infoflow_lens.hooks.routes.powers import PowerRollout, PowerRolloutResult
-from infoflow_lens.hooks.scores import StateScores
-from infoflow_lens.hooks.shares.measure import measure_shares
-from infoflow_lens.hooks.shares.result import Shares
-from infoflow_lens.hooks.states import State, combined, concatenated, summed
-from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
+from infoflow_lens.foundation import names
+from infoflow_lens.hooks.arrays import LabelledArray as LabelledArray
+from infoflow_lens.hooks.attended import AttendedProbe as AttendedProbe
+from infoflow_lens.hooks.attended import AttendedResult as AttendedResult
+from infoflow_lens.hooks.checking import check_probe as check_probe
+from infoflow_lens.hooks.influence.base import InfluenceResult as InfluenceResult
+from infoflow_lens.hooks.influence.jacobian import JacobianInfluence as JacobianInfluence
+from infoflow_lens.hooks.influence.resample import ResampleInfluence as ResampleInfluence
+from infoflow_lens.hooks.interventions import HEAD_IDEALS as HEAD_IDEALS
+from infoflow_lens.hooks.interventions import AllHeads as AllHeads
+from infoflow_lens.hooks.interventions import Edit as Edit
+from infoflow_lens.hooks.interventions import EditsOfPass as EditsOfPass
+from infoflow_lens.hooks.interventions import HeadIdeals as HeadIdeals
+from infoflow_lens.hooks.interventions import HeadLabels as HeadLabels
+from infoflow_lens.hooks.interventions import Intervention as Intervention
+from infoflow_lens.hooks.interventions import InterventionResult as InterventionResult
+from infoflow_lens.hooks.interventions import MeanPatterns as MeanPatterns
+from infoflow_lens.hooks.interventions import MeanPatternsProbe as MeanPatternsProbe
+from infoflow_lens.hooks.interventions import NextTokenLoss as NextTokenLoss
+from infoflow_lens.hooks.interventions import edit_head as edit_head
+from infoflow_lens.hooks.interventions import edit_head_output as edit_head_output
+from infoflow_lens.hooks.interventions import heads_of as heads_of
+from infoflow_lens.hooks.interventions import label_heads as label_heads
+from infoflow_lens.hooks.mechanisms import IDEALS as IDEALS
+from infoflow_lens.hooks.mechanisms import METRICS as METRICS
+from infoflow_lens.hooks.mechanisms import JointReplacement as JointReplacement
+from infoflow_lens.hooks.mechanisms import MechanismsProgress as MechanismsProgress
+from infoflow_lens.hooks.mechanisms import MechanismsResult as MechanismsResult
+from infoflow_lens.hooks.mechanisms import measure_mechanisms as measure_mechanisms
+from infoflow_lens.hooks.mechanisms import replace_greedily as replace_greedily
+from infoflow_lens.hooks.mechanisms import substituted as substituted
+from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult as EdgeBudgetResult
+from infoflow_lens.hooks.mechanisms.edge_budget import measure_edge_budget as measure_edge_budget
+from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult as SufficiencyResult
+from infoflow_lens.hooks.mechanisms.sufficiency import measure_sufficiency as measure_sufficiency
+from infoflow_lens.hooks.mechanisms.top_k import TopKResult as TopKResult
+from infoflow_lens.hooks.mechanisms.top_k import measure_top_k as measure_top_k
+from infoflow_lens.hooks.model.capabilities import LayerCapabilities as LayerCapabilities
+from infoflow_lens.hooks.model.capabilities import ModelCapabilities as ModelCapabilities
+from infoflow_lens.hooks.model.capabilities import inspect_model as inspect_model
+from infoflow_lens.hooks.model.inputs import example_input as example_input
+from infoflow_lens.hooks.passes.run import probe_cache as probe_cache
+from infoflow_lens.hooks.passes.run import run as run
+from infoflow_lens.hooks.passes.run import run_probes as run_probes
+from infoflow_lens.hooks.passes.view import Needs as Needs
+from infoflow_lens.hooks.passes.view import Pass as Pass
+from infoflow_lens.hooks.patterns import PatternsProbe as PatternsProbe
+from infoflow_lens.hooks.patterns import PatternsResult as PatternsResult
+from infoflow_lens.hooks.positions.probe import PositionsProbe as PositionsProbe
+from infoflow_lens.hooks.positions.result import PositionsResult as PositionsResult
+from infoflow_lens.hooks.positions.result import ShardedPositions as ShardedPositions
+from infoflow_lens.hooks.probe import Probe as Probe
+from infoflow_lens.hooks.probe import Split as Split
+from infoflow_lens.hooks.readouts import EmbeddingCosine as EmbeddingCosine
+from infoflow_lens.hooks.readouts import FunctionOfOutput as FunctionOfOutput
+from infoflow_lens.hooks.readouts import LogitDifference as LogitDifference
+from infoflow_lens.hooks.readouts import LogProbability as LogProbability
+from infoflow_lens.hooks.readouts import Readout as Readout
+from infoflow_lens.hooks.recovery.probe import RecoveryProbe as RecoveryProbe
+from infoflow_lens.hooks.recovery.probe import RecoveryResult as RecoveryResult
+from infoflow_lens.hooks.relations import find_heads as find_heads
+from infoflow_lens.hooks.result import LabelledResult as LabelledResult
+from infoflow_lens.hooks.result import Result as Result
+from infoflow_lens.hooks.routes.attention import AttentionRollout as AttentionRollout
+from infoflow_lens.hooks.routes.attention import AttentionWeight as AttentionWeight
+from infoflow_lens.hooks.routes.base import RoutesResult as RoutesResult
+from infoflow_lens.hooks.routes.contributions import ContributionRoutes as ContributionRoutes
+from infoflow_lens.hooks.routes.every import baselines as baselines
+from infoflow_lens.hooks.routes.flow import AttentionFlow as AttentionFlow
+from infoflow_lens.hooks.routes.graded import GradedSetsProbe as GradedSetsProbe
+from infoflow_lens.hooks.routes.graded import GradedSetsResult as GradedSetsResult
+from infoflow_lens.hooks.routes.gradient import GradientTimesInput as GradientTimesInput
+from infoflow_lens.hooks.routes.powers import PowerRollout as PowerRollout
+from infoflow_lens.hooks.routes.powers import PowerRolloutResult as PowerRolloutResult
+from infoflow_lens.hooks.scores import StateScores as StateScores
+from infoflow_lens.hooks.shares.measure import measure_shares as measure_shares
+from infoflow_lens.hooks.shares.result import Shares as Shares
+from infoflow_lens.hooks.states import State as State
+from infoflow_lens.hooks.states import combined as combined
+from infoflow_lens.hooks.states import concatenated as concatenated
+from infoflow_lens.hooks.states import summed as summed
+from infoflow_lens.hooks.why import Why as Why
+from infoflow_lens.hooks.why import WhyAll as WhyAll
+from infoflow_lens.hooks.why import measure_why as measure_why
+from infoflow_lens.hooks.why import measure_why_all as measure_why_all
 
-if TYPE_CHECKING:
-    from infoflow_lens.hooks.passes.attach import AttachedProbes, attach
+if typing.TYPE_CHECKING:
+    from infoflow_lens.hooks.passes.attach import AttachedProbes as AttachedProbes
+    from infoflow_lens.hooks.passes.attach import attach as attach
 
-__all__ = [
-    "HEAD_IDEALS",
-    "IDEALS",
-    "METRICS",
-    "AllHeads",
-    "AttachedProbes",
-    "AttendedProbe",
-    "AttendedResult",
-    "AttentionFlow",
-    "AttentionRollout",
-    "AttentionWeight",
-    "ContributionRoutes",
-    "EdgeBudgetResult",
-    "Edit",
-    "EditsOfPass",
-    "EmbeddingCosine",
-    "FunctionOfOutput",
-    "GradedSetsProbe",
-    "GradedSetsResult",
-    "GradientTimesInput",
-    "HeadIdeals",
-    "HeadLabels",
-    "InfluenceResult",
-    "Intervention",
-    "InterventionResult",
-    "JacobianInfluence",
-    "JointReplacement",
-    "LabelledArray",
-    "LabelledResult",
-    "LayerCapabilities",
-    "LogProbability",
-    "LogitDifference",
-    "MeanPatterns",
-    "MeanPatternsProbe",
-    "MechanismsProgress",
-    "MechanismsResult",
-    "ModelCapabilities",
-    "Needs",
-    "NextTokenLoss",
-    "Pass",
-    "PatternsProbe",
-    "PatternsResult",
-    "PositionsProbe",
-    "PositionsResult",
-    "PowerRollout",
-    "PowerRolloutResult",
-    "Probe",
-    "Readout",
-    "RecoveryProbe",
-    "RecoveryResult",
-    "ResampleInfluence",
-    "Result",
-    "RoutesResult",
-    "ShardedPositions",
-    "Shares",
-    "Split",
-    "State",
-    "StateScores",
-    "SufficiencyResult",
-    "TopKResult",
-    "Why",
-    "WhyAll",
-    "attach",
-    "baselines",
-    "check_probe",
-    "combined",
-    "concatenated",
-    "edit_head",
-    "edit_head_output",
-    "example_input",
-    "find_heads",
-    "heads_of",
-    "inspect_model",
-    "label_heads",
-    "measure_edge_budget",
-    "measure_mechanisms",
-    "measure_shares",
-    "measure_sufficiency",
-    "measure_top_k",
-    "measure_why",
-    "measure_why_all",
-    "probe_cache",
-    "replace_greedily",
-    "run",
-    "run_probes",
-    "substituted",
-    "summed",
-]
+_LATE = ("AttachedProbes", "attach")
+__all__ = sorted([*names.list_public(globals()), *_LATE])
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Import :func:`attach` on its first use: it loads PyTorch's compiler, which takes long."""
-    if name not in ("AttachedProbes", "attach"):
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from infoflow_lens.hooks.passes import attach as module
 

@@ -1,45 +1,33 @@
 """Synthetic tasks whose active tokens are known: inputs, targets, datasets."""
 
-from typing import Any
+import typing
 
-from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
-from infoflow_lens.tasks.card import dataset_card
-from infoflow_lens.tasks.d_retrieval import DRetrieval
-from infoflow_lens.tasks.kth_largest import KthLargest
-from infoflow_lens.tasks.memorization import Memorization
-from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
-from infoflow_lens.tasks.registry import list_tasks, load_task
-from infoflow_lens.tasks.target import Target
-from infoflow_lens.tasks.task import Task, VectorTask
-from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
-from infoflow_lens.tasks.tokens import TokenTask
-from infoflow_lens.tasks.tuples import BestTree, DepthSeparation, IntrinsicDimension, TriangleCenter
+from infoflow_lens.foundation import names
+from infoflow_lens.tasks.aggregation import GlobalMean as GlobalMean
+from infoflow_lens.tasks.aggregation import PositionSum as PositionSum
+from infoflow_lens.tasks.card import dataset_card as dataset_card
+from infoflow_lens.tasks.d_retrieval import DRetrieval as DRetrieval
+from infoflow_lens.tasks.kth_largest import KthLargest as KthLargest
+from infoflow_lens.tasks.memorization import Memorization as Memorization
+from infoflow_lens.tasks.question_answering import InContextQA as InContextQA
+from infoflow_lens.tasks.question_answering import NestedQA as NestedQA
+from infoflow_lens.tasks.registry import list_tasks as list_tasks
+from infoflow_lens.tasks.registry import load_task as load_task
+from infoflow_lens.tasks.target import Target as Target
+from infoflow_lens.tasks.task import Task as Task
+from infoflow_lens.tasks.task import VectorTask as VectorTask
+from infoflow_lens.tasks.templates import InContextTemplateMatching as InContextTemplateMatching
+from infoflow_lens.tasks.templates import TemplateMatching as TemplateMatching
+from infoflow_lens.tasks.tokens import TokenTask as TokenTask
+from infoflow_lens.tasks.tuples import BestTree as BestTree
+from infoflow_lens.tasks.tuples import DepthSeparation as DepthSeparation
+from infoflow_lens.tasks.tuples import IntrinsicDimension as IntrinsicDimension
+from infoflow_lens.tasks.tuples import TriangleCenter as TriangleCenter
 
-__all__ = [
-    "BestTree",
-    "DRetrieval",
-    "DepthSeparation",
-    "GlobalMean",
-    "InContextQA",
-    "InContextTemplateMatching",
-    "IntrinsicDimension",
-    "KthLargest",
-    "Memorization",
-    "NestedQA",
-    "PositionSum",
-    "Target",
-    "Task",
-    "TemplateMatching",
-    "TokenTask",
-    "TriangleCenter",
-    "VectorTask",
-    "dataset_card",
-    "list_tasks",
-    "load_task",
-]
+__all__ = names.list_public(globals())
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Say what takes the place of a name that is gone."""
     instead = "; use infoflow_lens.foundation.naming.find_named" if name == "is_task" else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -264,3 +264,42 @@ def test_probes_and_theory_do_without_transformer_lens():
         "print('transformer_lens' in sys.modules)"
     )
     assert run("-c", script, folder=ROOT) == "False"
+
+
+# What rooms give by their names: one that is gone needs a word in the changelog
+NAMES = {
+    "hooks": """
+        AllHeads AttachedProbes AttendedProbe AttendedResult AttentionFlow AttentionRollout
+        AttentionWeight ContributionRoutes EdgeBudgetResult Edit EditsOfPass EmbeddingCosine
+        FunctionOfOutput GradedSetsProbe GradedSetsResult GradientTimesInput HEAD_IDEALS
+        HeadIdeals HeadLabels IDEALS InfluenceResult Intervention InterventionResult
+        JacobianInfluence JointReplacement LabelledArray LabelledResult LayerCapabilities
+        LogProbability LogitDifference METRICS MeanPatterns MeanPatternsProbe MechanismsProgress
+        MechanismsResult ModelCapabilities Needs NextTokenLoss Pass PatternsProbe PatternsResult
+        PositionsProbe PositionsResult PowerRollout PowerRolloutResult Probe Readout
+        RecoveryProbe RecoveryResult ResampleInfluence Result RoutesResult ShardedPositions
+        Shares Split State StateScores SufficiencyResult TopKResult Why WhyAll attach baselines
+        check_probe combined concatenated edit_head edit_head_output example_input find_heads
+        heads_of inspect_model label_heads measure_edge_budget measure_mechanisms measure_shares
+        measure_sufficiency measure_top_k measure_why measure_why_all probe_cache
+        replace_greedily run run_probes substituted summed
+    """,
+    "tasks": """
+        BestTree DRetrieval DepthSeparation GlobalMean InContextQA InContextTemplateMatching
+        IntrinsicDimension KthLargest Memorization NestedQA PositionSum Target Task
+        TemplateMatching TokenTask TriangleCenter VectorTask dataset_card list_tasks load_task
+    """,
+    "theory": """
+        ComparisonProfile ComparisonTree Component DigitCode Estimate GlobalAggregation
+        GradedSets InformationSets MaxPosition Schedule SpecificPositions exponent learns
+        propagate run_schedule search
+    """,
+}
+
+
+@pytest.mark.parametrize("room", NAMES)
+def test_rooms_give_these_names(room):
+    module = importlib.import_module(f"infoflow_lens.{room}")
+    assert set(module.__all__) == set(NAMES[room].split())
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name

@@ -1,9 +1,16 @@
-"""Names that users may misspell."""
+"""Names that a module gives, and names that users may misspell."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
+
+
+def list_public(module: Mapping[str, Any]) -> list[str]:
+    """List the names that a module defines or imports, without modules and private names."""
+    return sorted(n for n, v in module.items() if n[0] != "_" and not isinstance(v, ModuleType))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
