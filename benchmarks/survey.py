@@ -1,84 +1,57 @@
-"""What a survey costs, in bare forward passes of the same sequences.
+"""How many times as fast a survey is by several processes as by one, in the same run.
 
-Run: python -m benchmarks.survey [--small]
+Run: python -m benchmarks.survey [--windows 64] [--layers 6] [--width 192] [--jobs 2]
 
-The model is a random one in the sizes of GPT-2 small (12 layers of 12 heads, width 768) with a
-vocabulary of 1,024, saved as a folder; the data are 32 sequences of 64 random ids. The time is of
-the processor, on one thread. `--small` takes a quarter of the layers and a third of the width,
-where fixed costs weigh more.
+The model is a random GPT-2 of four heads, the data are a text file. Each process has one thread.
+Times are of whole commands, with the start of all processes; the results must be the same bytes.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
-
-from infoflow_lens.models.loading import load_any
-from infoflow_lens.probing.survey import run_survey
-from infoflow_lens.probing.survey_config import SurveyConfig
-
-_GOAL, _N, _LENGTH, _VOCABULARY = 200, 32, 64, 1024
+from benchmarks.corpora import save_model, save_texts
 
 
 def main() -> None:
-    """Print the ratio of each part, and their sum."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--small", action="store_true")
-    layers, heads, width = (3, 4, 256) if parser.parse_args().small else (12, 12, 768)
-    torch.set_num_threads(1)
+    """Print the seconds of both, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--jobs", type=int, default=2)
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder, data = Path(scratch) / "model", Path(scratch) / "ids.pt"
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            config = GPT2Config(
-                n_layer=layers,
-                n_head=heads,
-                n_embd=width,
-                vocab_size=_VOCABULARY,
-                n_positions=128,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-            GPT2LMHeadModel(config).save_pretrained(folder)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(_VOCABULARY, (_N, _LENGTH), generator=generator)
-        torch.save(ids, data)
-        model = load_any(folder).model
-        bare = _forward(model, ids)
-        del model
-        began: list[tuple[str, float]] = []
-
-        def say(line: str) -> None:
-            began.append((line, time.process_time()))
-
-        start = time.process_time()
-        settings = SurveyConfig(str(folder), str(data), n=_N, window=_LENGTH)
-        run_survey(Path(scratch) / "out", settings, progress=False, say=say)
-        end = time.process_time()
-    rows = [("loading", start), *began, ("", end)]
-    table = Table("part", "bare forward passes")
-    for (name, since), (_, until) in pairwise(rows):
-        table.add_row(name, f"{(until - since) / bare:.1f}")
-    table.add_row(f"all (goal: at most {_GOAL})", f"{(end - start) / bare:.1f}")
-    Console().print(table)
+        home = Path(scratch)
+        save_model(home / "model", chosen.width, 64, chosen.layers)
+        save_texts(home / "texts.txt", 20 * chosen.windows)
+        alone, one = survey(home, chosen.windows, 1)
+        together, several = survey(home, chosen.windows, chosen.jobs)
+        same = "the same bytes" if one == several else "OTHER BYTES"
+        print(
+            f"{alone:.0f} s by one process, {together:.0f} s by {chosen.jobs}: "
+            f"{alone / together:.2f} times as fast, {same}"
+        )
 
 
-def _forward(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    """Seconds of one bare pass over all sequences, the least of three."""
-    times = []
-    with torch.no_grad():
-        for _ in range(3):
-            start = time.process_time()
-            for batch in ids.split(8):
-                model(batch)
-            times.append(time.process_time() - start)
-    return min(times)
+def survey(home: Path, windows: int, jobs: int) -> tuple[float, dict[str, bytes]]:
+    """Seconds of a command, and the tables and tensors that it leaves."""
+    out = home / f"by-{jobs}"
+    arguments = ["survey", home / "model", "--data", home / "texts.txt", "--n", windows, "--out",
+                 out, "--jobs", jobs, "--threads", 1, "--quiet"]  # fmt: skip
+    begun = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "infoflow_lens.cli", *map(str, arguments)],
+        check=True, stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    seconds = time.monotonic() - begun
+    kept = (".safetensors", ".csv")
+    return seconds, {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in kept}
 
 
 if __name__ == "__main__":

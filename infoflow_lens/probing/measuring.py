@@ -1,20 +1,28 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
-from infoflow_lens.hooks import ModelCapabilities, Probe, Result
+from infoflow_lens.foundation.files import let_own
+from infoflow_lens.foundation.interrupts import defer_interrupts
+from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.hooks import ModelCapabilities, Probe, Result, inspect_model
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.own_settings import apply_settings, check_names
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
 from infoflow_lens.probing.patience import warn_if_long
 from infoflow_lens.probing.registry import part_names
+from infoflow_lens.probing.shard import load_in_worker
 from infoflow_lens.probing.shards import run_in_shards
+from infoflow_lens.probing.store import StoredSequences
 from infoflow_lens.runs.checkpoint import Checkpoint
+from infoflow_lens.runs.executor import Executor, Unit
 from infoflow_lens.runs.folder import RunFolder
 
 
@@ -139,6 +147,9 @@ def measure_parts(
     """
     found: dict[str, Any] = {}
     for which in ("all", "detail"):  # probes of several parts share their passes
+        # what has several shards is spread by these, and comes first
+        if context.executor.jobs > 1 and (which == "detail" or not _has_shards(context)):
+            _measure_in_workers(folder, parts, context, say)  # which leave results in the folder
         wanted: dict[str, Probe[Any]] = {}
         for part in parts.values():
             of_part = _probes_of(part, context) if part.sequences == which else {}
@@ -156,6 +167,100 @@ def measure_parts(
             now = replace(context, found=dict(found))
             found[name] = _measure_part(folder, name, part, now, say)
     return found
+
+
+@dataclass(frozen=True)
+class _PartsTask:
+    """All that a worker needs to measure some parts, behind others that are finished."""
+
+    out: Path
+    parts: Mapping[str, Part]
+    rows: StoredSequences
+    config: ProbingConfig
+    fingerprint: str
+
+
+def _measure_in_workers(
+    folder: RunFolder, parts: Mapping[str, Part], context: RunContext, say: Say
+) -> None:
+    """Let workers measure parts at the same time, each as soon as those are that it reads.
+
+    What is spread by shards is left out.
+    """
+    rows = context.batches.sequences()
+    if not isinstance(rows, StoredSequences):
+        return
+    fingerprint = model_fingerprint(context.model)
+    groups = list(_divide(parts, context))
+
+    def needs(some: Mapping[str, Part]) -> set[str]:
+        read = {name for part in some.values() for name in (*part.after, *part.reads)}
+        return read.intersection(parts) - some.keys()
+
+    needed = {name for some in groups for name in needs(some)}
+    waiting = sorted(groups, key=lambda some: not needed & some.keys())
+    finished = {n: part for n, part in parts.items() if not any(n in some for some in groups)}
+
+    def units() -> Iterator[Unit | None]:
+        while waiting:
+            some = next((some for some in waiting if needs(some) <= finished.keys()), None)
+            if some is None:
+                yield None  # until what it reads is measured
+                continue
+            waiting.remove(some)
+            if all(folder.holds(f"{name}.json") for name in some):
+                finished.update(some)
+                continue
+            say(", ".join(some))
+            every = {**finished, **some} if needs(some) else some
+            task = _PartsTask(folder.path, every, rows, context.config, fingerprint)
+            yield Unit(", ".join(some), task)
+
+    with (
+        defer_interrupts() as stop_if_asked,
+        context.executor.start_workers("finished parts are kept") as run,
+    ):
+        for measured in run(_measure_in_worker, units(), stop_if_asked):
+            finished |= measured
+
+
+def _divide(parts: Mapping[str, Part], context: RunContext) -> Iterator[dict[str, Part]]:
+    """Divide parts by who shares passes, without those that are spread by shards."""
+    shared = {name: bool(_probes_of(part, context)) for name, part in parts.items()}
+    yield from ({name: part} for name, part in parts.items() if not shared[name])
+    for which in ("detail", "all"):
+        some = {n: part for n, part in parts.items() if shared[n] and part.sequences == which}
+        if some and not (which == "all" and _has_shards(context)):
+            yield some
+
+
+def _has_shards(context: RunContext) -> bool:
+    return (context.batches.n_sequences or 0) > context.config.shard
+
+
+def _measure_in_worker(task: _PartsTask) -> Mapping[str, Part]:
+    """Measure parts in a process of this machine, and write their results to the run's folder.
+
+    Returns:
+        The parts that are finished.
+
+    Raises:
+        InfoFlowError: for a model whose weights have changed since the run began, and as parts do.
+    """
+    loaded, config = load_in_worker(task.config), task.config
+    found = model_fingerprint(loaded.model)
+    if found != task.fingerprint:
+        raise InfoFlowError(
+            f"the run began on model {task.fingerprint}, and {config.model} is now {found} (other "
+            "weights): expected the same; leave its files as they are while a run goes on"
+        )
+    folder = RunFolder(task.out)
+    with let_own(folder):
+        batches = Batches(loaded.model, task.rows, name=config.data)
+        capabilities = inspect_model(loaded.model, task.rows[0][None])
+        context = RunContext(config, loaded.model, capabilities, batches, False, Executor())
+        measure_parts(folder, task.parts, context, lambda line: None)
+    return task.parts
 
 
 def _run_together(

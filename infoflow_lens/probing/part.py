@@ -80,6 +80,7 @@ class Part:
         sequences: the sequences that it reads: "all", or "detail", the first ``config.n_detail``.
         after: the parts whose results it reads, from ``context.found``; it is measured with them
             or not at all.
+        reads: more parts whose results it reads, where they are measured.
         by_default: whether it is measured where no probes are named.
         fixed: by the name of a probe, the settings that tables, figures or other parts build on,
             so that a run must not change them.
@@ -89,6 +90,7 @@ class Part:
     text: ClassVar[str] = ""
     sequences: ClassVar[Literal["all", "detail"]] = "all"
     after: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = True
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {}
 

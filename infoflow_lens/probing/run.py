@@ -80,9 +80,9 @@ def run_probing(
         if_possible: leave out what is asked for and cannot be measured, in place of an error.
         ready: called before any part checks its settings; what it raises ends the run.
         jobs: processes that measure at a time. What is measured of all sequences is spread over
-            them by shards; parts that measure some sequences by themselves run in this one.
-        scheduler: address of a dask scheduler, whose workers measure in place of own processes;
-            they must find the model under the same name.
+            them by shards where there are several; each of the other parts is measured by one.
+        scheduler: address of a dask scheduler, whose workers measure shards in place of own
+            processes; they must find the model under the same name. Other parts run in this one.
         n_threads: of each process; default, one where there are several, else what PyTorch takes.
             The last digits of numbers depend on it, and on nothing else here.
         again: the command that continues the run, for messages; default, the same call.

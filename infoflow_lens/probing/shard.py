@@ -199,7 +199,7 @@ def measure_in_worker(task: StretchTask) -> MeasuredStretch:
 
 def _measure_into(folder: Path, task: StretchTask) -> None:
     config, growing = task.config, task.space.on_disk
-    loaded = _load_model(config.model, choose_device(config.device), config.dtype, config.backend)
+    loaded = load_in_worker(config)
     rows = task.rows.unpack() if isinstance(task.rows, PackedSequences) else task.rows
     batches, n, check_space = Batches(loaded.model, rows), config.shard, task.space.check
     manifests: dict[str, list[Any]] = {name: [] for name in growing}
@@ -218,8 +218,12 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
     write_state(folder / SUMS, {"told": manifests, "sums": states_of(task.so_far)}, {})
 
 
+def load_in_worker(config: ProbingConfig) -> LoadedModel:
+    """Load the model of a run, once in a process."""
+    return _load_model(config.model, choose_device(config.device), config.dtype, config.backend)
+
+
 @lru_cache(maxsize=1)
 def _load_model(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
-    """Return the model, loaded once in a process."""
     with hide_library_bars():
         return load_any(model, device=device, dtype=dtype, backend=backend)

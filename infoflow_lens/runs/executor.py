@@ -51,6 +51,7 @@ class Unit:
     n_losses: int = 0
 
 
+_END = object()
 Run = Callable[..., Iterator[Any]]
 
 
@@ -102,7 +103,8 @@ class Executor:
         Yields:
             ``run(function, units, each_second)``. It calls the function with the value of each unit
             and yields results as they are ready. It takes the next unit when a worker is free, so
-            that `units` may be a long iterator. While this process waits it calls `each_second`; an
+            that `units` may be a long iterator; None among them is for "none is ready yet", where
+            units wait for what others give. While this process waits it calls `each_second`; an
             error from that call ends the run.
 
         Raises:
@@ -149,20 +151,21 @@ def _run_locally(
 def run_in_workers(
     workers: "_Processes | _Cluster",
     function: Callable[[Any], Any],
-    units: Iterable[Unit],
+    units: Iterable[Unit | None],
     each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
     """Yield what the workers return, as it comes; they get as many units as they have room for."""
-    remaining, running = iter(units), dict[Future[Any], Unit]()
+    remaining: Iterator[Any] = iter(units)
+    running: dict[Future[Any], Unit] = {}
     is_exhausted = False  # whether no unit remains
 
     # workers come and go, so their number is asked for again
     def fill() -> None:
         nonlocal is_exhausted
         for _ in range(workers.room() - len(running)):
-            unit = next(remaining, None)
-            is_exhausted = unit is None
-            if unit is None:
+            unit = next(remaining, _END)
+            is_exhausted = unit is _END
+            if not isinstance(unit, Unit):
                 return
             running[workers.submit(function, unit.value)] = unit
 

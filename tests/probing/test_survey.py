@@ -8,6 +8,12 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, save_model
+from infoflow_lens.probing import measuring
+from infoflow_lens.probing.parts.labels import LabelsPart
+from infoflow_lens.probing.parts.mechanisms import MechanismsPart
+from infoflow_lens.probing.parts.routes import RoutesPart
+from infoflow_lens.probing.parts.sufficiency import SufficiencyPart
+from infoflow_lens.probing.parts.top_k import TopKPart
 from infoflow_lens.probing.survey import run_survey
 from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs import memory
@@ -61,6 +67,26 @@ def test_several_processes_measure_the_same(whole, config, tmp_path):
     run_survey(tmp_path, config, progress=False, jobs=2, n_threads=1)
     numbers = [pd.read_csv(out / "heads.csv") for out in (whole.out, tmp_path)]
     pd.testing.assert_frame_equal(*numbers, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_parts_are_measured_by_workers_to_the_same_bytes(config, tmp_path, monkeypatch):
+    """Nothing is measured in this process, and what workers leave is what one process leaves."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_survey(one, config, progress=False, n_threads=1)
+
+    def refuse(*args, **settings):
+        pytest.fail("measured in this process")
+
+    monkeypatch.setattr(measuring, "run_in_shards", refuse)
+    for part in (LabelsPart, MechanismsPart, RoutesPart, SufficiencyPart, TopKPart):
+        monkeypatch.setattr(part, "measure", refuse)
+    run_survey(two, config, progress=False, jobs=2)
+    names = {path.name for path in one.iterdir() if path.suffix in (".safetensors", ".csv")}
+    assert {"labels.safetensors", "routes.csv", "influence.safetensors"} <= names
+    for name in names:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
 def test_mechanisms_and_their_sufficiency_stand_on_different_windows(whole, config):

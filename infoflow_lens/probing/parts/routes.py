@@ -92,6 +92,7 @@ class RoutesPart(Part):
     )
     sequences = "detail"
     after = ("influence",)
+    reads = ("mechanisms",)
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
         """Run the baselines on the sequences of influence; go on after the last finished batch.
