@@ -147,6 +147,15 @@ def _describe_numbers(numbers: Numbers) -> str:
     )
 
 
+def say_range(numbers: Numbers) -> str:
+    """Say from where to where numbers lie, by two digits, such as "40 to 71"."""
+    known = sorted(number for number in numbers.values() if not math.isnan(number))
+    if not known:
+        return "no number"
+    ends = (f"{one:.2g}" if abs(one) < 100 else f"{one:.0f}" for one in (known[0], known[-1]))
+    return " to ".join(dict.fromkeys(ends))
+
+
 def _number(number: float) -> str:
     return f"{number:.0f}" if 1000 <= abs(number) < math.inf else f"{number:.3g}"
 
@@ -204,6 +213,7 @@ def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: in
     seeds = results.groupby(place)["seed"].first()
     broken = {id(c): not c.judge(results).passed for c in claims}
     ordered = sorted(claims, key=lambda c: not broken[id(c)])  # those first that will be broken
+    configurations = set(results["run"] // n_seeds)
     held = total = 0.0
     for way in ways:
         # the rows of seed `own` take the number and the seed of the place that they are drawn for
@@ -223,11 +233,15 @@ def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: in
                 math.factorial(way.count(own)) for own in set(way)
             )
         total += chance
-        held += chance * all(claim.judge(rows).passed for claim in ordered)
+        # a draw of seeds that all diverged in a configuration says nothing for the rule
+        if set(rows["run"] // n_seeds) == configurations:
+            held += chance * all(claim.judge(rows).passed for claim in ordered)
     return held / total
 
 
-def say_verdict(passed: bool, share: float | None) -> str:
+def say_verdict(
+    passed: bool, share: float | None
+) -> Literal["seen", "fails its rule", "undecided"]:
     """Say a verdict with what other seeds may say of it.
 
     Args:

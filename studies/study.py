@@ -15,7 +15,7 @@ from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.objectives import Pair, standardise
 from infoflow_lens.runs.memory import run_bytes
-from infoflow_lens.studies.claims import Claim, Verdict, judge_claims
+from infoflow_lens.studies.claims import Claim, Verdict, judge_claims, say_range
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.tables import Part, TableSpec, render
 from infoflow_lens.studies.together import train_together
@@ -109,6 +109,7 @@ class Study(ABC):
             puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
         judges_every_run: whether the rule is about every run, so that one that diverged breaks it.
+        finding: what came, in a sentence, with ``{0}`` where the numbers of the first claim stand.
     """
 
     name: ClassVar[str]
@@ -117,6 +118,7 @@ class Study(ABC):
     statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
+    finding: ClassVar[str] = ""
 
     @abstractmethod
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -194,6 +196,10 @@ class Study(ABC):
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Judge whether the effect was seen, by the stated rule."""
         return judge_claims(self.claims(), results, self.remarks(results))
+
+    def say_finding(self, results: "pd.DataFrame") -> str:
+        """Say what came, with the numbers of some rows; nothing where the study says nothing."""
+        return self.finding.format(*(say_range(one.numbers(results)) for one in self.claims()))
 
     def judges(self, settings: Settings) -> bool:
         """Say whether the rule is about a configuration; the others are reported."""

@@ -13,6 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.documents import Document, kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
@@ -21,8 +22,6 @@ from infoflow_lens.studies.claims import (
     Numbers,
     Verdict,
     deciding_number,
-    say_verdict,
-    share_of_seeds,
 )
 from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
@@ -34,6 +33,8 @@ from infoflow_lens.studies.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.studies.study import Study
 from infoflow_lens.studies.sweep import (
     TABLE,
+    find_word,
+    is_judged,
     plain_cell,
     report_text,
     verdict_of,
@@ -100,7 +101,7 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
                 pages[path / "table.md"] = _report(study, path, run)
             rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
-        ["study", "what theory says", "deciding number", "its bound", "by its rule"], rows
+        ["study", "what theory says", "what came", "nearest to its bound", "by its rule"], rows
     )
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
@@ -209,8 +210,8 @@ def _page(
         {
             "rows": cache(lambda run: rows_of(beside / run)),
             "verdict": lambda run: find_run(run)[1].verdict,
-            "seen": lambda run: "**Seen**" if find_run(run)[1].verdict.passed else "**Not seen**",
-            "passed": lambda run: "passed" if find_run(run)[1].verdict.passed else "not passed",
+            "seen": lambda run: f"**{begin_sentence(find_run(run)[1].word)}**",
+            "passed": lambda run: _say_passed(find_run(run)[1]),
             "numbers": numbers,
             "holds": holds,
             "models": lambda: comparison(read_models(beside / "models")),
@@ -222,28 +223,29 @@ def _page(
     )
 
 
+def _say_passed(run: "RecordedRun") -> str:
+    word = "passed" if run.verdict.passed else "not passed"
+    return f"{word} (*undecided*: by other draws of its seeds)" if run.word == "undecided" else word
+
+
 def _summary_row(
     study: Study, folder: Path, path: Path, run: "RecordedRun | None"
 ) -> tuple[str, ...]:
-    """Return what theory says, the number that decides, its bound, and the verdict by the rule."""
+    """Return what theory says, what came, the number nearest to its bound, and the verdict."""
     theory = study.statement.summary if study.statement else study.title
     label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
-        number, bound = _deciding(study, run)
-        return link, _cell(theory), _cell(number), bound, run.word
+        if not is_judged(study, run.finished, run.verdict):
+            return link, _cell(theory), _cell(run.verdict.reasons[0]), "", run.word
+        number, bound = deciding_number(study.claims(), run.finished)
+        finding = _cell(study.say_finding(run.finished))
+        return link, _cell(theory), finding, _cell(f"{number}, for {bound}"), run.word
     link = f"[`{study.name}`]({study.name}/statement.md){label}"
     note = "the statement awaits its run"
     if not label and (folder / study.name / EARLIER).is_dir():
         note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
-    return link, _cell(theory), note, "-", "awaits its run"
-
-
-def _deciding(study: Study, run: "RecordedRun") -> tuple[str, str]:
-    """Return the number that decides, and its bound; without it why there is none."""
-    if not run.has_verdict:
-        return run.verdict.reasons[0], "-"
-    return deciding_number(study.claims(), run.finished)
+    return link, _cell(theory), note, "", "awaits its run"
 
 
 def _cell(text: str) -> str:
@@ -422,18 +424,9 @@ class RecordedRun(NamedTuple):
     n_seeds: int
 
     @property
-    def has_verdict(self) -> bool:
-        """Say whether there are numbers of all that the rule is about."""
-        lost = not len(self.finished) or "diverged with" in " ".join(self.verdict.reasons)
-        return bool(self.study.claims()) and not lost
-
-    @property
     def word(self) -> str:
         """The verdict: "seen", "fails its rule", or "undecided", where other seeds may say else."""
-        if not self.has_verdict:
-            return "undecided"
-        share = share_of_seeds(self.study.claims(), self.finished, self.n_seeds)
-        return say_verdict(self.verdict.passed, share)
+        return find_word(self.study, self.finished, self.verdict, self.n_seeds)
 
 
 def read_run(study: Study, path: Path) -> RecordedRun:
@@ -456,7 +449,9 @@ def _report(study: Study, path: Path, run: RecordedRun) -> str:
     n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
     n_runs = run.rows["run"].nunique()
     with _naming_rows(path):
-        return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)
+        return report_text(
+            study, run.finished, run.verdict, run.preset, n_runs, n_diverged, run.n_seeds
+        )
 
 
 @contextmanager

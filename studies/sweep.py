@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
-from infoflow_lens.foundation.display import Displayed
+from infoflow_lens.foundation.display import Displayed, begin_sentence
 from infoflow_lens.foundation.documents import kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
@@ -30,7 +30,7 @@ from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.runs.memory import check_memory
-from infoflow_lens.studies.claims import Verdict
+from infoflow_lens.studies.claims import Verdict, say_verdict, share_of_seeds
 from infoflow_lens.studies.study import ABOUT, Row, Settings, Study, TogetherStudy
 from infoflow_lens.training import TrainingDivergedError
 
@@ -199,10 +199,10 @@ def _finish(
         raise InfoFlowError(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
-    verdict = verdict_of(study, table, cases, len(runs) // len(cases))
-    TABLE.write(
-        out / "table.md", report_text(study, measured, verdict, preset, len(runs), n_diverged)
-    )
+    n_seeds = len(runs) // len(cases)
+    verdict = verdict_of(study, table, cases, n_seeds)
+    text = report_text(study, measured, verdict, preset, len(runs), n_diverged, n_seeds)
+    TABLE.write(out / "table.md", text)
     figure = study.figure(measured)
     for kind in ("png", "svg"):
         # without a date and random names, the same numbers give the same bytes
@@ -234,21 +234,44 @@ def report_text(
     preset: str,
     n_runs: int,
     n_diverged: int,
+    n_seeds: int,
 ) -> str:
-    """Write ``table.md``: the question, the verdict with its reasons, the figure, the numbers."""
-    heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs"
+    """Write ``table.md``: the question, what came, the verdict, the figure, the numbers."""
+    several = "s" if n_seeds > 1 else ""
+    heading = (
+        f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs, "
+        f"{n_seeds} seed{several} of each kind"
+    )
+    word = find_word(study, measured, verdict, n_seeds)
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     remarks = "\n".join(f"- {remark}" for remark in verdict.remarks)
+    finding = study.say_finding(measured) if is_judged(study, measured, verdict) else ""
     parts = [
         f"{heading}{diverged}.",
-        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:",
+        *([f"{begin_sentence(finding)}."] if finding else []),
+        f"**{begin_sentence(word)}**. The rule:",
         reasons,
         *(["Not judged:", remarks] if remarks else []),
         f"![{study.title}](figure.png)",
         study.table(measured),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def is_judged(study: Study, measured: "pd.DataFrame", verdict: Verdict) -> bool:
+    """Say whether there are numbers of all that the rule is about."""
+    lost = measured.empty or "diverged with" in " ".join(verdict.reasons)
+    return bool(study.claims()) and not lost
+
+
+def find_word(
+    study: Study, measured: "pd.DataFrame", verdict: Verdict, n_seeds: int
+) -> Literal["seen", "fails its rule", "undecided"]:
+    """Find the word for a verdict: "undecided" without all numbers, or if seeds may say else."""
+    if not is_judged(study, measured, verdict):
+        return "undecided"
+    return say_verdict(verdict.passed, share_of_seeds(study.claims(), measured, n_seeds))
 
 
 def write_statement(study: Study, out: Path) -> None:

@@ -58,6 +58,9 @@ class AgreementOverTraining(VectorStudy):
 
     name: ClassVar[str] = "agreement_over_training"
     title: ClassVar[str] = "When does a model become InfoFlow-like in training?"
+    finding: ClassVar[str] = (
+        "AUROC of the sets against influence: {0} before training, {1} at its end"
+    )
     source: ClassVar[str] = "InfoFlow 2026, Sec. 5.1 (rule 1, eq 4), App. C.1"
     statement: ClassVar[Statement] = Statement.read("agreement_over_training")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}

@@ -98,6 +98,9 @@ class AttentionMaps(tokens.TokenStudy):
 
     name: ClassVar[str] = "attention_maps"
     title: ClassVar[str] = "Do trained models copy, match and parse as the constructions do?"
+    finding: ClassVar[str] = (
+        "where models learn it from the paper's start, it happens in {1} of the sequences"
+    )
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 6.2, Fig. 3"
     statement: ClassVar[Statement] = Statement.read("attention_maps")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}

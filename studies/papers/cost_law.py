@@ -63,6 +63,9 @@ class CostLaw(Study):
 
     name: ClassVar[str] = "cost_law"
     title: ClassVar[str] = "What does it cost to hold |I| tokens in a state of width E?"
+    finding: ClassVar[str] = (
+        "a code by hand follows the law (slope {0} of it), trained codes do not ({4})"
+    )
     source: ClassVar[str] = "InfoFlow 2026, Theorem 3, Sec. 5.2"
     statement: ClassVar[Statement] = Statement.read("cost_law")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}

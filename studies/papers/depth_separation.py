@@ -61,6 +61,9 @@ class DepthSeparationStudy(VectorStudy):
 
     name: ClassVar[str] = "depth_separation"
     title: ClassVar[str] = "What do two layers do that no width of one layer does?"
+    finding: ClassVar[str] = (
+        "one layer ends at {1} times the NMSE of two, with {0} times the parameters"
+    )
     source: ClassVar[str] = "InfoFlow 2026, Theorem 1 (eq 8); App. A.1"
     statement: ClassVar[Statement] = Statement.read("depth_separation")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}

@@ -80,6 +80,7 @@ class IntrinsicDimensionStudy(StagedStudy):
 
     name: ClassVar[str] = "intrinsic_dimension"
     title: ClassVar[str] = "Do D best pairs need D heads in the first of two layers?"
+    finding: ClassVar[str] = "a head less in the first layer ends at {0} times the NMSE of D heads"
     source: ClassVar[str] = "InfoFlow 2026, Prop. 1, App. C.4, Table 11, Fig. 1(a)"
     statement: ClassVar[Statement] = Statement.read("intrinsic_dimension")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 2}

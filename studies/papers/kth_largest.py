@@ -20,6 +20,9 @@ class KthLargestStudy(TrainedStudy):
 
     name: ClassVar[str] = "kth_largest"
     title: ClassVar[str] = "Which of T numbers can one attention layer pick by its rank?"
+    finding: ClassVar[str] = (
+        "ranks in between end at {0} times the NMSE of the smallest and the largest"
+    )
     source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
     statement: ClassVar[Statement] = Statement.read("kth_largest")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 2}

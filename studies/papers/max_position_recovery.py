@@ -102,6 +102,9 @@ class MaxPositionRecovery(StagedStudy):
 
     name: ClassVar[str] = "max_position_recovery"
     title: ClassVar[str] = "Does training make the token of the largest score recoverable?"
+    finding: ClassVar[str] = (
+        "the first choice is recovered to {1} of the error before training, the second to {2}"
+    )
     source: ClassVar[str] = "InfoFlow 2026, App. C.1 and C.2, eq 56"
     statement: ClassVar[Statement] = Statement.read("max_position_recovery")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}

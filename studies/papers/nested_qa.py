@@ -81,6 +81,9 @@ class NestedQuestions(tokens.TokenStudy):
 
     name: ClassVar[str] = "nested_qa"
     title: ClassVar[str] = "How many attention layers do chains of questions need?"
+    finding: ClassVar[str] = (
+        "too few layers: {0} above chance, the most at 2 hops; enough layers: accuracy {1}"
+    )
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 7 (proposed there; no experiment)"
     statement: ClassVar[Statement] = Statement.read("nested_qa")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}

@@ -55,6 +55,9 @@ class TriangleCenterStudy(FreshStudy):
 
     name: ClassVar[str] = "triangle_center"
     title: ClassVar[str] = "Does a target over triples defeat two layers of every size as T grows?"
+    finding: ClassVar[str] = (
+        "at the largest T triples end at NMSE {1}, whatever the size; pairs and tokens at {3}"
+    )
     source: ClassVar[str] = "InfoFlow 2026, App. C.5, Table 12, Fig. 1b"
     statement: ClassVar[Statement] = Statement.read("triangle_center")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}

@@ -65,6 +65,7 @@ class VaryingDepth(tokens.TokenStudy):
 
     name: ClassVar[str] = "varying_depth"
     title: ClassVar[str] = "How many attention layers does a task need?"
+    finding: ClassVar[str] = "too few layers: {0} above chance; enough layers: accuracy {2}"
     source: ClassVar[str] = "Chen & Zou 2024, Fig. 2; Theorems 1 to 6"
     statement: ClassVar[Statement] = Statement.read("varying_depth")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5, "contextual": 12}

@@ -75,6 +75,9 @@ class VaryingHeads(tokens.TokenStudy):
 
     name: ClassVar[str] = "varying_heads"
     title: ClassVar[str] = "What do more attention heads change?"
+    finding: ClassVar[str] = (
+        "accuracy {1} with any number of heads; the most heads memorize in {0} of the epochs of one"
+    )
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 9.2 and 9.3, Fig. 4 to 7"
     statement: ClassVar[Statement] = Statement.read("varying_heads")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 4, "full": 6}

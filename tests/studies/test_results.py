@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
 from infoflow_lens.studies import pages, summary
-from infoflow_lens.studies.claims import Claim, deciding_number, share_of_seeds
+from infoflow_lens.studies.claims import Claim, deciding_number, say_range, share_of_seeds
 from infoflow_lens.studies.papers import STUDIES, find_study
 from infoflow_lens.studies.summary import (
     BEGIN,
@@ -170,6 +172,24 @@ def test_a_share_of_one_does_not_decide():
     assert bound == "at least 5"
 
 
+def test_what_came_is_said_by_its_ends():
+    assert say_range({"a": 40.04, "b": 70.6}) == "40 to 71"
+    assert say_range({"a": 0.9470, "b": 0.9473}) == "0.95"
+    assert say_range({"a": 1144.2, "b": float("nan")}) == "1144"
+    assert say_range({"a": 2, "b": math.inf}) == "2 to inf"
+    assert say_range({"b": float("nan")}) == "no number"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_says_what_came(name):
+    """A reader could not tell what a study found from the number nearest to its bound."""
+    study, path = RUNS[name]
+    said = study.say_finding(read_run(study, path).finished)
+    assert re.search(r"\d", said)
+    assert said[1:] in (path / "table.md").read_text()
+    assert said.replace("|", r"\|") in (RESULTS / "README.md").read_text()
+
+
 HOSTILE = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
 
 
@@ -258,10 +278,10 @@ def test_numbers_that_change_change_the_summary(tmp_path):
     rows = pd.read_csv(copy / "results.csv")
     rows.assign(mse=0.5).to_csv(copy / "results.csv", index=False)
     summarise(tmp_path)
-    broken = "| test MSE: 0.5 (no normalization) | below 0.001 | fails its rule |"
+    broken = "| test MSE: 0.5 (no normalization), for below 0.001 | fails its rule |"
     assert broken in (tmp_path / "README.md").read_text()
     assert broken not in before
-    assert "**Not seen**" in (copy / "table.md").read_text()
+    assert "**Fails its rule**" in (copy / "table.md").read_text()
 
 
 @pytest.mark.parametrize("spoiled", ["", "full"], ids=["quick", "full"])

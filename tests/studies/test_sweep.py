@@ -36,7 +36,7 @@ def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
     assert set(rows["heads"]) == {"2 1", "3 1"}
     assert result.verdict.passed
     table = (tmp_path / "table.md").read_text()
-    assert "Preset smoke, 4 runs." in table
+    assert "Preset smoke, 4 runs, 2 seeds of each kind." in table
     assert "the square of 3 is above 1 times that of 2: yes" in table
     about = json.loads((tmp_path / "record.json").read_text())
     assert about["config"]["verdict"]["passed"] is True
