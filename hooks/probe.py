@@ -16,6 +16,7 @@ from typing_extensions import TypeVar, dataclass_transform
 from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError, refuse_names
 from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.saving import convert
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.call import NamedHook
@@ -421,7 +422,7 @@ class Probe(ABC, Generic[ResultT]):
                 "expected the same settings"
             )
         try:
-            record = None if state["record"] is None else RunRecord.from_dict(state["record"])
+            record = convert(state["record"], RunRecord | None, "record")
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
             # copied: the state belongs to the caller, who may load it again

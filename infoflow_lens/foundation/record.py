@@ -359,29 +359,6 @@ class RunRecord(Displayed):
             weight_processing=weight_processing(model),
         )
 
-    @classmethod
-    def from_dict(cls, values: Any) -> RunRecord:
-        """Return the record that :meth:`to_dict` gave.
-
-        Raises:
-            InfoFlowError: for anything else.
-        """
-        kinds = {"config": dict, "versions": dict, "weight_processing": dict, "environment": dict}
-        known = {item.name for item in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or values.keys() - known or "config" not in values:
-            names = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise InfoFlowError(
-                f"the record holds {names}: expected {', '.join(sorted(known))}; measure again"
-            )
-        found = {"environment": {}, "versions": {}, **values}
-        # files of earlier versions lack some of these
-        for name, kind in kinds.items():
-            if not isinstance(found.get(name, {}), kind):
-                raise InfoFlowError(
-                    f"{name} of the record is {found[name]!r}: expected a mapping; measure again"
-                )
-        return cls(**found)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON-compatible values."""
         return asdict(self)

@@ -370,8 +370,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         if isinstance(value, Mapping):
             if issubclass(hint, Savable):
                 return hint._from_values(value)
-            read = getattr(hint, "from_dict", None)
-            return read(value) if read else hint(**convert_fields(hint, value))
+            return hint(**convert_fields(hint, value))
     if hint is float and value is None:  # JSON has no NaN
         return math.nan
     if hint is float and isinstance(value, float):
