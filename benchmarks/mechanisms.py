@@ -9,7 +9,7 @@ on smaller models: random ones, built ones and a trained one.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens.hooks import measure_mechanisms
-from infoflow_lens.hooks.mechanisms import IDEALS, MechanismsProgress, MechanismsResult
+from infoflow_lens.hooks.mechanisms import IDEALS, MechanismsResult
 from infoflow_lens.studies.constructions import build_construction
 
 
@@ -87,12 +87,12 @@ def trained_model(steps: int = 1500) -> tuple[Any, Tensor]:
 def estimate(model: Any, x: Tensor, batch_size: int) -> None:
     """The estimate alone: the mean patterns and all backward passes."""
 
-    def stop(at: MechanismsProgress) -> None:
-        if at.n_estimated == len(x):
+    def stop(reached: Mapping[str, Any]) -> None:
+        if reached["n_estimated"] == len(x):
             raise StopIteration
 
     try:
-        measure_mechanisms(model, x, batch_size=batch_size, after_batch=stop, progress=False)
+        measure_mechanisms(model, x, batch_size=batch_size, after=stop, progress=False)
     except StopIteration:
         return
 
@@ -110,10 +110,11 @@ def bare(model: Any, x: Tensor, batch_size: int) -> Callable[[], None]:
 
 def estimates_of(model: Any, x: Tensor, **settings: Any) -> Tensor:
     """Estimated damages, without any exact one: [head, ideal]."""
-    kept: list[MechanismsProgress] = []
-    measure_mechanisms(model, x, after_batch=kept.append, progress=False, **settings)
+    kept: list[Mapping[str, Any]] = []
+    measure_mechanisms(model, x, after=kept.append, progress=False, **settings)
     # scaled alike, which changes no rank
-    return next(at for at in kept if at.n_estimated == len(x)).estimates.view(-1, len(IDEALS))
+    estimates: Tensor = next(at for at in kept if at["n_estimated"] == len(x))["estimates"]
+    return estimates.view(-1, len(IDEALS))
 
 
 def compared(

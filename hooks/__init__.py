@@ -28,7 +28,6 @@ from infoflow_lens.hooks.interventions import label_heads as label_heads
 from infoflow_lens.hooks.mechanisms import IDEALS as IDEALS
 from infoflow_lens.hooks.mechanisms import METRICS as METRICS
 from infoflow_lens.hooks.mechanisms import JointReplacement as JointReplacement
-from infoflow_lens.hooks.mechanisms import MechanismsProgress as MechanismsProgress
 from infoflow_lens.hooks.mechanisms import MechanismsResult as MechanismsResult
 from infoflow_lens.hooks.mechanisms import measure_mechanisms as measure_mechanisms
 from infoflow_lens.hooks.mechanisms import replace_greedily as replace_greedily
@@ -98,6 +97,8 @@ __all__ = sorted([*names.list_public(globals()), *_LATE])
 
 def __getattr__(name: str) -> typing.Any:
     """Import :func:`attach` on its first use: it loads PyTorch's compiler, which takes long."""
+    if name == "MechanismsProgress":
+        raise AttributeError(f"{name} is gone: measure_mechanisms(after=...) gives a mapping")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from infoflow_lens.hooks.passes import attach as module

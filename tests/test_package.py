@@ -274,7 +274,7 @@ NAMES = {
         FunctionOfOutput GradedSetsProbe GradedSetsResult GradientTimesInput HEAD_IDEALS
         HeadIdeals HeadLabels IDEALS InfluenceResult Intervention InterventionResult
         JacobianInfluence JointReplacement LabelledArray LabelledResult LayerCapabilities
-        LogProbability LogitDifference METRICS MeanPatterns MeanPatternsProbe MechanismsProgress
+        LogProbability LogitDifference METRICS MeanPatterns MeanPatternsProbe
         MechanismsResult ModelCapabilities Needs NextTokenLoss Pass PatternsProbe PatternsResult
         PositionsProbe PositionsResult PowerRollout PowerRolloutResult Probe Readout
         RecoveryProbe RecoveryResult ResampleInfluence Result RoutesResult ShardedPositions

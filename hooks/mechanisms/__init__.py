@@ -3,7 +3,7 @@
 from infoflow_lens.hooks.interventions.damage import METRICS, Metric
 from infoflow_lens.hooks.interventions.patterns import IDEALS, SOFT, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.greedy import JointReplacement, replace_greedily
-from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress, measure_mechanisms
+from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "SOFT",
     "Ideal",
     "JointReplacement",
-    "MechanismsProgress",
     "MechanismsResult",
     "Metric",
     "measure_mechanisms",

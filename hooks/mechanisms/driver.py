@@ -85,27 +85,24 @@ def identify(
     return {**settings, **digests, **versions_identity(), **model_identity(model, inputs)}
 
 
-def check_resume(resume: object, expected: Mapping[str, Any], kind: type = Mapping) -> None:
+def check_resume(resume: object, expected: Mapping[str, Any]) -> None:
     """Refuse to go on with what another run has measured, or with what no run gives.
 
     Args:
         resume: what a run gave that was stopped; None where there was none.
         expected: what :func:`identify` gives of this one.
-        kind: what such runs give: with their identity as an entry, or as `settings`.
 
     Raises:
         InfoFlowError: naming what differs.
     """
     if resume is None:
         return
-    if not isinstance(resume, kind):
+    if not isinstance(resume, Mapping):
         raise InfoFlowError(
-            f"resume is {brief(resume)}, of type {type(resume).__name__}: expected the "
-            f"{kind.__name__} that a run before gave as it went on; leave resume out to measure "
-            "anew"
+            f"resume is {brief(resume)}, of type {type(resume).__name__}: expected the Mapping "
+            "that a run before gave as it went on; leave resume out to measure anew"
         )
-    settings = getattr(resume, "settings", None)
-    found = resume.get(_IDENTITY) if isinstance(resume, Mapping) else settings
+    found = resume.get(_IDENTITY)
     before = found if isinstance(found, Mapping) else {}
     differs = [name for name in expected if not is_same(before.get(name), expected[name])]
     if HOOKS in differs and expected[HOOKS]:
@@ -172,12 +169,23 @@ class KeptNumbers:
         if name in self._found:
             check_kept(self._found[name], shape, torch.float64, name)
         else:
-            self._keep(name, measured())
+            self.keep(**{name: measured()})
         found: Tensor = self._found[name]
         return found
 
-    def _keep(self, name: str, value: Any) -> None:
-        self._found[name] = value
+    def begin(self, name: str, fresh: Tensor) -> Tensor:
+        """Take up the tensor of that name where the run before left it, or begin with a fresh one.
+
+        Raises:
+            InfoFlowError: if what is there is no such tensor.
+        """
+        found: Tensor = self._found.get(name, fresh)
+        check_kept(found, fresh.shape, fresh.dtype, name)
+        return found
+
+    def keep(self, **values: Any) -> None:
+        """Keep values by name, and tell of all so far."""
+        self._found |= values
         if self._after is not None:
             self._after(dict(self._found))
 
@@ -229,7 +237,7 @@ class Rounds(KeptNumbers):
             [probe],
             batch_size=self.reading.batch_size,
             skip=probe.n_sequences,
-            after_batch=lambda n: self._keep(name, probe.state_dict()),
+            after_batch=lambda n: self.keep(**{name: probe.state_dict()}),
             progress=self.reading.progress,
         )
         return result

@@ -5,8 +5,6 @@ mechanism is all that the head needs on these inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import pi
@@ -28,7 +26,7 @@ from infoflow_lens.hooks.interventions.ideals import AllHeads, Head, LayerMeans
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
 from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import Reading, check_kept, check_resume, identify
+from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, Reached, Reading, identify
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
@@ -43,34 +41,6 @@ _DOUBT = 2.0  # times the estimate, that an early "enough" needs to be within th
 _FAR = 10.0  # times the threshold: where an estimate alone excludes an ideal
 _N_IDEALS = len(IDEALS)
 _MEAN = IDEALS.index("specific_position")
-
-
-@dataclass
-class MechanismsProgress:
-    """How far :func:`measure_mechanisms` has come, to go on from there; a copy, of plain values.
-
-    Attributes:
-        settings: of the run, with digests of the model and the inputs.
-        seen: what the scale of the damage is made of.
-        n_estimated: sequences whose damages are estimated.
-        estimates: the estimated loss of every (layer, head, ideal), summed over these sequences.
-        slopes: for every layer the derivative of the estimates by the mean patterns, and its noise.
-        lost: what each sequence loses by each replacement; 0 where that is not measured.
-        measured: whether it is.
-    """
-
-    settings: dict[str, Any]
-    seen: dict[str, Any]
-    n_estimated: int
-    estimates: Float[Tensor, " replacement"]
-    slopes: list[Float[Tensor, "two _head query key"]]
-    lost: Float[Tensor, "sequence replacement"]
-    measured: Bool[Tensor, "sequence replacement"]
-
-    @property
-    def n(self) -> Int[Tensor, " replacement"]:
-        """On how many sequences each replacement was measured."""
-        return self.measured.sum(dim=0)
 
 
 @takes_model
@@ -91,8 +61,8 @@ def measure_mechanisms(
     column: str | None = None,
     max_length: Count | None = None,
     batch_size: Count = 16,
-    resume: MechanismsProgress | None = None,
-    after_batch: Callable[[MechanismsProgress], None] | None = None,
+    resume: Reached | None = None,
+    after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> MechanismsResult:
     """The mechanism that each head needs: its pattern replaced by an ideal one.
@@ -126,8 +96,8 @@ def measure_mechanisms(
         seed: of the estimate, and of the order in which sequences are taken.
         attention_mask, column, max_length: as for `run_probes`.
         batch_size: sequences in a pass; several replacements of some of them may run together.
-        resume: from an earlier run on the same inputs with the same settings.
-        after_batch: called with the progress after every batch.
+        resume: what `after` was last given.
+        after: called after each batch with all that is measured so far.
         progress: show a bar.
 
     Raises:
@@ -153,17 +123,14 @@ def measure_mechanisms(
     }
     fingerprint = model_fingerprint(model)
     known = identify(model, settings, inputs=batches, calibration=others)
-    check_resume(resume, known, MechanismsProgress)
     with eval_mode(model), progress_bar("replacing", None, progress) as step:
-        run = _Run(model, batches, others, damage, known, batch_size, after_batch, step)
-        run.begin(resume)
+        run = _Run(model, batches, others, damage, known, batch_size, resume, after, step)
         run.estimate()
         run.replace()
-    at = run.at
     counts = [len(mean) for mean in run.means.patterns]
     by_layer = [
         numbers.view(-1, _N_IDEALS).split(counts)
-        for numbers in (run.damages().float(), at.n, run.errors().float())
+        for numbers in (run.damages().float(), run.measured.sum(dim=0), run.errors().float())
     ]
     return MechanismsResult(
         ideals=IDEALS,
@@ -181,8 +148,15 @@ def measure_mechanisms(
     )
 
 
-class _Run:
-    """One measurement."""
+class _Run(KeptNumbers):
+    """One measurement; tensors that it has reached are never changed, but replaced.
+
+    Attributes:
+        estimates: the estimated loss of every (layer, head, ideal), summed over sequences.
+        slopes: by layer, the derivative of the estimates by the mean patterns, and its noise.
+        lost: what each sequence loses by each replacement; 0 where that is not measured.
+        measured: whether it is.
+    """
 
     def __init__(
         self,
@@ -192,74 +166,66 @@ class _Run:
         metric: Damage,
         settings: dict[str, Any],
         batch_size: int,
-        after_batch: Callable[[MechanismsProgress], None] | None,
+        resume: Reached | None,
+        after: Callable[[Reached], None] | None,
         step: Advance,
     ) -> None:
+        super().__init__(settings, resume, after)
         self.model, self.batches, self.metric = model, batches, metric
         self.calibration = batches if others is None else others
         self.leaves_out = others is None and settings["held_out"]
-        self.settings, self.batch_size = settings, batch_size
-        self.after_batch, self.step = after_batch, step
+        self.settings, self.batch_size, self.step = settings, batch_size, step
         self.n = int(batches.n_sequences or 0)
         self.threshold: float = settings["threshold"]
         self.k: int = settings["k"]
-
-    def begin(self, resume: MechanismsProgress | None) -> None:
-        """Begin from the progress, if there is any."""
         (self.means,) = run_probes(
-            self.model, self.calibration, [MeanPatternsProbe("patterns")],
-            batch_size=self.batch_size, progress=False,
+            model, self.calibration, [MeanPatternsProbe("patterns")],
+            batch_size=batch_size, progress=False,
         )  # fmt: skip
         patterns = self.means.patterns
-        zeros = torch.zeros(sum(map(len, patterns)) * _N_IDEALS, dtype=torch.float64)
-        table = zeros.repeat(self.n, 1)
-        slopes = [mean.new_zeros(2, *mean.shape) for mean in patterns]
-        seen = self.metric.state()
-        self.at = MechanismsProgress(self.settings, seen, 0, zeros, slopes, table, table > 0)
-        if resume is not None:
-            self._check(resume)
-            self.at = deepcopy(resume)
-            self.metric.load_state(self.at.seen)
         heads = [(i, h) for i, mean in enumerate(patterns) for h in range(len(mean))]
         self.replacements = {
             f"{head[0]}.{head[1]} {ideal}": {head: name_ideal(ideal, self.k)}
             for head in heads
             for ideal in IDEALS
         }
-        self.ideal = torch.arange(len(self.at.estimates)) % _N_IDEALS
+        self.ideal = torch.arange(len(self.replacements)) % _N_IDEALS
+        zeros = torch.zeros(len(self.replacements), dtype=torch.float64)
+        table = zeros.repeat(self.n, 1)
+        self.estimates = self.begin("estimates", zeros)
+        self.slopes = {
+            f"slopes {i}": self.begin(f"slopes {i}", mean.new_zeros(2, *mean.shape))
+            for i, mean in enumerate(patterns)
+        }
+        self.lost, self.measured = self.begin("lost", table), self.begin("measured", table > 0)
+        self.n_estimated = self._take_up()
 
-    def _check(self, resume: MechanismsProgress) -> None:
-        """Refuse progress that no run of this kind has made.
+    def _take_up(self) -> int:
+        """Return on how many sequences damages are estimated, and let the metric go on from them.
 
         Raises:
-            InfoFlowError: naming the field.
+            InfoFlowError: for what no run of this kind has kept.
         """
-        fresh, slopes = self.at, resume.slopes
-        is_whole = isinstance(slopes, (list, tuple)) and len(slopes) == len(fresh.slopes)
-        kept = {f"slopes[{i}]": (slopes[i] if is_whole else None, slope)
-                for i, slope in enumerate(fresh.slopes)}  # fmt: skip
-        for name in ("estimates", "lost", "measured"):
-            kept[name] = getattr(resume, name), getattr(fresh, name)
-        for name, (found, like) in kept.items():
-            check_kept(found, like.shape, like.dtype, name)
-        count, seen = resume.n_estimated, resume.seen
+        fresh = self.metric.state()
+        count, seen = self._found.get("n_estimated", 0), self._found.get("seen", fresh)
         if not (type(count) is int and 0 <= count <= self.n) or not (
             isinstance(seen, dict)
-            and seen.keys() == fresh.seen.keys()
+            and seen.keys() == fresh.keys()
             and all(isinstance(value, (int, float, Tensor)) for value in seen.values())
             and all(torch.as_tensor(value).isfinite().all() for value in seen.values())
         ):
             raise InfoFlowError(
                 f"resume holds n_estimated {count} of {self.n} sequences, and as seen "
-                f"{seen!r:.100}: expected what after_batch gave; leave resume out to measure anew"
+                f"{seen!r:.100}: expected what after gave; leave resume out to measure anew"
             )
+        self.metric.load_state(seen)
+        return count
 
     # Estimated
 
     def estimate(self) -> None:
         """The damage of everything, to second order, and what the calibration adds to errors."""
         draws = max(1, min(_MOST_DRAWS, -(-_DRAWS // self.n)))
-        at = self.at
         n_heads = max(map(len, self.means.patterns))
         most = sequences_at_once(self.model, self.batches.longest or 1, n_heads)
         size = min(self.batch_size, most)
@@ -268,20 +234,21 @@ class _Run:
             for i in range(len(self.means.patterns))
         ]
         ideals = [name_ideal(ideal, self.k) for ideal in IDEALS]
-        for batch in self.batches.batches(size, skip=at.n_estimated):
+        for batch in self.batches.batches(size, skip=self.n_estimated):
             seeds = [
-                derive_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
+                derive_seed(self.settings["seed"], self.n_estimated + i) for i in range(len(batch))
             ]
             found = estimate_batch(
                 self.model, batch, self.metric, layers, ideals, draws, seeds, with_slopes=True
             )
             lost = torch.cat([part.sum(dim=0).flatten() for part in found.lost])
-            at.estimates = at.estimates + lost
-            signs = torch.tensor([1, 1 - 2 * (at.n_estimated % 2)]).view(2, 1, 1, 1)
-            for slope, part in zip(at.slopes, found.slopes, strict=True):
+            self.estimates = self.estimates + lost
+            signs = torch.tensor([1, 1 - 2 * (self.n_estimated % 2)]).view(2, 1, 1, 1)
+            for (name, slope), part in zip(self.slopes.items(), found.slopes, strict=True):
+                self.slopes[name] = slope = slope.clone()
                 slope[..., : part.shape[2], : part.shape[3]] += part.to(slope) * signs
-            at.n_estimated, at.seen = at.n_estimated + len(batch), self.metric.state()
-            self._report(f"estimated {at.n_estimated} of {self.n} sequences")
+            self.n_estimated += len(batch)
+            self._report(f"estimated {self.n_estimated} of {self.n} sequences")
         self.of_calibration = self._calibration_errors()
         self.per_row = self.metric.per_row()
 
@@ -294,7 +261,7 @@ class _Run:
         names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
         means = self.means.patterns
         per_query = self.means.n.clamp(min=1)[:, None]
-        slopes = [slope / per_query for slope in self.at.slopes]
+        slopes = [slope / per_query for slope in self.slopes.values()]
         squares = torch.zeros(sum(map(len, means)), dtype=torch.float64)
         for batch in self.calibration.batches(self.batch_size):
             caught = call(self.model, batch, names).activations
@@ -312,7 +279,7 @@ class _Run:
 
     def scale_estimates(self) -> Float[Tensor, " replacement"]:
         """Scale estimates to damages; NaN where there are none."""
-        damage = self.at.estimates / (self.per_row * self.metric.n_rows)
+        damage = self.estimates / (self.per_row * self.metric.n_rows)
         # the loss of the token that comes rises where its linear part is negative, and that has the
         # variance 2 KL and, under the model, the mean 0: the mean of the positive part of a normal
         return (damage / pi).sqrt() if self.metric.name == "loss" else damage
@@ -366,21 +333,23 @@ class _Run:
 
     def _measure(self, rows: Int[Tensor, " row"], open_: Int[Tensor, " open"]) -> None:
         """Replace patterns on some sequences where that is not done yet."""
-        at, names = self.at, list(self.replacements)
-        if at.measured[rows][:, open_].all():
+        names = list(self.replacements)
+        if self.measured[rows][:, open_].all():
             return
         for batch in self.batches.take(rows.tolist()).batches(self.batch_size):
             here, rows = rows[: len(batch)], rows[len(batch) :]
-            missing = open_[~at.measured[here][:, open_].all(dim=0)]
+            missing = open_[~self.measured[here][:, open_].all(dim=0)]
             if not len(missing):
                 continue
             plain_run = self.plain.begin_batch(self.model, batch)
             some = {names[index]: self.replacements[names[index]] for index in missing.tolist()}
             table = self._intervention(some).measure(plain_run)["table"]
             columns = torch.tensor([names.index(name) for name in table.edits])
-            at.lost[here[:, None], columns] = table.lost
-            at.measured[here[:, None], columns] = True
-            self._report(f"{int(at.measured[:, missing].all(dim=1).sum())} of {self.n} sequences")
+            self.lost, self.measured = self.lost.clone(), self.measured.clone()
+            self.lost[here[:, None], columns] = table.lost
+            self.measured[here[:, None], columns] = True
+            n_whole = int(self.measured[:, missing].all(dim=1).sum())
+            self._report(f"{n_whole} of {self.n} sequences")
 
     def _intervention(self, assignments: Mapping[str, Mapping[Head, str]]) -> AllHeads:
         return AllHeads(
@@ -404,7 +373,7 @@ class _Run:
         """Sum up each replacement on these sequences: how many were measured, the rows of their
         output, what these lost, and the sum of squares over sequences.
         """
-        measured, lost = self.at.measured[rows].double(), self.at.lost[rows]
+        measured, lost = self.measured[rows].double(), self.lost[rows]
         n_rows = self.n_rows[rows].double() @ measured
         return measured.sum(dim=0), n_rows, lost.sum(dim=0), lost.square().sum(dim=0)
 
@@ -456,7 +425,7 @@ class _Run:
         missed = (damage.clamp(min=floor) / estimate.clamp(min=floor)).log()[known]
         missed = missed[missed.isfinite()]
         factor = missed.square().mean().sqrt().exp() if len(missed) else torch.tensor(_FAR)
-        of_estimate = self.at.estimates.view(-1, _N_IDEALS)[:, _MEAN].clamp(min=1e-300)
+        of_estimate = self.estimates.view(-1, _N_IDEALS)[:, _MEAN].clamp(min=1e-300)
         share = self.of_calibration / of_estimate
         if self.metric.name == "loss":
             share = share / 2  # its estimate is a root
@@ -466,7 +435,8 @@ class _Run:
         return torch.where(known, damage * variance.sqrt(), estimate * (factor - 1))
 
     def _report(self, what: str) -> None:
-        n_measured = int((self.at.n > 0).sum())
-        self.step(0, f"{what}: {n_measured} of {len(self.at.estimates)} measured")
-        if self.after_batch is not None:
-            self.after_batch(deepcopy(self.at))
+        n_measured = int(self.measured.any(dim=0).sum())
+        self.step(0, f"{what}: {n_measured} of {len(self.estimates)} measured")
+        reached = ("estimates", "lost", "measured", "n_estimated")
+        now = {name: getattr(self, name) for name in reached}
+        self.keep(**now, **self.slopes, seen=self.metric.state())

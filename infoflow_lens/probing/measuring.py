@@ -304,8 +304,12 @@ def _measure_part(
     checkpoint = Checkpoint(folder, f".{name}.safetensors")
     extent = context.batches.extent
     n, longest = (extent.n_sequences, extent.longest) if extent else (0, 0)
-    with warn_if_long(say, name, min(n, context.config.n_detail), longest):
-        result = part.measure(context, checkpoint)
+    try:
+        with warn_if_long(say, name, min(n, context.config.n_detail), longest):
+            result = part.measure(context, checkpoint)
+    except BaseException:  # also after Ctrl-C: what was reached may not be in the file yet
+        checkpoint.flush()
+        raise
     if result is None:
         raise InfoFlowError(
             f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "

@@ -22,6 +22,7 @@ class Checkpoint:
         self.path = folder.path / name
         self.seconds = seconds
         self._written = time.monotonic()
+        self._latest: Any = None
 
     def load(self) -> Any:
         """Read the state; None if there is none. Reading runs no code from the file.
@@ -57,6 +58,15 @@ class Checkpoint:
             self.save(state())
             return True
         return False
+
+    def take(self, state: Any) -> None:
+        """Remember a state that nobody changes, and write it if the last write is old."""
+        self._latest = None if self.keep(lambda: state) else state
+
+    def flush(self) -> None:
+        """Write the state that was last taken, where that is not done, as when a run is stopped."""
+        if self._latest is not None:
+            self.save(self._latest)
 
     def remove(self) -> None:
         """Remove the file of a finished run."""

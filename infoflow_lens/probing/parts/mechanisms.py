@@ -1,11 +1,10 @@
 """The mechanism that each head needs."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
-from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head, draw_names
@@ -54,30 +53,16 @@ class MechanismsPart(Part):
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> MechanismsResult:
         """Measure the damage of all ideals; go on after the last finished batch."""
-        state = checkpoint.load()
-        reached: Any = state
-
-        def keep(progress: MechanismsProgress) -> None:
-            nonlocal reached
-            reached = vars(progress)
-            checkpoint.keep(lambda: reached)
-
-        try:
-            return measure_mechanisms(
-                context.model,
-                context.detail,
-                metric=context.config.metric,
-                threshold=context.config.threshold,
-                batch_size=context.config.batch_size,
-                resume=None if state is None else MechanismsProgress(**state),
-                after_batch=keep,
-                progress=context.progress,
-            )
-        # also after Ctrl-C: what was reached is in memory, and perhaps not yet in the file
-        except BaseException:
-            if reached is not None:
-                checkpoint.save(reached)
-            raise
+        return measure_mechanisms(
+            context.model,
+            context.detail,
+            metric=context.config.metric,
+            threshold=context.config.threshold,
+            batch_size=context.config.batch_size,
+            resume=checkpoint.load(),
+            after=checkpoint.take,
+            progress=context.progress,
+        )
 
     def figures(self, result: MechanismsResult) -> Sequence["Chart"]:
         """Return the mechanism of every head, its damages on hover; and which heads matter."""

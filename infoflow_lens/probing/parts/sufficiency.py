@@ -64,7 +64,7 @@ class SufficiencyPart(NextTokenPart):
             seed=context.config.seed,
             batch_size=context.config.batch_size,
             resume=checkpoint.load(),
-            after=checkpoint.save,
+            after=checkpoint.take,
             progress=context.progress,
         )
 

@@ -34,7 +34,7 @@ class TopKPart(NextTokenPart):
             seed=context.config.seed,
             batch_size=context.config.batch_size,
             resume=checkpoint.load(),
-            after=checkpoint.save,
+            after=checkpoint.take,
             progress=context.progress,
         )
 

@@ -337,18 +337,18 @@ def test_an_interrupted_measurement_goes_on(token_model, token_inputs, exact):
     """From every state that it was left in, and the states do not move."""
     settings = {"batch_size": 3, "threshold": 0.01, "exact": exact, "progress": False}
     reached = []
-    whole = measure_mechanisms(token_model, token_inputs, after_batch=reached.append, **settings)
+    whole = measure_mechanisms(token_model, token_inputs, after=reached.append, **settings)
     assert len(reached) > 6
     # nothing is done twice
-    assert sum(reached[-1].n) == sum(layer.sum() for layer in whole.replaced)
+    assert reached[-1]["measured"].sum() == sum(layer.sum() for layer in whole.replaced)
     for state in reached[::3]:
         before = copy.deepcopy(state)
         resumed = measure_mechanisms(token_model, token_inputs, resume=state, **settings)
         for one, other in zip(resumed.damage, whole.damage, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
         assert resumed.mechanisms() == whole.mechanisms()
-        for name, value in vars(before).items():
-            now = getattr(state, name)
+        for name, value in before.items():
+            now = state[name]
             assert now.equal(value) if isinstance(value, torch.Tensor) else str(now) == str(value)
     for model, other in ((token_model, {"threshold": 0.02}), (make_token_model(d_mlp=7), {})):
         with pytest.raises(InfoFlowError, match="resume is of another run"):
