@@ -3,7 +3,8 @@
 Run: python -m benchmarks.survey [--windows 64] [--layers 6] [--width 192] [--jobs 2]
 
 The model is a random GPT-2 of four heads, the data are a text file. Each process has one thread.
-Times are of whole commands, with the start of all processes; the results must be the same bytes.
+Times are of whole commands, with the start of all processes; the results must be the same bytes. On
+a machine that others use, too, the seconds of processors tell how much each was given.
 """
 
 import argparse
@@ -32,25 +33,29 @@ def main() -> None:
         alone, one = survey(home, chosen.windows, 1)
         together, several = survey(home, chosen.windows, chosen.jobs)
         same = "the same bytes" if one == several else "OTHER BYTES"
+        times = zip(alone, together, strict=True)
+        seconds, busy = (f"{first:.0f} and {second:.0f} s" for first, second in times)
         print(
-            f"{alone:.0f} s by one process, {together:.0f} s by {chosen.jobs}: "
-            f"{alone / together:.2f} times as fast, {same}"
+            f"{seconds} by one process and by {chosen.jobs}, {alone[0] / together[0]:.2f} times as "
+            f"fast, {same}; of processors they got {busy}"
         )
 
 
-def survey(home: Path, windows: int, jobs: int) -> tuple[float, dict[str, bytes]]:
-    """Seconds of a command, and the tables and tensors that it leaves."""
+def survey(home: Path, windows: int, jobs: int) -> tuple[tuple[float, float], dict[str, bytes]]:
+    """Seconds of a command, by the clock and of processors, and what it leaves."""
     out = home / f"by-{jobs}"
     arguments = ["survey", home / "model", "--data", home / "texts.txt", "--n", windows, "--out",
                  out, "--jobs", jobs, "--threads", 1, "--quiet"]  # fmt: skip
-    begun = time.monotonic()
+    begun, before = time.monotonic(), os.times()
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "infoflow_lens.cli", *map(str, arguments)],
         check=True, stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    seconds = time.monotonic() - begun
+    after = os.times()
+    used = sum(after[2:4]) - sum(before[2:4])  # of child processes that have ended
     kept = (".safetensors", ".csv")
+    seconds = time.monotonic() - begun, used
     return seconds, {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in kept}
 
 

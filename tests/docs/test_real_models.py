@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from benchmarks import depth, field
+from benchmarks import depth, field, thirds
 
 PAGE = (depth.FOLDER / "README.md").read_text("utf-8")
 
@@ -119,3 +119,55 @@ def test_the_statement_of_the_field_says_what_the_code_draws():
     assert {len(field.texts(model)) for model in depth.MODELS[1:]} == {32}
     old = {one.text for model in depth.MODELS for one in depth.texts(model)}
     assert not old & {one.text for model in depth.MODELS for one in field.texts(model)}
+
+
+HEADS = (depth.FOLDER / "mechanisms.md").read_text("utf-8")
+
+
+def test_the_tables_of_mechanisms_are_those_of_their_rows():
+    for table in thirds.tables():
+        assert table in HEADS
+
+
+def test_every_text_was_replaced_in_every_way_by_labels_of_the_other_half():
+    rows, _ = thirds.read()
+    for model in depth.MODELS:
+        here = rows[rows["model"] == model]
+        assert sorted(set(here["text"])) == list(range(thirds.N_TEXTS))
+        ways = here.groupby(["part", "text"])["way"].agg(list)
+        assert all(sorted(each) == sorted(thirds.WAYS) for each in ways)
+        kinds = {
+            (thirds.half_of(model, text), kind) for text, kind in zip(here["text"], here["kind"])
+        }
+        assert len(kinds) == 2 * here["kind"].nunique()
+
+
+def test_sentences_on_mechanisms_are_those_of_their_rows():
+    rows, counts = thirds.read()
+    every = list(thirds.places(rows))
+    shares = sorted(round(thirds.interval(lost, "labels")[0], 2) for _, _, lost in every)
+    little = sum(share <= 0.25 for share in shares)
+    page = " ".join(HEADS.split())
+    assert f"at most a quarter is lost in {little} of {len(every)} thirds" in page
+    assert f"{shares[little]:.2f} to {shares[-1]:.2f} of what".replace("0.", ".") in page
+    few = [thirds.interval(lost, "top 4")[0] for _, _, lost in every]
+    fewer = sum(lost["top 4"].sum() < lost["labels"].sum() for _, _, lost in every)
+    small = sum(share < 0.155 for share in few)
+    assert f"lose is less in {fewer} thirds, and at most .15 in {small} of them" in page
+    dealt = [thirds.interval(lost, "dealt at random", "labels") for _, _, lost in every]
+    single = [thirds.interval(lost, thirds.best_single(lost), "labels") for _, _, lost in every]
+    sure, ahead = sum(lead[1] > 0 for lead in dealt), sum(lead[0] > 0 for lead in single)
+    assert f"in {sure} of {len(every)} thirds, by the interval" in page
+    assert f"chosen on the judged texts, in {ahead}." in page
+    thirds_alone = counts[counts["part"] != "all"]
+    undecided = thirds_alone[thirds_alone["label"] == "undecided"]["heads"].sum()
+    assert f"{undecided} of {thirds_alone['heads'].sum():,} labels" in page
+
+
+def test_the_statement_of_mechanisms_says_what_the_code_does():
+    said = HEADS.split("## What came")[0]
+    assert f"{thirds.N_TEXTS} texts: 8 of prose, code, questions, repeats" in said
+    kinds = pd.Series([one.kind for one in thirds.texts("smollm2")]).value_counts()
+    assert set(kinds) == {8}
+    assert {len(thirds.texts(model)) for model in depth.MODELS} == {thirds.N_TEXTS}
+    assert f"{depth._DRAWS:,} draws of texts" in said
