@@ -18,6 +18,7 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
 from infoflow_lens.probing import registry
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -61,6 +62,16 @@ class RunContext:
             return None
         return self.batches.part(self.config.n_detail, longest=self.detail.longest)
 
+    def options(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Return the settings that all measures share, and how they go on."""
+        return {
+            "seed": self.config.seed,
+            "batch_size": self.config.batch_size,
+            "resume": checkpoint.load(),
+            "after": checkpoint.take,
+            "progress": self.progress,
+        }
+
     @property
     def width(self) -> int:
         """d_model; 0 where the config does not say."""
@@ -81,6 +92,8 @@ class Part:
         after: the parts whose results it reads, from ``context.found``; it is measured with them
             or not at all.
         reads: more parts whose results it reads, where they are measured.
+        edits: the hook points whose edits must reach the output of every layer.
+        next_token: whether it reads the loss of the next token, which language models alone have.
         by_default: whether it is measured where no probes are named.
         fixed: by the name of a probe, the settings that tables, figures or other parts build on,
             so that a run must not change them.
@@ -91,17 +104,23 @@ class Part:
     sequences: ClassVar[Literal["all", "detail"]] = "all"
     after: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
+    edits: ClassVar[tuple[str, ...]] = ()
+    next_token: ClassVar[bool] = False
     by_default: ClassVar[bool] = True
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why this cannot be measured in a layer; empty if it can."""
+        if lost := [point for point in self.edits if point not in layer.edits_reach]:
+            return f"edits of {' and '.join(lost)} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
         if layer.n_heads is None:
             return "it shows neither scores nor pattern; load it with eager attention"
         return ""
 
     def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
         """Why this cannot be measured on a model, whatever its layers; empty if it can."""
+        if self.next_token and capabilities.reads_vectors:
+            return "its output is a vector, which predicts no next token"
         return ""
 
     def lacking_of_data(self, context: RunContext) -> str:
@@ -191,18 +210,6 @@ def name_of(probe: Probe[Any]) -> str:
     config = json.dumps(dict(probe.config()), sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:6]
     return words if config == "{}" else f"{words}-{digest}"
-
-
-class NextTokenPart(Part):
-    """The base of parts that read the loss of the next token; measured only where asked for."""
-
-    by_default = False
-
-    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """Why this cannot be measured on a model: it must be a language model, with logits."""
-        if capabilities.reads_vectors:
-            return "its output is a vector, which predicts no next token"
-        return ""
 
 
 Say = Callable[[str], None]

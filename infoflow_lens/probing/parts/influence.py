@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from infoflow_lens.hooks import (
     AttendedProbe,
     JacobianInfluence,
-    LayerCapabilities,
     PositionsProbe,
     Probe,
     ResampleInfluence,
@@ -26,16 +25,11 @@ class InfluencePart(Part):
 
     title = "What states depend on"
     sequences = "detail"
+    edits = ("hook_resid_pre",)
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {
         "influence": ("state", "source_layer", "layers"),
         "influence_positions": ("ranks", "without"),
     }
-
-    def lacking(self, layer: LayerCapabilities) -> str:
-        """Why influence cannot be measured: the input of a block must be replaceable."""
-        if "hook_resid_pre" not in layer.edits_reach:
-            return "edits of hook_resid_pre do not reach its output"
-        return super().lacking(layer)
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """Return the probe of influence, and the probes of attention from which it is predicted."""

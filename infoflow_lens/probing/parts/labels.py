@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from infoflow_lens.hooks import HeadLabels, LayerCapabilities, label_heads
+from infoflow_lens.hooks import HeadLabels, label_heads
 from infoflow_lens.hooks.interventions.heads import COLOURS, OWN
 from infoflow_lens.probing.part import Part, RunContext
-from infoflow_lens.probing.parts.mechanisms import lost_edits
 from infoflow_lens.report.charts import Table
 from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -30,13 +29,8 @@ class LabelsPart(Part):
         "other half all heads were replaced at once, by their own label's ideal and by one for all."
     )
     sequences = "detail"
+    edits = ("attn.hook_pattern", "attn.hook_z")
     by_default = False
-
-    def lacking(self, layer: LayerCapabilities) -> str:
-        """Why patterns and outputs of heads cannot be replaced in a layer; empty if they can."""
-        if "attn.hook_pattern" not in layer.edits_reach or "attn.hook_z" not in layer.edits_reach:
-            return lost_edits("hook_pattern or hook_z")
-        return super().lacking(layer)
 
     def lacking_of_data(self, context: RunContext) -> str:
         """Why the sequences are too few; empty if they are enough."""

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
-from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
+from infoflow_lens.hooks import MechanismsResult, measure_mechanisms
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -27,11 +26,6 @@ _LABELS = {"own_position": "heads that do not matter (own position)"}
 _MOST_NAMED = 32  # heads in a sentence
 
 
-def lost_edits(points: str) -> str:
-    """Say that a model loses edits of hook points, with what to do."""
-    return f"edits of {points} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
-
-
 class MechanismsPart(Part):
     """The damage to the output when a head's pattern is replaced by ideal patterns."""
 
@@ -44,12 +38,7 @@ class MechanismsPart(Part):
         "that does not matter can do with its own position alone."
     )
     sequences = "detail"
-
-    def lacking(self, layer: LayerCapabilities) -> str:
-        """Why patterns cannot be replaced in a layer; empty if they can."""
-        if "attn.hook_pattern" not in layer.edits_reach:
-            return lost_edits("hook_pattern")
-        return super().lacking(layer)
+    edits = ("attn.hook_pattern",)
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> MechanismsResult:
         """Measure the damage of all ideals; go on after the last finished batch."""
@@ -58,10 +47,7 @@ class MechanismsPart(Part):
             context.detail,
             metric=context.config.metric,
             threshold=context.config.threshold,
-            batch_size=context.config.batch_size,
-            resume=checkpoint.load(),
-            after=checkpoint.take,
-            progress=context.progress,
+            **context.options(checkpoint),
         )
 
     def figures(self, result: MechanismsResult) -> Sequence["Chart"]:

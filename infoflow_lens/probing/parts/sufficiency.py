@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from infoflow_lens.hooks import LayerCapabilities, Result
+from infoflow_lens.hooks import Result
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     EVERY,
     KS,
@@ -13,14 +13,14 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     SufficiencyResult,
     measure_sufficiency,
 )
-from infoflow_lens.probing.part import NextTokenPart, RunContext
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.charts import Lines
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 _DRAWS = 3  # of random mechanisms
 
 
-class SufficiencyPart(NextTokenPart):
+class SufficiencyPart(Part):
     """The loss with many heads replaced at once by their mechanisms, on other sequences than those
     on which the mechanisms were chosen.
     """
@@ -34,12 +34,9 @@ class SufficiencyPart(NextTokenPart):
         "its head shows where the mechanisms cost less than one ideal for all."
     )
     after = ("mechanisms",)
-
-    def lacking(self, layer: LayerCapabilities) -> str:
-        """Why patterns and head outputs cannot be replaced in a layer; empty if they can."""
-        if "attn.hook_z" not in layer.edits_reach:
-            return "edits of hook_z do not reach its output, so no head can be ablated"
-        return super().lacking(layer)
+    edits = ("attn.hook_z",)
+    next_token = True
+    by_default = False
 
     def lacking_of_data(self, context: RunContext) -> str:
         """Why the sequences are too few: some choose the mechanisms, others measure them."""
@@ -61,11 +58,7 @@ class SufficiencyPart(NextTokenPart):
             context.rest,
             mechanisms,
             draws=_DRAWS,
-            seed=context.config.seed,
-            batch_size=context.config.batch_size,
-            resume=checkpoint.load(),
-            after=checkpoint.take,
-            progress=context.progress,
+            **context.options(checkpoint),
         )
 
     def figures(self, result: SufficiencyResult) -> Sequence[Lines]:

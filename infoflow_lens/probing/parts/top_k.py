@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from infoflow_lens.hooks import LayerCapabilities, Result
+from infoflow_lens.hooks import Result
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
-from infoflow_lens.probing.part import NextTokenPart, RunContext
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 
-class TopKPart(NextTokenPart):
+class TopKPart(Part):
     """The loss when heads keep only the k largest keys of every row."""
 
     title = "How many keys does a layer need?"
@@ -18,25 +18,14 @@ class TopKPart(NextTokenPart):
         "1 where one token is passed on, all where a mean over the context is taken."
     )
     sequences = "detail"
-
-    def lacking(self, layer: LayerCapabilities) -> str:
-        """Why patterns cannot be replaced in a layer; empty if they can."""
-        if "attn.hook_pattern" not in layer.edits_reach:
-            return "edits of hook_pattern do not reach its output"
-        return super().lacking(layer)
+    edits = ("attn.hook_pattern",)
+    next_token = True
+    by_default = False
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
         """Search k by bisection; go on after the last finished point."""
-        return measure_top_k(
-            context.model,
-            context.detail,
-            search=True,
-            seed=context.config.seed,
-            batch_size=context.config.batch_size,
-            resume=checkpoint.load(),
-            after=checkpoint.take,
-            progress=context.progress,
-        )
+        options = context.options(checkpoint)
+        return measure_top_k(context.model, context.detail, search=True, **options)
 
     def sentences(self, result: TopKResult) -> Sequence[str]:
         """Return the least k of every layer."""
