@@ -45,6 +45,33 @@ def windows(tokenizer: Any, count: int) -> Tensor:
     return torch.tensor(found)
 
 
+def table() -> str:
+    """Return the page's table, from the rows."""
+    with ROWS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for row in rows:
+        needed, low, high, n, times, least, most, kept = (
+            float(row[name])
+            for name in (
+                "needed",
+                "low",
+                "high",
+                "of",
+                "times",
+                "times_low",
+                "times_high",
+                COLUMNS[-1],
+            )
+        )
+        said = "ahead" if most < 1 else "behind" if least > 1 else ""
+        cells = [f"{needed:,.0f} [{low:,.0f}, {high:,.0f}]", f"{needed / n:.0%}"]
+        against = "" if row["method"] == GRADED else f"{times:.2f} [{least:.2f}, {most:.2f}] {said}"
+        lines.append([row["method"], *cells, against.strip(), f"{kept:.0%}"])
+    head = ["chosen by", "edges needed", "of all", "times the graded choice's", "kept by an eighth"]
+    return depth.markdown(head, lines)
+
+
 def main() -> None:
     """Measure, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from benchmarks import depth, field, thirds
+from benchmarks import depth, edges, field, parting, thirds
 
 PAGE = (depth.FOLDER / "README.md").read_text("utf-8")
 
@@ -171,3 +171,41 @@ def test_the_statement_of_mechanisms_says_what_the_code_does():
     assert set(kinds) == {8}
     assert {len(thirds.texts(model)) for model in depth.MODELS} == {thirds.N_TEXTS}
     assert f"{depth._DRAWS:,} draws of texts" in said
+
+
+@pytest.mark.parametrize(
+    ("page", "tables"), [("parting.md", parting.tables), ("edges.md", lambda: [edges.table()])]
+)
+def test_a_page_has_the_tables_of_its_rows(page, tables):
+    text = (depth.FOLDER / page).read_text("utf-8")
+    for table in tables():
+        assert table in text
+
+
+def test_where_everything_is_held_a_model_is_linear():
+    rows = parting.read()
+    held = rows[rows["method"] == "everything"].groupby("measure")["spearman"]
+    assert held.min()[parting.AGREEMENT] > 0.99
+    assert held.min()[parting.GROWTH] == pytest.approx(1, abs=0.01)
+    assert held.max()[parting.GROWTH] == pytest.approx(1, abs=0.01)
+    assert set(rows["model"]) == set(depth.MODELS)
+
+
+def test_numbers_of_what_parts_the_measures_are_those_of_its_rows():
+    rows, said = parting.read(), " ".join((depth.FOLDER / "parting.md").read_text("utf-8").split())
+
+    def mean(model, held):
+        found = depth.by_text(rows, model, parting.AGREEMENT)[held].mean()
+        return f"{found:.2f}".removeprefix("0")
+
+    nothing, patterns, gates = "nothing", parting.PATTERNS, parting.GATES
+    for model, name in (
+        ("minilm", "MiniLM"),
+        ("antiberty", "AntiBERTy"),
+        ("stdlib-2l", "stdlib-2l"),
+    ):
+        assert f"{mean(model, nothing)} to {mean(model, patterns)} in {name}" in said
+    for model in ("smollm2", "rxnmapper"):
+        ours = f"{mean(model, nothing)} to {mean(model, gates)} and"
+        assert ours in said
+        assert mean(model, patterns) in said.split(ours)[1][:20]
