@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
 from infoflow_lens.foundation.files import let_own
-from infoflow_lens.foundation.state import write_state
+from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
@@ -363,3 +363,18 @@ def test_a_signal_to_a_run_in_a_thread_is_left_alone(out, folder):
     thread.join()
     assert (out / "positions.json").is_file()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_state_that_was_taken_is_written_when_the_run_is_stopped(tmp_path):
+    """In time, or at the end of a run that was stopped: what came last is on disk."""
+    folder = RunFolder(tmp_path)
+    rare = Checkpoint(folder, ".part.safetensors", seconds=1e9)
+    rare.flush()
+    rare.take({"n": 1})
+    rare.take({"n": 2})
+    assert not rare.path.exists()
+    rare.flush()
+    assert read_state(rare.path, "a state", "")[0] == {"n": 2}
+    often = Checkpoint(folder, ".part.safetensors", seconds=0)
+    often.take({"n": 3})
+    assert read_state(rare.path, "a state", "")[0] == {"n": 3}
