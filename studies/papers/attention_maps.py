@@ -163,7 +163,9 @@ class AttentionMaps(tokens.TokenStudy):
             TableSpec(("start", "task", "operation"), shares, partial(_select, "operation"), words),
             "\n".join(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
             TableSpec(("start", "task", "layer"), mechanisms, partial(_select, "head"), words),
-            "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
+            "Shares of test sequences, over seeds, mean (least to largest). The paper's start has "
+            "the scores of its construction in the first layer, all else random: what happens "
+            "before training says nothing of training. The paper shows "
             "maps of single sequences, without numbers.",
         )
 

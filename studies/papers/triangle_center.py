@@ -131,7 +131,9 @@ class TriangleCenterStudy(FreshStudy):
         return (
             TableSpec(("target", "n_tokens", "heads", "d_model"), columns, words=words),
             "Published (the numbers of Table 12 do not survive): NMSE grows fast with T and "
-            "approaches 1, almost identically for all three sizes. The exponent is that of the "
+            "approaches 1, almost identically for all three sizes. Pairs behind a linear encoder "
+            "are in no rule: their score holds squares, which only an encoder with a hidden layer "
+            "makes, as all others here have. The exponent is that of the "
             "cost law, |I| d/E, with |I| from counting (paper) and from the best schedule; "
             "up to 1 a state can hold all of I uncoded. By the law a larger E is cheaper, so "
             "that sizes perform alike does not follow from it.",
