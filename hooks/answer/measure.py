@@ -24,6 +24,7 @@ from infoflow_lens.hooks.answer.steps import (
     TokenEffects,
     UnitEffects,
     guess_tokens,
+    mean_and_error,
     measure_states,
     measure_tokens,
     measure_units,
@@ -136,6 +137,7 @@ def measure_answer(
     words, other_words = readable_tokens(model, [clean, others])
     answers, answer_chances = _answer_chances(question)
     replacements, replacement_effects = _list_replacements(question, spans)
+    by_others = (nothing, nothing) if tokens is None else mean_and_error(replacement_effects)
     (guess, chance), (other_guess, other_chance) = (
         _guess(question, run.logits) for run in (question.clean, question.other)
     )
@@ -160,8 +162,8 @@ def measure_answer(
         spans=torch.tensor(spans or question.single_tokens()),
         span_words=readable_spans(model, clean, spans) if spans else words,
         other_span_words=readable_spans(model, others, spans) if spans else other_words,
-        token_mean=nothing if tokens is None else tokens.mean,
-        token_error=nothing if tokens is None else tokens.error,
+        token_mean=by_others[0],
+        token_error=by_others[1],
         token_other=replaced,
         replacements=replacements,
         replacement_effects=replacement_effects,

@@ -16,6 +16,7 @@ from infoflow_lens.hooks.scores import describe_orders, spearman
 
 # how tokens are ordered without replacing any; the last is no measure of the model
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
+_AGREE = 0.8  # of the words in a place, from which on it is said what the place speaks for
 _NAMED = 5  # writers or readers of a line that are named
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
 _WORDS = {
@@ -47,8 +48,8 @@ class AnswerNumbers(Result):
         spans: int [span, 2], where each unit of tokens begins, and the place behind it; by default
             each token is one.
         span_words, other_span_words: of the two texts, as one reads them.
-        token_mean, token_error: [span], when all tokens of a unit are replaced by the model's own
-            guesses at their places: mean change and its standard error; NaN where it was not asked.
+        token_mean, token_error: [span], mean change by the replacements of a unit, each counted
+            once, and its standard error; NaN where no guesses were put there.
         token_other: [span], when they are replaced by the other text's tokens.
         replacements: what was put in the place of each unit alone, the likeliest first.
         replacement_effects: [span, replacement], what each changed; NaN behind the last.
@@ -143,6 +144,21 @@ class AnswerNumbers(Result):
         """Say whether some tokens were replaced together."""
         return len(self.spans) < len(self.tokens)
 
+    @property
+    def n_replacements(self) -> tuple[int, ...]:
+        """Count what was put in the place of each unit."""
+        return tuple(map(len, self.replacements))
+
+    def find_direction(self, number: int) -> int:
+        """Find how others in the place of a unit move the score: down (-1), up (1), or open (0).
+
+        It is clear if their mean is two standard errors from 0, and four in five have its sign.
+        """
+        mean, effects = self.token_mean[number], self.replacement_effects[number]
+        sign = int(mean.nan_to_num(0).sign())
+        agree = int((effects.sign() == sign).sum()) >= _AGREE * self.n_replacements[number]
+        return sign if agree and bool(mean.abs() > 2 * self.token_error[number]) else 0
+
     def orders(self) -> dict[str, float]:
         """Compare each predicted order of tokens with the measured one: Spearman.
 
@@ -206,14 +222,16 @@ class AnswerNumbers(Result):
     def _tokens(self) -> Iterator[dict[str, Any]]:
         columns = (self.token_mean, self.token_error, self.token_other)
         words = self.span_words, self.other_span_words
-        rows = zip(self.spans.tolist(), *words, *(c.tolist() for c in columns), strict=True)
-        for (position, stop), word, other_word, mean, error, other in rows:
+        counts = self.n_replacements
+        rows = zip(self.spans.tolist(), *words, *(c.tolist() for c in columns), counts, strict=True)
+        for (position, stop), word, other_word, mean, error, other, n in rows:
             predicted = self.token_predicted[:2, position].tolist()
             yield {
                 "position": position,
                 "token": word,
                 "effect": mean,
                 "error": error,
+                "replacements": n,
                 "effect of the other token": other,
                 "other token": other_word,
                 **dict(zip(ORDERS[:2], predicted, strict=True)),
@@ -415,9 +433,15 @@ class AnswerNumbers(Result):
         first, *more = self.token_mean.abs().nan_to_num(-1).argsort(descending=True).tolist()
         scores = (self.value + self.token_mean).tolist()
         then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in more[: _OPPOSED - 1])
+        effects = self.replacement_effects[first]
+        lower = f"{int((effects < 0).sum())} of {self.n_replacements[first]} words lower the score"
+        speaks = {
+            -1: "and speaks for the answer",
+            1: "and speaks against the answer",
+            0: f"but whether it speaks for the answer is open ({lower})",
+        }[self.find_direction(first)]
         return (
-            f"{said} By guesses {self._span(first)} matters most, and speaks "
-            f"{'for' if scores[first] < self.value else 'against'} the answer: to "
+            f"{said} By other words in its place {self._span(first)} matters most, {speaks}: to "
             f"{scores[first]:+.2f} in the mean{f', then {then}' if then else ''}."
         )
 
@@ -467,15 +491,16 @@ class AnswerNumbers(Result):
         if int(sizes.isfinite().sum()) > 1:
             first, second = sizes.nan_to_num(-1).argsort(descending=True).tolist()[:2]
             bar = 2 * math.hypot(float(errors[first]), float(errors[second]))
-            clear = float(sizes[first] - sizes[second]) > bar
+            clear = self.find_direction(first) and float(sizes[first] - sizes[second]) > bar
             one, other = (
-                f"{self._span(i)} ({float(self.token_mean[i]):+.2f} ± {float(errors[i]):.2f})"
+                f"{self._span(i)} ({float(self.token_mean[i]):+.2f} ± {float(errors[i]):.2f} by "
+                f"{self.n_replacements[i]} words)"
                 for i in (first, second)
             )
             said.append(
-                "Which word matters most? By guesses, with the standard error of their mean, "
-                f"{one}, then {other}. "
-                f"{'That order is clear.' if clear else 'With other guesses that order may turn.'}"
+                "Which word matters most? By other words in its place, with the standard error of "
+                f"their mean, {one}, then {other}. "
+                f"{'That order is clear.' if clear else 'With other words that order may turn.'}"
             )
         else:
             said.append("Words were not replaced by guesses: how much each is needed is open.")
@@ -500,8 +525,8 @@ class AnswerNumbers(Result):
         )
 
     def describe_opposed_words(self) -> str:
-        """Name the words of which the score rises beyond two standard errors by others there."""
-        found = (self.token_mean > 2 * self.token_error).nonzero().flatten().tolist()
+        """Name the words of which it is clear that the score rises by others in their place."""
+        found = [i for i in range(len(self.spans)) if self.find_direction(i) > 0]
         found.sort(key=lambda number: -float(self.token_mean[number]))
         return ", ".join(
             f"{self._span(i)} {float(self.token_mean[i]):+.2f}" for i in found[:_OPPOSED]

@@ -28,8 +28,8 @@ class TokenEffects:
     """What the readout loses when a token, or a span of them at once, is replaced.
 
     Attributes:
-        mean, error: by what the model itself would have put there: mean change and standard error.
-        donors: int [pos, draw], what was put there; -1 for none.
+        mean, error: by the words that were put there: mean change and standard error.
+        donors: int [pos, draw], what was put there, no token twice; -1 for none.
         changes: [span, draw], what each did; NaN for none.
     """
 
@@ -48,37 +48,46 @@ def measure_tokens(
     """Replace each token, or all tokens of each span, by the model's own guesses at their places.
 
     Effects of single tokens do not add up, so those of a span are exchanged at once. Four draws of
-    each; four more for those that may be the one that matters most.
+    each, without repeats; four more for those that may be the one that matters most.
     """
     clean, spans = question.clean.tokens[0], spans or question.single_tokens()
     draw = torch.Generator().manual_seed(seed)
     guesses = guess_tokens(question)
+    # of a small vocabulary fewer; a guess without any chance comes behind all others
+    n_ids = guesses.shape[1]
+    tokens = clean.cpu()[:, None]
+    weights = guesses.clamp(min=1e-30).scatter(1, tokens, 0.0)
+    drawn = torch.multinomial(weights, min(2 * N_DRAWS, n_ids - 1), False, generator=draw)
     donors = torch.full((question.n_pos, 2 * N_DRAWS), -1)
     changes = torch.full((len(spans), 2 * N_DRAWS), torch.nan, dtype=torch.float64)
 
     def draw_guesses(numbers: list[int], first: int) -> None:
-        these = slice(first, first + N_DRAWS)
-        rows = clean.repeat(len(numbers) * N_DRAWS, 1)
+        these = slice(first, min(first + N_DRAWS, drawn.shape[1]))
+        n = max(0, these.stop - first)
+        rows = clean.repeat(len(numbers), n, 1)
         for row, number in enumerate(numbers):
-            for position in range(*spans[number]):
-                drawn = torch.multinomial(guesses[position], N_DRAWS, True, generator=draw)
-                donors[position, these] = drawn
-                rows[row * N_DRAWS : (row + 1) * N_DRAWS, position] = drawn.to(rows)
-        changes[numbers, these] = question.measure_texts(rows, advance).view(-1, N_DRAWS)
+            place = slice(*spans[number])
+            donors[place, these] = drawn[place, these]
+            rows[row, :, place] = drawn[place, these].T.to(rows)
+        if n:
+            changes[numbers, these] = question.measure_texts(rows.flatten(0, 1), advance).view(
+                -1, n
+            )
 
     draw_guesses(list(range(len(spans))), 0)
-    mean, error = _mean_and_error(changes)
+    mean, error = mean_and_error(changes)
     largest = int(mean.abs().argmax())
     open_ = mean.abs() + error >= mean.abs()[largest] - error[largest]
     if int(open_.sum()) > 1:
         draw_guesses(open_.nonzero().flatten().tolist(), N_DRAWS)
-        mean, error = _mean_and_error(changes)
+        mean, error = mean_and_error(changes)
     return TokenEffects(mean, error, donors, changes)
 
 
-def _mean_and_error(
+def mean_and_error(
     changes: Float[Tensor, "span draw"],
 ) -> tuple[Float[Tensor, " span"], Float[Tensor, " span"]]:
+    """Take the mean of each row, and its standard error, without NaN."""
     n = changes.isfinite().sum(dim=1)
     mean = changes.nanmean(dim=1)
     spread = (changes - mean[:, None]).square().nansum(dim=1) / (n - 1)

@@ -151,10 +151,18 @@ def _strips(found: Any) -> list[str]:
 
 def _words(found: Any) -> list[str]:
     lines = []
-    rows = found.to_frame("tokens").itertuples(index=False)
+    columns = [
+        "token",
+        "effect",
+        "error",
+        "replacements",
+        "effect of the other token",
+        "other token",
+    ]
+    rows = found.to_frame("tokens")[columns].itertuples(index=False)
     for number, row in enumerate(rows):
-        word, effect, error, other, instead = row[1:6]
-        said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by a guess"]  # NaN
+        word, effect, error, n, other, instead = row
+        said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by {n} words"]  # NaN
         said += [f"{other:+.2f} by {instead!r}"] if other else []
         effects = found.replacement_effects[number].tolist()
         guesses = zip(found.replacements[number][:_GUESSES], effects)

@@ -110,6 +110,8 @@ class _Word:
         others: what was put there, and the score then; the likeliest first.
         score, error, change: with others in the mean, its standard error, and the change; NaN where
             it was not asked.
+        n: how many others the mean counts.
+        is_open: whether it is open if the score falls or rises.
         bar: the width of the change.
         other, other_score: what the other text has there, and the score then; nothing where it has
             the same.
@@ -121,6 +123,8 @@ class _Word:
     score: float
     error: float
     change: float
+    n: int
+    is_open: bool
     bar: float
     other: str
     other_score: float
@@ -149,6 +153,8 @@ def _tokens(answer: AnswerNumbers) -> list[_Word]:
                 answer.value + float(mean[i]),
                 float(answer.token_error[i]),
                 float(mean[i]),
+                answer.n_replacements[i],
+                not answer.find_direction(i),
                 _BAR
                 * abs(float(mean[i].nan_to_num(0)))
                 / max(float(mean.abs().nan_to_num(0).max()), 1e-12),

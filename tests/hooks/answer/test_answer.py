@@ -9,7 +9,7 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
-from infoflow_lens.hooks.answer import measure, other_text
+from infoflow_lens.hooks.answer import measure, other_text, steps
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import (
@@ -124,6 +124,30 @@ def test_effects_of_tokens_are_those_of_the_plain_model(question, plain):
     assert replaced == near([0, 0, plain.of_token(2, int(two_texts()[1][2])), 0, 0, 0])
 
 
+@pytest.mark.parametrize(("n_ids", "n_drawn"), [(zoo.N_VOCAB, 4), (7, 4), (4, 3)])
+def test_no_guess_is_drawn_twice(monkeypatch, n_ids, n_drawn):
+    """A word that is drawn again says nothing new; also where one has all the chance."""
+    text = torch.arange(6) % 3 + 1
+    question = Question(open_model(zoo.build("llama")), text, text.flip(0), READOUT, 16)
+    guesses = torch.zeros(6, n_ids)
+    guesses[:, 0] = 1.0
+    monkeypatch.setattr(steps, "guess_tokens", lambda _: guesses)
+    for position, row in enumerate(measure_tokens(question).donors.tolist()):
+        drawn = [token for token in row if token >= 0]
+        assert len(set(drawn)) == len(drawn) >= n_drawn
+        assert int(text[position]) not in drawn
+        assert 0 in drawn
+
+
+def test_a_mean_counts_each_word_of_its_row_once():
+    found = measured()
+    for number, words in enumerate(found.replacements):
+        effects = found.replacement_effects[number, : len(words)].numpy()
+        assert float(found.token_mean[number]) == near(effects.mean())
+        assert float(found.token_error[number]) == near(effects.std(ddof=1) / len(words) ** 0.5)
+    assert found.to_frame("tokens")["replacements"].tolist() == [*map(len, found.replacements)]
+
+
 def test_what_was_put_in_a_place_is_kept_with_what_it_did(plain):
     """Each other text that was measured, also the one that is compared with."""
     found = measured()
@@ -177,10 +201,13 @@ def test_an_answer_says_when_the_last_word_was_replaced(monkeypatch, place):
 
 
 def test_how_sure_an_answer_is_is_said_of_what_was_measured():
+    mean = torch.tensor([0.1, -0.2, -3.0, 0.0, -2.9, 0.3]).double()
+    found = measured()
+    effects = torch.where(found.replacement_effects.isfinite(), mean[:, None], torch.nan)
     found = replace(
-        measured(), kept=0.81, lost=0.42, random=(0.0, 0.3, 0.1), forwards=77.0,
+        found, kept=0.81, lost=0.42, random=(0.0, 0.3, 0.1), forwards=77.0,
         places=torch.tensor([[-1, -1, 2, -1, -1, -1, 3]] * 2),
-        token_mean=torch.tensor([0.1, -0.2, -3.0, 0.0, -2.9, 0.3]).double(),
+        token_mean=mean, replacement_effects=effects,
         token_error=torch.tensor([0.01] * 6).double(),
     )  # fmt: skip
     said = " ".join(found.describe_certainty())
@@ -190,18 +217,27 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
         "Of 3 draws of 2 paths at random the middle one keeps 10% of the difference, the best 30%"
         in said
     )
-    tokens = found.tokens
+    tokens, n = found.tokens, [len(words) for words in found.replacements]
     assert (
-        f"{tokens[2]}@2 (-3.00 ± 0.01), then {tokens[4]}@4 (-2.90 ± 0.01). That order is clear"
-        in said
+        f"{tokens[2]}@2 (-3.00 ± 0.01 by {n[2]} words), "
+        f"then {tokens[4]}@4 (-2.90 ± 0.01 by {n[4]} words). That order is clear" in said
     )
     assert "77 passes" in said
     said = found.describe_tokens()
     assert f"goes from {found.value:+.2f} to {found.other_value:+.2f} with" in said
-    assert f"By guesses {tokens[2]}@2 matters most, and speaks for the answer" in said
+    assert (
+        f"By other words in its place {tokens[2]}@2 matters most, and speaks for the answer" in said
+    )
     assert f"then {tokens[4]}@4 ({found.value - 2.9:+.2f}), {tokens[5]}@5" in said
     assert found.describe_opposed_words() == f"{tokens[5]}@5 +0.30, {tokens[0]}@0 +0.10"
     open_ = replace(found, token_error=torch.tensor([0.1] * 6).double())
+    assert "that order may turn" in " ".join(open_.describe_certainty())
+    # two in five, or more, that say the contrary leave the direction open
+    effects = effects.clone()
+    effects[[2, 5], : (n[2] + 1) // 2] *= -1
+    open_ = replace(found, replacement_effects=effects)
+    assert "whether it speaks for the answer is open" in open_.describe_tokens()
+    assert open_.describe_opposed_words() == f"{tokens[0]}@0 +0.10"
     assert "that order may turn" in " ".join(open_.describe_certainty())
 
 
