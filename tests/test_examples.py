@@ -59,7 +59,7 @@ def test_what_a_page_says_to_run_runs(script, shown, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(script)
     if "build/models" in script:
-        if not (ROOT / "build" / "models" / "smollm2").is_dir():
+        if not (ROOT / "build" / "models" / "minilm").is_dir():
             pytest.skip("the real models are not here: make models brings them")
         (tmp_path / "build").symlink_to(ROOT / "build")
     printed = printed_by(path, folder=tmp_path)

@@ -4,16 +4,18 @@ import re
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
+    ask,
     open_model,
     run_probes,
 )
-from infoflow_lens.hooks import AttentionWeight, measure_mechanisms
+from infoflow_lens.hooks import AttentionWeight, EmbeddingCosine, measure_mechanisms
 from tests.reference import real_models
 
 pytestmark = pytest.mark.slow  # and skipped, with the reason, where `make models` has not run
@@ -193,3 +195,33 @@ def test_mechanisms_of_an_encoder(load):
     rows = [named.to_tokens(text)[0] for text in TEXTS["minilm"]]
     found = measure_mechanisms(named, rows, progress=False)
     assert len(found.to_frame()) >= 72
+
+
+PAIRS = [
+    ("A woman is playing the violin in the park.", "Somebody plays music outside."),
+    ("The company lost money because of the strike.", "A walkout made the firm less profitable."),
+    ("My cat sleeps on the warm radiator all day.", "The kitten naps near a heater."),
+    ("Heavy rain flooded several streets last night.", "Water covered the roads after the storm."),
+]
+
+
+def test_what_makes_two_sentences_near_is_what_leaving_it_out_takes_away(load):
+    plain, tokenizer = load("minilm")
+
+    def embed(ids):
+        with torch.no_grad():
+            return plain(input_ids=torch.tensor([ids])).last_hidden_state.mean(dim=1)[0]
+
+    orders = []
+    for text, other in PAIRS:
+        ids, to = tokenizer(text)["input_ids"], embed(tokenizer(other)["input_ids"])
+        near = lambda kept, to=to: float(torch.cosine_similarity(embed(kept), to, dim=0))  # noqa: E731
+        inner = range(1, len(ids) - 1)  # [CLS] and [SEP] stay
+        without = [near(ids[:i] + ids[i + 1 :]) - near(ids) for i in inner]
+        named = open_model(plain, tokenizer)
+        found = ask(named, text, readout=EmbeddingCosine(to), progress=False)
+        assert found.value == pytest.approx(near(ids), abs=1e-4)
+        effects = found.to_frame("tokens")["effect"].to_numpy()[list(inner)]
+        orders.append(spearmanr(effects, without).statistic)
+    assert min(orders) > 0.2
+    assert sum(orders) / len(orders) > 0.6
