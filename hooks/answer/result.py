@@ -17,6 +17,7 @@ from infoflow_lens.hooks.scores import describe_orders, spearman
 # how tokens are ordered without replacing any; the last is no measure of the model
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
 _AGREE = 0.8  # of the words in a place, from which on it is said what the place speaks for
+_UNLIKELY = 0.05  # an answer's chance, below which the other text calls for something else
 _NAMED = 5  # writers or readers of a line that are named
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
 _WORDS = {
@@ -289,7 +290,7 @@ class AnswerNumbers(Result):
                 "to": "" if place[3] < 0 else self._word(place[5]),
                 "input": KINDS[place[6]],
                 "effect": effect,
-                "estimate": worth,
+                "estimate": -worth,  # a change of the readout, as the effect
                 "cost in the circuit": cost,
             }
 
@@ -328,6 +329,16 @@ class AnswerNumbers(Result):
         at = int(self.looks[number, text].argmax())
         weight = float(self.looks[number, text, at])
         return f"{self._word(at, text == 1)} ({weight:.2f})", float(self.writes[number, text, at])
+
+    def order_looks(self) -> list[int]:
+        """Order the heads of :attr:`looked` by what they write from where they look most.
+
+        Those whose effect lies at other positions write next to nothing here, and come last. Where
+        writes are not asked, by the size of their effects.
+        """
+        first = self.looks.argmax(-1, keepdim=True)
+        written = self.writes.nan_to_num(0).gather(-1, first).abs().sum((1, 2))
+        return written.argsort(descending=True, stable=True).tolist()
 
     def look(self, number: int) -> str:
         """Say where a head of :attr:`looked` looks, and what it writes from there."""
@@ -449,13 +460,13 @@ class AnswerNumbers(Result):
         """Say at which words the heads of :attr:`looked` look most, and which work against."""
         keys: dict[int, list[str]] = {}
         effects = self.effects()
-        for (layer, head), looks in zip(self.looked.tolist(), self.looks[:, 0], strict=True):
+        for number in self.order_looks():
+            (layer, head), looks = self.looked[number].tolist(), self.looks[number, 0]
             against = " against" if effects[layer, head] > 0 else ""
             keys.setdefault(int(looks.argmax()), []).append(f"{layer}.{head}{against}")
-        groups = sorted(keys.items(), key=lambda group: -len(group[1]))
         said = [
             f"{'itself' if at == self.read_at else self._word(at)} ({', '.join(heads)})"
-            for at, heads in groups
+            for at, heads in keys.items()
         ]
         return "; ".join(said)
 
@@ -474,7 +485,9 @@ class AnswerNumbers(Result):
             )
             said.append(
                 f"Is what was found ({n}) enough? With all else as in the other text it keeps "
-                f"{kept} ({TARGET:.0%} of the difference or more counts)."
+                f"{kept}. Our bar is {TARGET:.0%} of the difference, kept and lost: paths were "
+                "added until it was reached or none were left, so being just above it is no "
+                "evidence of its own."
             )
             said.append(
                 f"Is it needed? When it is cut, the share of the difference lost is {lost}."
@@ -518,8 +531,8 @@ class AnswerNumbers(Result):
         if not len(self.units):
             return ""
         found = self.to_frame("heads").dropna(subset="effect")
-        most = found[found["effect"] > 0].head(_OPPOSED)
-        return ", ".join(
+        most = found[found["effect"] > 0]
+        return _name_first(
             f"{name} {effect:+.2f}"
             for name, effect in zip(most["name"], most["effect"], strict=True)
         )
@@ -528,9 +541,52 @@ class AnswerNumbers(Result):
         """Name the words of which it is clear that the score rises by others in their place."""
         found = [i for i in range(len(self.spans)) if self.find_direction(i) > 0]
         found.sort(key=lambda number: -float(self.token_mean[number]))
-        return ", ".join(
-            f"{self._span(i)} {float(self.token_mean[i]):+.2f}" for i in found[:_OPPOSED]
+        return _name_first(f"{self._span(i)} {float(self.token_mean[i]):+.2f}" for i in found)
+
+    def warning(self) -> str:
+        """Warn of an other text in which the other answer is unlikely; else nothing."""
+        if not self.answers or not float(self.answer_chances[1, 1]) < _UNLIKELY:
+            return ""
+        one, other = (
+            "".join(words[at] for at in self.changed).strip()
+            for words in (self.tokens, self.other_tokens)
         )
+        neither = float(self.answer_chances[1, 0]) < _UNLIKELY
+        unlikely = "neither answer is likely" if neither else f"{self.answers[1]} is unlikely"
+        return (
+            f"in the other text {unlikely}: what follows compares {one!r} with {other!r}, and not "
+            f"with a word that calls for {self.answers[1]}; give your own other text (instead)"
+        )
+
+    def describe_units(self) -> str:
+        """Name the heads and MLPs with the largest effects, and what these heads look at."""
+        if not len(self.units):
+            return ""
+        found = self.to_frame("heads").dropna(subset="effect")
+        rows = {head: list(group.itertuples()) for head, group in found.groupby(found["head"] < 0)}
+        places = {tuple(place): number for number, place in enumerate(self.looked.tolist())}
+        said = []
+        for is_mlp, most in ((False, _OPPOSED), (True, _OPPOSED - 1)):
+            # those that have at least half of the largest effect
+            for row in rows.get(is_mlp, [])[:most]:
+                if abs(row.effect) < abs(rows[is_mlp][0].effect) / 2:
+                    continue
+                number = places.get((row.layer, row.head))
+                does = "" if number is None else f": {self._do(number)}"
+                name = row.name if is_mlp else f"head {row.name}"
+                said.append(f"{name} ({row.effect:+.2f}{does})")
+        if not said:
+            return ""
+        return (
+            f"The largest effects of heads and MLPs: {', '.join(said)}. So much changes the score "
+            "when one gives what it gives in the other text."
+        )
+
+    def _do(self, number: int) -> str:
+        """Say where a head of :attr:`looked` looks in the text, and what it writes from there."""
+        key, writes = self.first_look(number, 0)
+        wrote = "" if writes != writes else f" and writes {writes:+.2f} from there"  # NaN
+        return f"from {self._word(self.read_at)} it looks at {key}{wrote}"
 
     def summary(self) -> str:
         """Say in a few sentences what the model says, what decides, and how sure that is."""
@@ -548,13 +604,15 @@ class AnswerNumbers(Result):
             )
             said.append(f"{one}; {other}.")
         said.append(
-            f"{self.readout}: {self.value:+.2f}; in the other text {self.other_value:+.2f}."
+            f"The score, {self.readout}, is {self.value:+.2f}; in the other text it is "
+            f"{self.other_value:+.2f}."
         )
         if len(self.places):
             middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
             shares = (self.kept, middle, max(self.random, default=0.0), self.lost)
             kept, chance, most, lost = map(_share, shares)
-            beyond = ", more than all" if self.lost >= 1.005 else ""
+            falls = "falls below" if self.gap > 0 else "rises above"
+            beyond = f": the score {falls} that of the other text" if self.lost >= 1.005 else ""
             said.append(
                 f"Between the two decide {len(self.places)} path{'s' * (len(self.places) > 1)}: "
                 f"alone they keep {kept} "
@@ -562,6 +620,13 @@ class AnswerNumbers(Result):
                 f"cut, they lose {lost}{beyond}."
             )
         return " ".join(said)
+
+
+def _name_first(said: Iterator[str]) -> str:
+    """Name the first ones, and how many more there are."""
+    names = list(said)
+    more = [f"and {len(names) - _OPPOSED} more"] if len(names) > _OPPOSED else []
+    return ", ".join(names[:_OPPOSED] + more)
 
 
 def describe_kind(kind: str, readers: str = "") -> str:

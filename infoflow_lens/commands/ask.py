@@ -109,6 +109,9 @@ def _print(found: Any) -> None:
         out.print(line, markup=False, soft_wrap=True)
 
     show(found.summary())
+    if warning := found.warning():
+        show(f"Warning: {warning}")
+    show(found.describe_units())
     show(f"Other text: {''.join(found.other_tokens)!r}")
     print_lines(
         "What decides",

@@ -12,8 +12,17 @@ from infoflow_lens.report.strips import choose_lines, draw_strips
 from infoflow_lens.report.templating import templates
 
 _HEADS = 40  # rows of heads and MLPs
+_LARGEST = 8  # of these, beside the lines
 _WORDS = 12  # rows of words beside the fold
-_COLUMNS = {"effect": "change", "cost": "cost in the circuit"}
+_COLUMNS = {"effect": "change of score", "cost": "cost in the circuit"}
+# as the page names what tables call by the terms of the field
+_NAMES = {
+    "effect": "change of score",
+    "error": "standard error",
+    "effect of the other token": "change of score by the other text's",
+    "readout": "score",
+    "estimate": "estimated change",
+}
 _BAR = 60  # the width of the largest effect
 
 
@@ -50,10 +59,10 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
     if bool(answer.path_cost.isnan().all()):  # as of circuits that are not pruned
         del measured["cost"]
     meanings = {
-        "effect": "of the score, when they are cut one by one, summed",
+        "effect": "when they are cut one by one, summed",
         "cost": "share of the difference that the circuit loses without them, summed",
     }
-    paths = answer.to_frame("paths").dropna(axis=1, how="all") if lines else None
+    paths = _tabulate(answer, "paths").dropna(axis=1, how="all") if lines else None
     drawn = choose_lines(answer)
 
     def tabulate(numbers: list[int]) -> Table:
@@ -69,7 +78,8 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         return Table(columns, rows, anchors=[f"line-{n + 1}" for n in numbers])
 
     rest = [number for number in range(len(lines)) if number not in drawn]
-    units = answer.to_frame("heads").head(_HEADS)  # MLPs have no head
+    units = _tabulate(answer, "heads").drop(columns=["layer", "head"], errors="ignore")
+    largest = units.head(_LARGEST).drop(columns="estimated change", errors="ignore").dropna()
     # a guess that is a class cannot stand in the text
     says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     small = max(abs(answer.value), abs(answer.gap)) < 1  # such as cosines
@@ -87,18 +97,24 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         bundles=tabulate(drawn) if lines else None,
         rest=tabulate(rest) if rest else None,
         n_lines=len(lines),
+        n_drawn=len(drawn),
         paths=None if paths is None else Table.from_frame(paths),
         strips=draw_strips(answer) if len(answer.strips) else None,
         tokens=_tokens(answer),
         n_words=_WORDS,
-        words=Table.from_frame(answer.to_frame("tokens")),
-        replacements=Table.from_frame(answer.to_frame("replacements"), most=1000),
-        heads=Table.from_frame(units.drop(columns=["layer", "head"], errors="ignore")),
+        words=Table.from_frame(_tabulate(answer, "tokens")),
+        replacements=Table.from_frame(_tabulate(answer, "replacements"), most=1000),
+        heads=Table.from_frame(units.head(_HEADS)),
+        largest=Table.from_frame(largest) if len(largest) else None,
         looks=_looks(answer),
         against=_against(answer),
         record=json.dumps(answer.record.to_dict(), indent=2),
     )
     return add_policy(page, "'none'" if form is None else "'self'")
+
+
+def _tabulate(answer: AnswerNumbers, what: str) -> Any:
+    return answer.to_frame(what).rename(columns=_NAMES)
 
 
 @dataclass(frozen=True)
@@ -192,7 +208,8 @@ def _looks(answer: AnswerNumbers) -> Table | None:
     """Tabulate where each head looks most in both texts, and what it writes from there."""
     effects = answer.effects()
     rows: list[list[Any]] = []
-    for number, (layer, head) in enumerate(answer.looked.tolist()):
+    for number in answer.order_looks():
+        layer, head = answer.looked[number].tolist()
         effect = effects[layer, head]
         works = "against" if effect > 0 else "for"
         row: list[Any] = [f"{layer}.{head}", works, effect]
@@ -202,10 +219,10 @@ def _looks(answer: AnswerNumbers) -> Table | None:
     columns = {
         "head": "layer and number",
         "works": "for the answer or against it",
-        "effect": "with the other text's output",
+        "change of score": "with the other text's output, at all positions",
         "looks at": "the key with the largest weight",
-        "writes": "towards the readout from that key, directly",
+        "writes": "a part of the score, from that key, directly: plus for the answer",
         "other text: looks at": "the key with the largest weight there",
-        "other text: writes": "towards the readout from that key, directly",
+        "other text: writes": "a part of the score there, from that key, directly",
     }
     return Table(columns, rows) if rows else None

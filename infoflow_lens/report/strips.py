@@ -16,6 +16,12 @@ _SCREEN, _THIN = 1230, 7  # the picture's width from which words that matter lit
 _LITTLE = 0.05  # share of the difference
 _DRAWN = 12  # lines, those with the largest effects
 _APART = 17  # between the middles of two numbers
+_MEANINGS = {
+    "query": "sets what heads at the word where the line ends look for (query)",
+    "key": "makes heads look at the word where the line ends (key)",
+    "value": "is what heads take from the word where the line ends when they look at it (value)",
+    "answer": "goes to the score, without another head",
+}
 _PLACES = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)  # of a number, along its line
 _BESIDE = (0, 20, -20, 40, -40)  # the line, where those are taken
 
@@ -119,7 +125,8 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     # a legend of the inputs by which paths enter heads
     keys = "".join(
         f'<span class="item"><svg class="swatch" width="14" height="4"><g class="s{kind}">'
-        f'<circle cx="7" cy="2" r="7"/></g></svg>{describe_kind(KINDS[kind])}</span>'
+        f'<circle cx="7" cy="2" r="7"/></g></svg>{describe_kind(KINDS[kind])}: '
+        f"{_MEANINGS[KINDS[kind]]}</span>"
         for kind in kinds
     )
     keys = f'<p class="keys">{keys}</p>' if keys else ""

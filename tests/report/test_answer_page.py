@@ -1,6 +1,7 @@
 """The page of an answer in a browser: it fits a screen and a phone, and a press on a line works."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from infoflow_lens import ask
+from infoflow_lens.hooks.answer.result import KINDS
 from infoflow_lens.report import strips
 from infoflow_lens.report.answer import Form, render_answer
 from tests.reference import zoo
@@ -43,6 +45,29 @@ def test_a_page_has_nothing_beside_the_screen(show, found, width, scheme, served
     if width == 1280:
         assert page.evaluate("[...document.querySelectorAll('.scroll:has(svg)')].every("
                              "box => box.scrollWidth <= box.clientWidth)")  # fmt: skip
+
+
+def test_the_page_has_one_sign_and_one_name_for_the_score(show, found):
+    """The warning is red, MLPs stand beside the lines, and kinds of lines are explained."""
+    weak = torch.tensor([[0.3, 0.02], [0.01, 0.04]]).double()
+    page = show(render_answer(replace(found, answer_chances=weak)))
+    said = page.locator(".warning")
+    assert said.text_content().startswith("In the other text neither answer is likely")
+    red, *others = map(int, re.findall(r"\d+", said.evaluate("e => getComputedStyle(e).color")))
+    assert red > 2 * max(others)
+    text = page.locator("main").text_content()
+    record = page.locator("details pre").text_content()
+    assert "readout" not in text.replace(record, "")
+    assert found.describe_units() in text
+    decides = page.locator("section:has(> h2:text-is('What decides'))")
+    assert "MLP" in decides.locator(".narrow").text_content()
+    assert f"all {len(found.bundles())}, numbered" in text
+    for kind in {KINDS[kind] for kind in found.places[:, 6].tolist()}:
+        assert strips._MEANINGS[kind] in page.locator(".keys").text_content()
+    assert page.locator(".warning").count() == 1
+    likely = torch.tensor([[0.3, 0.02], [0.01, 0.4]]).double()
+    page = show(render_answer(replace(found, answer_chances=likely)))
+    assert page.locator(".warning").count() == 0
 
 
 def test_a_press_on_a_line_leads_to_its_row(show, found):

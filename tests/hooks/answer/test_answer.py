@@ -211,7 +211,8 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
         token_error=torch.tensor([0.01] * 6).double(),
     )  # fmt: skip
     said = " ".join(found.describe_certainty())
-    assert "keeps 81%: yes (70% of the difference or more counts)" in said
+    assert "keeps 81%: yes. Our bar is 70% of the difference" in said
+    assert "paths were added until it was reached" in said
     assert "lost is 42%: not by our bar" in said
     assert (
         "Of 3 draws of 2 paths at random the middle one keeps 10% of the difference, the best 30%"
@@ -239,6 +240,55 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
     assert "whether it speaks for the answer is open" in open_.describe_tokens()
     assert open_.describe_opposed_words() == f"{tokens[0]}@0 +0.10"
     assert "that order may turn" in " ".join(open_.describe_certainty())
+
+
+def test_it_is_said_that_the_other_text_calls_for_neither_answer():
+    found = replace(measured(), answer_chances=torch.tensor([[0.3, 0.02], [0.01, 0.04]]).double())
+    words = (found.tokens[2], found.other_tokens[2], found.answers[1])
+    said = (
+        "neither answer is likely: what follows compares '{}' with '{}', and not with a word that"
+    )
+    assert f"{said} calls for {{}};".format(*words) in found.warning()
+    one = replace(found, answer_chances=torch.tensor([[0.3, 0.02], [0.5, 0.04]]).double())
+    assert f"{found.answers[1]} is unlikely: what follows" in one.warning()
+    likely = torch.tensor([[0.3, 0.02], [0.01, 0.05]]).double()
+    assert replace(found, answer_chances=likely).warning() == ""
+
+
+def test_the_largest_heads_and_mlps_are_said_first():
+    """By measured effects alone; what works against is named, and how many more do."""
+    found = measured()
+    effect = torch.full_like(found.unit_effect, torch.nan)
+    units = [tuple(unit) for unit in found.units.tolist()]
+    heads, mlps = ([i for i, u in enumerate(units) if (u[1] < 0) == mlp] for mlp in (False, True))
+    effect[heads[:5]] = torch.tensor([-3.0, 0.1, 0.2, 2.0, 0.3]).double()
+    effect[mlps[1]] = 0.4
+    looked = torch.tensor([units[heads[0]], units[heads[3]]])
+    looks = torch.zeros(2, 2, 6).double()
+    looks[:, :, 2] = 0.75
+    writes = torch.zeros(2, 2, 6).double()
+    writes[1, 0, 2] = -1.25
+    found = replace(found, unit_effect=effect, looked=looked, looks=looks, writes=writes)
+    said = found.describe_units()
+    first, second = ("{}.{}".format(*units[heads[i]]) for i in (0, 3))
+    place, read = found._word(2), found._word(found.read_at)
+    for name, size, writes_ in ((first, "-3.00", "+0.00"), (second, "+2.00", "-1.25")):
+        look = f"from {read} it looks at {place} (0.75) and writes {writes_} from there"
+        assert f"head {name} ({size}: {look})" in said
+    assert f"MLP {units[mlps[1]][0]} (+0.40)" in said
+    assert said.count("head ") == 2
+    assert found.order_looks() == [1, 0]  # the first writes nothing here
+    assert found.describe_opposition().endswith("+0.30, and 2 more")
+
+
+def test_estimates_of_paths_have_the_sign_of_their_effects():
+    """By how the score changes, as all that is measured."""
+    paths = torch.tensor([[-1, -1, 2, -1, -1, -1, 3], [0, 1, 2, -1, -1, -1, 3]])
+    columns = {"path_effect": [-1.9, 0.2], "path_worth": [2.0, -0.3], "path_cost": [0.5, 0.1]}
+    columns = {name: torch.tensor(values).double() for name, values in columns.items()}
+    found = replace(measured(), value=3.0, other_value=1.0, lost=1.3, places=paths, **columns)
+    assert found.to_frame("paths")["estimate"].tolist() == near([-2.0, 0.3])
+    assert "cut, they lose 130%: the score falls below that of the other text." in found.summary()
 
 
 def test_guesses_are_the_models_own_without_what_stands_there(question):
