@@ -34,7 +34,7 @@ from infoflow_lens.studies.study import Study
 from infoflow_lens.studies.sweep import (
     TABLE,
     find_word,
-    is_judged,
+    has_verdict,
     plain_cell,
     report_text,
     verdict_of,
@@ -211,7 +211,7 @@ def _page(
             "rows": cache(lambda run: rows_of(beside / run)),
             "verdict": lambda run: find_run(run)[1].verdict,
             "seen": lambda run: f"**{begin_sentence(find_run(run)[1].word)}**",
-            "passed": lambda run: _say_passed(find_run(run)[1]),
+            "passed": lambda run: _say_outcome(find_run(run)[1]),
             "numbers": numbers,
             "holds": holds,
             "models": lambda: comparison(read_models(beside / "models")),
@@ -223,7 +223,7 @@ def _page(
     )
 
 
-def _say_passed(run: "RecordedRun") -> str:
+def _say_outcome(run: "RecordedRun") -> str:
     word = "passed" if run.verdict.passed else "not passed"
     return f"{word} (*undecided*: by other draws of its seeds)" if run.word == "undecided" else word
 
@@ -236,7 +236,7 @@ def _summary_row(
     label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
-        if not is_judged(study, run.finished, run.verdict):
+        if not has_verdict(study, run.finished, run.verdict):
             return link, _cell(theory), _cell(run.verdict.reasons[0]), "", run.word
         number, bound = deciding_number(study.claims(), run.finished)
         finding = _cell(study.say_finding(run.finished))

@@ -246,7 +246,7 @@ def report_text(
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     remarks = "\n".join(f"- {remark}" for remark in verdict.remarks)
-    finding = study.say_finding(measured) if is_judged(study, measured, verdict) else ""
+    finding = study.say_finding(measured) if has_verdict(study, measured, verdict) else ""
     parts = [
         f"{heading}{diverged}.",
         *([f"{begin_sentence(finding)}."] if finding else []),
@@ -259,7 +259,7 @@ def report_text(
     return "\n\n".join(parts) + "\n"
 
 
-def is_judged(study: Study, measured: "pd.DataFrame", verdict: Verdict) -> bool:
+def has_verdict(study: Study, measured: "pd.DataFrame", verdict: Verdict) -> bool:
     """Say whether there are numbers of all that the rule is about."""
     lost = measured.empty or "diverged with" in " ".join(verdict.reasons)
     return bool(study.claims()) and not lost
@@ -269,7 +269,7 @@ def find_word(
     study: Study, measured: "pd.DataFrame", verdict: Verdict, n_seeds: int
 ) -> Literal["seen", "fails its rule", "undecided"]:
     """Find the word for a verdict: "undecided" without all numbers, or if seeds may say else."""
-    if not is_judged(study, measured, verdict):
+    if not has_verdict(study, measured, verdict):
         return "undecided"
     return say_verdict(verdict.passed, share_of_seeds(study.claims(), measured, n_seeds))
 

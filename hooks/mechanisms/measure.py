@@ -303,7 +303,7 @@ class _Run(KeptNumbers):
                 open_ = (asked & ~self.closed).nonzero().flatten()
                 if len(open_):
                     self._measure(order[start:stop], open_)
-                    self.closed[open_] |= self._find_decided(order[:stop])[open_]
+                    self.closed[open_] |= self._find_sure(order[:stop])[open_]
             self.closed |= asked
 
     def _open(self) -> Bool[Tensor, " replacement"]:
@@ -397,7 +397,7 @@ class _Run(KeptNumbers):
         variance = n * squares / sums.square().clamp(min=1e-300) - 1
         return variance.clamp(min=least) / (n - 1).clamp(min=1)
 
-    def _find_decided(self, rows: Int[Tensor, " row"]) -> Bool[Tensor, " replacement"]:
+    def _find_sure(self, rows: Int[Tensor, " row"]) -> Bool[Tensor, " replacement"]:
         """Find the replacements of which these sequences, the first, say enough."""
         n, n_rows, sums, squares = self._sums(rows)
         # of these sequences: nothing is open once all are measured

@@ -305,7 +305,7 @@ def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
             whose axes of the same name have different sizes.
     """
     hints = _hints(kind)
-    known = {item.name: item for item in _saved_fields(kind) if item.init}
+    known = {item.name: item for item in _fields_to_save(kind) if item.init}
     odd = sorted(values.keys() - known.keys()) or sorted(known.keys() - values.keys())
     if odd:
         problem = "has no field" if odd[0] not in known else "lacks the field"
@@ -437,7 +437,7 @@ def _words_of(hint: Any) -> str:
 # Values of any depth
 
 
-def _saved_fields(of: Any) -> Iterator["dataclasses.Field[Any]"]:
+def _fields_to_save(of: Any) -> Iterator["dataclasses.Field[Any]"]:
     """Yield the fields of a dataclass that are in files."""
     yield from (item for item in dataclasses.fields(of) if item.metadata.get("saved", True))
 
@@ -456,7 +456,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         kind = {"kind": type(value).__name__} if isinstance(value, Savable) else {}
         return kind | {
             item.name: _encode(getattr(value, item.name), inside + item.name, tensors)
-            for item in _saved_fields(value)
+            for item in _fields_to_save(value)
         }
     if isinstance(value, Mapping):
         names = [k if isinstance(k, str) and k.isidentifier() else i for i, k in enumerate(value)]
