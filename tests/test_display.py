@@ -36,6 +36,7 @@ from infoflow_lens.tasks import list_tasks, load_task
 from infoflow_lens.theory.information_sets import InformationSets
 from tests.conftest import make_token_model
 
+importlib.import_module("infoflow_lens.flows.answer")
 for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
     importlib.import_module(module.name)  # every class of results registers itself
 

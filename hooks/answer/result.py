@@ -597,12 +597,12 @@ class AnswerNumbers(Result):
                 f"{self.other_guess!r} ({self.other_chance:.0%})."
             )
         if self.answers:
-            here, there = self.answer_chances.tolist()
-            one, other = (
+            here, there = self.answer_chances[:2].tolist()
+            chances = (
                 f"{name} has {_percent(a)} in the text and {_percent(b)} in the other one"
                 for name, a, b in zip(self.answers, here, there)
             )
-            said.append(f"{one}; {other}.")
+            said.append(f"{'; '.join(chances)}.")
         said.append(
             f"The score, {self.readout}, is {self.value:+.2f}; in the other text it is "
             f"{self.other_value:+.2f}."
