@@ -30,7 +30,7 @@ from infoflow_lens.hooks.answer.steps import (
     measure_units,
 )
 from infoflow_lens.hooks.answer.streams import Streams
-from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, identify
+from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import check_one_device
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import hash_values
 from infoflow_lens.hooks.answer.prefix import Prefix
-from infoflow_lens.hooks.mechanisms.driver import KeptNumbers
+from infoflow_lens.hooks.interventions.kept import KeptNumbers
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points, is_causal, layer_count

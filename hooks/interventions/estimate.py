@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.edits import split_heads
 from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
 from infoflow_lens.hooks.interventions.ideals import LayerMeans, make_ideal
+from infoflow_lens.hooks.interventions.kept import KeptNumbers
 from infoflow_lens.hooks.interventions.means import MeanPatterns
 from infoflow_lens.hooks.interventions.passes import real_queries
 from infoflow_lens.hooks.interventions.patterns import SeenKeys
@@ -33,16 +33,12 @@ class Estimates(NamedTuple):
     """Estimated losses.
 
     Attributes:
-        lost: for every layer float64 [sequence, head, ideal], summed over the rows of a sequence;
-            NaN where the output does not depend on the head.
-        n_rows: int [sequence], the rows that count.
-        per_row: what the loss of a row is divided by.
+        lost: for every layer float64 [sequence, head, ideal], summed over the rows of a sequence; 0
+            where the output does not depend on the head.
         forwards: passes over all sequences; a backward pass counts as one.
     """
 
-    lost: list[Float[Tensor, "sequence head ideal"]]
-    n_rows: Int[Tensor, " sequence"]
-    per_row: float
+    lost: tuple[Float[Tensor, "sequence _head ideal"], ...]
     forwards: float
 
 
@@ -57,7 +53,7 @@ def estimate_ideals(
     draws: int = DRAWS,
     seed: int = 0,
     batch_size: int = 8,
-    advance: Advance | None = None,
+    kept: KeptNumbers | None = None,
 ) -> Estimates:
     """Estimate what each sequence loses by each ideal of each head.
 
@@ -71,24 +67,25 @@ def estimate_ideals(
         draws: directions, a backward pass each.
         seed: of the directions, each sequence its own.
         batch_size: sequences in a pass.
-        advance: called with the number of sequences that are done.
+        kept: what a run that was stopped has reached.
+
+    Raises:
+        InfoFlowError: for what no run has kept.
     """
+    kept = kept or KeptNumbers({}, None, None)
     layers = [LayerMeans.select(means, i, leaves_out) for i in range(len(means.patterns))]
-    lost: list[list[Tensor]] = [[] for _ in layers]
-    rows: list[Tensor] = []
-    done = 0
-    for batch in batches.batches(batch_size):
-        seeds = [derive_seed("labels", seed, done + i) for i in range(len(batch))]
+    counts, n = [len(pattern) for pattern in means.patterns], int(batches.n_sequences or 0)
+    fresh = torch.zeros(n, sum(counts), len(ideals), dtype=torch.float64)
+    lost, done = kept.begin("estimates", fresh), kept.take_up_estimates(damage, n)
+    for batch in batches.batches(batch_size, skip=done):
+        stop = done + len(batch)
+        seeds = [derive_seed("labels", seed, i) for i in range(done, stop)]
         each = estimate_batch(model, batch, damage, layers, ideals, draws, seeds)
-        for found, part in zip(lost, each.lost, strict=True):
-            found.append(part)
-        rows.append(damage.mark_rows(batch).sum(dim=1))
-        done += len(batch)
-        if advance is not None:
-            advance(len(batch))
-    return Estimates(
-        [torch.cat(parts) for parts in lost], torch.cat(rows), damage.per_row(), 1.0 + draws
-    )
+        lost = lost.clone()  # what was kept does not change
+        lost[done:stop] = torch.cat(each.lost, dim=1).nan_to_num()
+        done = stop
+        kept.keep(estimates=lost, n_estimated=done, seen=damage.state())
+    return Estimates(lost.split(counts, dim=1), 1.0 + draws)
 
 
 class BatchEstimate(NamedTuple):

@@ -1,8 +1,9 @@
 """Labels that describe heads: what each does on these texts, and what all do when replaced."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import nan
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, model_fingerprint
+from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
 from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of
@@ -27,6 +28,7 @@ from infoflow_lens.hooks.interventions.ideals import (
     HeadIdeals,
     check_means,
 )
+from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.labels import SINK, HeadLabel, compute_shares, label_head
 from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.probe import (
@@ -238,6 +240,8 @@ def label_heads(
     column: str | None = None,
     max_length: Count | None = None,
     batch_size: Count = 8,
+    resume: Reached | None = None,
+    after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> HeadLabels:
     """Label every head by the ideal that describes it, and replace all heads at once.
@@ -266,11 +270,13 @@ def label_heads(
         seed: of the estimate and the random control.
         column, max_length: as for `run_probes`.
         batch_size: sequences in a pass.
+        resume: what `after` was last given.
+        after: called after each batch of each step with all that is measured so far.
         progress: show a bar.
 
     Raises:
-        InfoFlowError: for fewer than two texts on either side, means of shorter texts, or a model
-            in which edited patterns do not reach the output.
+        InfoFlowError: for fewer than two texts on either side, means of shorter texts, a model in
+            which edited patterns do not reach the output, or `resume` of another run.
     """
     layer_count(model)
     asked: dict[str, Any] = {"metric": metric, "read": read}
@@ -279,26 +285,39 @@ def label_heads(
         return read_inputs(model, given, column=column, max_length=max_length)
 
     some, judged = _split(texts_of(inputs), None if judge is None else texts_of(judge))
+    leaves_out = calibration is None
+    damage = metric_of(model, metric, read, min(some.shortest, judged.shortest))
+    settings = {
+        "probe": "labels", "metric": metric, "read": read, "worthiest": worthiest, "draws": draws,
+        "n_sequences": some.n_sequences, "n_judged": judged.n_sequences, "leaves_out": leaves_out,
+    }  # fmt: skip
+    known, others = {**settings, "metric": damage.name, "seed": seed, "means": None}, None
+    if isinstance(calibration, MeanPatterns):
+        known["means"] = _fingerprint_means(calibration)
+    elif calibration is not None:
+        others = texts_of(calibration)
+    identity = identify(model, known, inputs=some, judge=judged, calibration=others)
+    kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("labels", _N_STEPS, progress) as step:
         if isinstance(calibration, MeanPatterns):
             means = calibration
         else:
-            parts = [some, judged] if calibration is None else [texts_of(calibration)]
+            parts = [some, judged] if others is None else [others]
             probe = MeanPatternsProbe()
             for part in parts:
                 run_probes(model, part, [probe], batch_size=batch_size, progress=False)
             means = probe.result()
         check_means(means, max(some.longest or 0, judged.longest or 0), layer_count(model))
         step(1, "mean patterns")
-        leaves_out = calibration is None
-        damage = metric_of(model, metric, read, min(some.shortest, judged.shortest))
         estimates = estimate_ideals(
             model, some, damage, means, HEAD_IDEALS,
             leaves_out=leaves_out, draws=draws, seed=seed, batch_size=batch_size,
+            kept=kept,
         )  # fmt: skip
         step(1, "estimated")
         asked |= {"means": means, "leaves_out": leaves_out}
-        found = _Labelling(model, asked, batch_size, worthiest, estimates)
+        rows = damage.n_rows * damage.per_row()
+        found = _Labelling(model, asked, batch_size, worthiest, estimates, rows, kept)
         step(1, "labelled")
         plain = found.begin(some)
         found.measure_worthiest(plain)
@@ -314,11 +333,6 @@ def label_heads(
         f"{n_without} of {len(heads)} heads are worth nothing on these texts, as where all texts "
         "are one: no share of that can say what describes them",
     ) * bool(n_without)
-    settings = {
-        "probe": "labels", "metric": metric, "read": read, "worthiest": worthiest, "draws": draws,
-        "n_sequences": some.n_sequences, "n_judged": judged.n_sequences, "leaves_out": leaves_out,
-    }  # fmt: skip
-
     columns = ("fixed", "largest", "fixed_error", "largest_error", "gap_error")
     return HeadLabels(
         metric=damage.name,
@@ -372,6 +386,13 @@ def _split(every: Batches, judged: Batches | None) -> tuple[Batches, Batches]:
     return some, judged
 
 
+def _fingerprint_means(means: MeanPatterns) -> str:
+    tensors = {"n": means.n}
+    for name in ("patterns", "outputs"):
+        tensors |= {f"{name} {i}": of for i, of in enumerate(getattr(means, name))}
+    return fingerprint(tensors)
+
+
 class _Labelling:
     """The steps of :func:`label_heads`, from estimates on.
 
@@ -381,6 +402,8 @@ class _Labelling:
         batch_size: sequences in a pass.
         worthiest: how many heads are measured, and repaired.
         estimates: of all heads and ideals.
+        rows: the rows of the output that count, times what the loss of a row is divided by.
+        kept: what is measured, also by a run that was stopped.
 
     Attributes:
         tables: by head, in their order, what each text loses by the ideals, and without the head.
@@ -398,17 +421,19 @@ class _Labelling:
         batch_size: int,
         worthiest: int,
         estimates: Estimates,
+        rows: float,
+        kept: KeptNumbers,
     ) -> None:
         self.model, self.asked, self.batch_size = model, asked, batch_size
         self.worthiest, self.forwards = worthiest, 0.0
         self.fingerprint = model_fingerprint(model)
         self._has_sink = any(bool((sink > SINK).any()) for sink in asked["means"].sink)
-        self._rows = float(estimates.n_rows.sum()) * estimates.per_row
+        self._rows, self._kept = rows, kept
         self.tables: dict[Head, tuple[Tensor, Tensor]] = {}
         self.labels: dict[Head, HeadLabel] = {}
         self.worth: dict[Head, float] = {}
         for layer, part in enumerate(estimates.lost):
-            for index, of_head in enumerate(part.nan_to_num().unbind(dim=1)):
+            for index, of_head in enumerate(part.clone().unbind(dim=1)):
                 self.tables[layer, index] = of_head[:, :_ABLATED], of_head[:, _ABLATED]
                 self._label((layer, index))
         self.measured = set(self.worth_order[::-1][:worthiest])
@@ -432,30 +457,46 @@ class _Labelling:
             done += len(batch)
         return runs
 
-    def measure(self, texts: Sequence[PlainRun], probe: Intervention) -> InterventionResult:
-        """Measure an intervention on texts whose plain passes are there."""
+    def measure(
+        self, name: str, texts: Sequence[PlainRun], probe: Intervention
+    ) -> InterventionResult:
+        """Measure an intervention on texts whose plain passes are there.
+
+        Args:
+            name: of the round, by which what is measured is kept.
+            texts: the passes.
+            probe: the intervention.
+        """
+        ends = [*accumulate((len(text.plain) for text in texts), initial=0)]
+        begun = copy(probe)
+        self._kept.take_up(name, begun)
+        if begun.n_sequences in ends:  # else it was stopped among batches of another size
+            probe = begun
         probe.prepare(self.model, self.fingerprint)
         with torch.no_grad():
-            for plain_run in texts:
+            for plain_run, end in zip(texts, ends[1:], strict=True):
+                if end <= probe.n_sequences:
+                    plain_run.is_counted = True
+                    continue
                 probe.add(probe.measure(plain_run), len(plain_run.plain))
+                self._kept.keep(**{name: probe.state_dict()})
         result = probe.result()
         self.forwards += result.forwards
         return result
 
     def replace(
-        self, texts: Sequence[PlainRun], assignments: Mapping[str, Mapping[Head, str]]
+        self, name: str, texts: Sequence[PlainRun], assignments: Mapping[str, Mapping[Head, str]]
     ) -> InterventionResult:
         """Replace many heads at once, in several ways."""
-        return self.measure(texts, AllHeads(assignments=assignments, **self.asked))
+        return self.measure(name, texts, AllHeads(assignments=assignments, **self.asked))
 
     def measure_worthiest(self, texts: Sequence[PlainRun]) -> None:
         """Measure the heads of most worth, each by its own ideal, and label them again."""
         top = [head for head in self.worth_order[::-1] if head in self.measured]
         for ideal in dict.fromkeys(self.labels[head].replacement for head in top):
             heads = tuple(head for head in top if self.labels[head].replacement == ideal)
-            result = self.measure(
-                texts, HeadIdeals(ideals=("ablated", ideal), heads=heads, **self.asked)
-            )
+            probe = HeadIdeals(ideals=("ablated", ideal), heads=heads, **self.asked)
+            result = self.measure(f"worthiest {ideal}", texts, probe)
             values = dict(zip(result.edits, result.lost.clamp(min=0).T, strict=True))
             for head in heads:
                 name, (lost, worth) = f"{head[0]}.{head[1]}", self.tables[head]
@@ -468,13 +509,13 @@ class _Labelling:
     def repair(self, texts: Sequence[PlainRun]) -> int:
         """Try the other family for the worthiest heads while all are replaced; keep what helps."""
 
-        def joint(assignment: Mapping[Head, HeadIdeal]) -> float:
-            return float(self.replace(texts, {"all": assignment}).damage()[0])
+        def joint(name: str, assignment: Mapping[Head, HeadIdeal]) -> float:
+            return float(self.replace(name, texts, {"all": assignment}).damage()[0])
 
-        reached, n_changed = joint(self.replacements), 0
+        reached, n_changed = joint("labels", self.replacements), 0
         for head in self.worth_order[::-1][: self.worthiest]:
             trial = {**self.replacements, head: self.labels[head].other}
-            damage = joint(trial)
+            damage = joint(f"repair {head[0]}.{head[1]}", trial)
             if damage < reached:
                 self.replacements, reached = trial, damage
                 n_changed += 1
@@ -493,7 +534,7 @@ class _Labelling:
         assignments = {OWN: self.replacements, SEVERAL: several}
         assignments["labels dealt to heads at random"] = dealt
         assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
-        return self.replace(texts, assignments)
+        return self.replace("all heads", texts, assignments)
 
     def find_idle(self, texts: Sequence[PlainRun]) -> set[Head]:
         """Find the most heads that do not matter together, by halving."""
@@ -501,7 +542,8 @@ class _Labelling:
         low, high = 0, len(order)
         while high - low > len(order) // _SURE_TO:
             middle = (low + high + 1) // 2
-            result = self.replace(texts, {"idle": dict.fromkeys(order[:middle], "ablated")})
+            some = {"idle": dict.fromkeys(order[:middle], "ablated")}
+            result = self.replace(f"idle {middle}", texts, some)
             rise, error = result.risen(), jackknife(result.rise, result.n_tokens[:, None])
             if rise.isnan().any():
                 return set()

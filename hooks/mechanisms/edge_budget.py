@@ -31,11 +31,12 @@ from infoflow_lens.foundation.settings import (
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.damage import Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit
+from infoflow_lens.hooks.interventions.kept import Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import fill_with_mean
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
-from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
+from infoflow_lens.hooks.mechanisms.driver import Reading, Rounds
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
     EdgeMethod,

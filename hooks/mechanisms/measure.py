@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
@@ -23,10 +22,11 @@ from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.estimate import estimate_batch
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head, LayerMeans
+from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
 from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import KeptNumbers, Reached, Reading, identify
+from infoflow_lens.hooks.mechanisms.driver import Reading
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
@@ -198,28 +198,7 @@ class _Run(KeptNumbers):
             for i, mean in enumerate(patterns)
         }
         self.lost, self.measured = self.begin("lost", table), self.begin("measured", table > 0)
-        self.n_estimated = self._take_up()
-
-    def _take_up(self) -> int:
-        """Return on how many sequences damages are estimated, and let the metric go on from them.
-
-        Raises:
-            InfoFlowError: for what no run of this kind has kept.
-        """
-        fresh = self.metric.state()
-        count, seen = self._found.get("n_estimated", 0), self._found.get("seen", fresh)
-        if not (type(count) is int and 0 <= count <= self.n) or not (
-            isinstance(seen, dict)
-            and seen.keys() == fresh.keys()
-            and all(isinstance(value, (int, float, Tensor)) for value in seen.values())
-            and all(torch.as_tensor(value).isfinite().all() for value in seen.values())
-        ):
-            raise InfoFlowError(
-                f"resume holds n_estimated {count} of {self.n} sequences, and as seen "
-                f"{seen!r:.100}: expected what after gave; leave resume out to measure anew"
-            )
-        self.metric.load_state(seen)
-        return count
+        self.n_estimated = self.take_up_estimates(self.metric, self.n)
 
     # Estimated
 

@@ -22,10 +22,11 @@ from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
+from infoflow_lens.hooks.interventions.kept import Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
+from infoflow_lens.hooks.mechanisms.driver import Reading, Rounds
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs

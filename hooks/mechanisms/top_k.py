@@ -20,10 +20,11 @@ from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.edits import Edit
+from infoflow_lens.hooks.interventions.kept import Reached, identify
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
 from infoflow_lens.hooks.interventions.probe import EditsOfPass
-from infoflow_lens.hooks.mechanisms.driver import Reached, Reading, Rounds, identify
+from infoflow_lens.hooks.mechanisms.driver import Reading, Rounds
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model

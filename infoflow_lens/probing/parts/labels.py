@@ -40,15 +40,10 @@ class LabelsPart(Part):
         return f"labels need {_FEWEST} sequences, half of them to judge, and there are {n}"
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> HeadLabels:
-        """Label all heads."""
-        return label_heads(
-            context.model,
-            context.detail,
-            metric=context.config.metric,
-            seed=context.config.seed,
-            batch_size=min(8, context.config.batch_size),
-            progress=context.progress,
-        )
+        """Label all heads; go on after the last finished batch."""
+        options = context.options(checkpoint)
+        options["batch_size"] = min(8, context.config.batch_size)
+        return label_heads(context.model, context.detail, metric=context.config.metric, **options)
 
     def figures(self, result: HeadLabels) -> Sequence["Chart"]:
         """Return the label of every head, what it is worth, and all heads at once."""

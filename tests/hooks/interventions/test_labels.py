@@ -233,3 +233,90 @@ def test_heads_that_are_worth_nothing_are_undecided_and_said():
     assert "8 of 8 heads are worth nothing on these texts" in found.notes[0]
     lost, _ = table(position=0.05)
     assert label_head(lost, torch.zeros(10), IDEALS, has_sink=True).label == "undecided"
+
+
+# Going on
+
+
+class StoppedError(Exception):
+    """What a run is stopped by."""
+
+
+def label_small(kind="gpt2", **settings):
+    torch.manual_seed(0)
+    config = zoo.build("bert").config
+    config.initializer_range = 0.5
+    built = transformers.BertModel(config) if kind == "vectors" else zoo.build(kind)
+    rows = [row[: 9 - i % 3] for i, row in enumerate(zoo.tokens(11, 9))]
+    options = {"inputs": rows, "worthiest": 2, "draws": 2, "batch_size": 4, "progress": False}
+    return label_heads(open_model(built.eval()), **{**options, **settings})
+
+
+@pytest.fixture(scope="module", params=["gpt2", "vectors"])
+def kept(request):
+    states = []
+    return request.param, label_small(request.param, after=states.append), states
+
+
+def bytes_of(result, path):
+    result.save(path)
+    return [path.with_suffix(end).read_bytes() for end in (".json", ".safetensors")]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 0.4, 0.6, 0.8, -1])
+def test_a_run_that_was_stopped_goes_on_inside_a_batch_to_the_same_bits(kept, stop, tmp_path):
+    kind, whole, states = kept
+    stop = round(stop * len(states)) if 0 < stop < 1 else stop % (len(states) + 1)
+    reached = []
+
+    def after(now):
+        reached.append(now)
+        if len(reached) == stop:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        label_small(kind, after=after)
+    more = []
+    again = label_small(kind, resume=reached[-1], after=more.append)
+    assert len(more) == len(states) - stop  # nothing is measured twice
+    assert bytes_of(again, tmp_path / "again") == bytes_of(whole, tmp_path / "whole")
+
+
+def test_batches_of_another_size_may_go_on(kept):
+    kind, whole, states = kept
+    for state in states[:: len(states) // 4]:
+        again = label_small(kind, resume=state, batch_size=3)
+        torch.testing.assert_close(again.damage, whole.damage, rtol=1e-3, atol=1e-6)
+
+
+def test_labels_of_another_run_are_refused_by_name(kept):
+    kind, _, states = kept
+    rows = [row[: 9 - i % 3] for i, row in enumerate(zoo.tokens(11, 9))]
+    changes = {
+        "inputs": (rows[::-1], "inputs"), "judge": (rows[:4], "n_sequences"),
+        "calibration": (rows[:3], "leaves_out"), "seed": (1, "seed"), "draws": (3, "draws"),
+        "worthiest": (1, "worthiest"),
+    }  # fmt: skip
+    if kind == "gpt2":
+        changes["metric"] = "nmse", "metric"
+    for option, (value, name) in changes.items():
+        with pytest.raises(InfoFlowError, match=f"resume is of another run: {name} = "):
+            label_small(kind, resume=states[-1], **{option: value})
+    for state in (states[1], states[-1]):
+        for name in state.keys() - {"identity"}:
+            with pytest.raises(InfoFlowError, match=r"resume holds|cannot go on from a state"):
+                label_small(kind, resume={**state, name: None})
+    with pytest.raises(InfoFlowError, match=r"resume is 3, of type int"):
+        label_small(kind, resume=3)
+
+
+def test_other_means_are_another_run():
+    model, states = open_model(zoo.build("gpt2").eval()), []
+    first, second = (
+        run_probes(model, zoo.tokens(n, 9), [MeanPatternsProbe()], progress=False)[0]
+        for n in (3, 4)
+    )
+    label_small(calibration=first, after=states.append)
+    label_small(calibration=first, resume=states[-1], after=lambda now: pytest.fail("anew"))
+    with pytest.raises(InfoFlowError, match="resume is of another run: means = "):
+        label_small(calibration=second, resume=states[-1])

@@ -10,7 +10,7 @@ from infoflow_lens import InfoFlowError, RecoveryProbe, load_any, run_probes
 from infoflow_lens.foundation import record
 from infoflow_lens.foundation.record import is_same
 from infoflow_lens.hooks import Probe, measure_top_k, summed
-from infoflow_lens.hooks.mechanisms import driver
+from infoflow_lens.hooks.interventions import kept as kept_module
 from infoflow_lens.hooks.model.identity import model_identity
 from infoflow_lens.hooks.model.inputs import Batches
 from tests.reference import zoo
@@ -125,8 +125,8 @@ def test_hooks_of_other_code_are_others(model):
 def test_other_versions_are_another_run(model, monkeypatch):
     kept = []
     top_k(model, after=kept.append)
-    versions = {**driver.versions_identity(), "versions (torch)": "0.1"}
-    monkeypatch.setattr(driver, "versions_identity", lambda: versions)
+    versions = {**kept_module.versions_identity(), "versions (torch)": "0.1"}
+    monkeypatch.setattr(kept_module, "versions_identity", lambda: versions)
     with pytest.raises(InfoFlowError, match=r"resume is of another run: versions \(torch\) = "):
         top_k(model, resume=kept[-1])
 
