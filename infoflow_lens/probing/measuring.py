@@ -22,7 +22,7 @@ from infoflow_lens.probing.shard import load_in_worker
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.probing.store import StoredSequences
 from infoflow_lens.runs.checkpoint import Checkpoint
-from infoflow_lens.runs.executor import Executor, Unit
+from infoflow_lens.runs.executor import Unit
 from infoflow_lens.runs.folder import RunFolder
 
 
@@ -178,6 +178,7 @@ class _PartsTask:
     rows: StoredSequences
     config: ProbingConfig
     fingerprint: str
+    n_processes: int
 
 
 def _measure_in_workers(
@@ -200,6 +201,8 @@ def _measure_in_workers(
     needed = {name for some in groups for name in needs(some)}
     waiting = sorted(groups, key=lambda some: not needed & some.keys())
     finished = {n: part for n, part in parts.items() if not any(n in some for some in groups)}
+    n_with_probes = sum(any(_probes_of(p, context) for p in some.values()) for some in groups)
+    n_processes = max(1, min(context.executor.jobs, n_with_probes))
 
     def units() -> Iterator[Unit | None]:
         while waiting:
@@ -213,7 +216,7 @@ def _measure_in_workers(
                 continue
             say(", ".join(some))
             every = {**finished, **some} if needs(some) else some
-            task = _PartsTask(folder.path, every, rows, context.config, fingerprint)
+            task = _PartsTask(folder.path, every, rows, context.config, fingerprint, n_processes)
             yield Unit(", ".join(some), task)
 
     with (
@@ -258,7 +261,9 @@ def _measure_in_worker(task: _PartsTask) -> Mapping[str, Part]:
     with let_own(folder):
         batches = Batches(loaded.model, task.rows, name=config.data)
         capabilities = inspect_model(loaded.model, task.rows[0][None])
-        context = RunContext(config, loaded.model, capabilities, batches, False, Executor())
+        context = RunContext(
+            config, loaded.model, capabilities, batches, False, n_processes=task.n_processes
+        )
         measure_parts(folder, task.parts, context, lambda line: None)
     return task.parts
 

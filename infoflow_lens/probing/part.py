@@ -40,6 +40,7 @@ class RunContext:
         progress: whether to show bars.
         executor: where probes run that can be spread over processes.
         found: the results of earlier parts, by name.
+        n_processes: processes of this machine that measure probes at the same time.
     """
 
     config: ProbingConfig
@@ -49,6 +50,7 @@ class RunContext:
     progress: bool
     executor: Executor = field(default_factory=Executor)
     found: Mapping[str, Any] = field(default_factory=dict)
+    n_processes: int = 1
 
     @property
     def detail(self) -> Batches:

@@ -355,7 +355,8 @@ def run_in_shards(
 def _run_locally(context: RunContext, gathered: ShardSums, advance: Callable[[int], None]) -> None:
     """Measure what is left in this process."""
     config, folder = context.config, gathered.folder.path
-    space = SpaceCheck(gathered.n_left, config.shard, gathered.growing, folder)
+    n_left, n_processes = gathered.n_left, context.n_processes
+    space = SpaceCheck(n_left, config.shard, gathered.growing, folder, n_processes)
     with defer_interrupts() as stop_if_asked:
         for index in gathered.missing_shards():
             probes, before = gathered.begin(), gathered.n_seen

@@ -71,9 +71,12 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
     Raises:
         InfoFlowError: with what to do: the largest n that leaves a window for sufficiency.
     """
-    check_memory(survey_bytes(context), config.device)
     windows = context.batches.n_sequences or 0
     parts = possible_parts(context.capabilities, context.config, lambda line: None, True)
+    # each worker has a model of its own, and no more work at a time than parts or shards
+    jobs = min(context.executor.jobs, max(len(parts), -(-windows // context.config.shard)))
+    weights = sum(p.numel() * p.element_size() for p in context.model.parameters())
+    check_memory(survey_bytes(context) + (weights if jobs > 1 else 0), config.device, jobs)
     if windows < FEWEST:
         raise InfoFlowError(
             f"the data hold {windows} windows of up to {config.window} tokens: expected at least "

@@ -2,13 +2,15 @@
 
 import json
 import re
+from contextlib import contextmanager
 
 import pandas as pd
 import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, save_model
-from infoflow_lens.probing import measuring
+from infoflow_lens.probing import measuring, room
+from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing.parts.labels import LabelsPart
 from infoflow_lens.probing.parts.mechanisms import MechanismsPart
 from infoflow_lens.probing.parts.routes import RoutesPart
@@ -18,6 +20,7 @@ from infoflow_lens.probing.survey import run_survey
 from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs import memory
 from infoflow_lens.runs.checkpoint import Checkpoint
+from infoflow_lens.runs.executor import Executor
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import some_of
 from tests.reference import zoo
@@ -182,6 +185,55 @@ def test_memory_is_asked_before_work(config, tmp_path, monkeypatch):
     with pytest.raises(InfoFlowError, match=r"need.* of memory on cpu"):
         run_survey(tmp_path, config, progress=False, say=asked.append)
     assert [line for line in asked if line.startswith("positions")] == []
+
+
+class EndedError(Exception):
+    """What a run ends with that has shown what is asked."""
+
+
+def test_memory_is_asked_for_all_processes(whole, config, tmp_path, monkeypatch):
+    """Each holds the libraries and a model; there are no more than parts. It was that of one."""
+
+    def refuse(*args):
+        raise EndedError
+
+    monkeypatch.setattr(run_module, "measure_parts", refuse)
+    monkeypatch.setattr(memory, "free_on", lambda device: 10**9)
+    with pytest.raises(EndedError):
+        run_survey(tmp_path / "one", config, progress=False)
+    for jobs, n in ((2, 2), (64, len(whole.parts))):
+        with pytest.raises(InfoFlowError, match=f"^{n} runs at a time need .* fewer jobs"):
+            run_survey(tmp_path / "more", config, progress=False, jobs=jobs)
+
+
+def test_results_that_grow_are_to_fit_beside_those_of_other_workers(config, tmp_path, monkeypatch):
+    """Influence of the first sequences and positions of all grow at the same time."""
+    tasks, counted = [], []
+
+    @contextmanager
+    def start_workers(self, kept):
+        def run(function, units, each_second):
+            tasks.extend(unit.value for unit in units if unit or refuse())
+            yield from ()
+
+        yield run
+
+    def refuse():
+        raise EndedError
+
+    def count(self, probes, n):
+        counted.append(self.n_processes)
+
+    monkeypatch.setattr(Executor, "start_workers", start_workers)
+    monkeypatch.setattr(room.SpaceCheck, "check", count)
+    for jobs in (2, 3):
+        with pytest.raises(EndedError):
+            run_survey(tmp_path / str(jobs), config, progress=False, jobs=jobs)
+    for task in tasks:
+        if "positions" in task.parts:
+            measuring._measure_in_worker(task)
+    assert counted
+    assert set(counted) == {2}  # of three processes, too: the third has no probes
 
 
 def test_what_a_model_cannot_give_is_left_out_and_told(tmp_path):
