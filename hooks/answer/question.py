@@ -5,6 +5,7 @@ other text (Wang et al. 2023, "path patching"; noising: the text that is asked a
 of it are spoiled).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
@@ -94,6 +95,11 @@ class Question:
         self._starts = BlockStarts.find(model)
         with self._starts.watching():
             self.clean = self.other = self._run(text[None])
+        if not math.isfinite(self.clean.value):
+            raise InfoFlowError(
+                f"the readout is {self.clean.value} in this text: expected a number; ask for "
+                "something that the model's output has, or load the model in float32"
+            )
         self.end = int(getattr(readout, "position", -1)) % self.n_pos
         self._reads_one = False
         self._prefix: Prefix | None = None

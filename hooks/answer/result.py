@@ -412,8 +412,13 @@ class AnswerNumbers(Result):
     def describe_readout(self) -> str:
         """Say what the number is that all effects change."""
         if len(self.answers) < 2:
-            return f"The score is the {self.readout}."
+            return f"The score is: {self.readout}."
         one, other = self.answers
+        if " or " in f"{one}, {other}":  # a mean of logits is no logarithm of odds
+            return (
+                f"The score is the mean logit of {one} minus that of {other}: above 0 the first "
+                "have larger logits in the mean, below 0 the second."
+            )
         times = math.exp(min(abs(self.value), 99.0))
         said = (
             f"{times:.3g}" if times < 1000 else f"{times:,.0f}" if times < 1e6 else "over a million"
@@ -515,7 +520,7 @@ class AnswerNumbers(Result):
                 f"their mean, {one}, then {other}. "
                 f"{'That order is clear.' if clear else 'With other words that order may turn.'}"
             )
-        else:
+        elif not bool(sizes.isfinite().any()):
             said.append("Words were not replaced by guesses: how much each is needed is open.")
         n_open = int(self.unit_effect.isnan().sum())
         said.append(
@@ -643,7 +648,9 @@ def _percent(chance: float) -> str:
     """Write a probability, with two digits where it is small."""
     if chance < 1e-4:
         return "below 0.01%"
-    return f"{chance:.0%}" if 0.1 <= chance < 0.995 else f"{100 * chance:.2g}%"
+    if chance >= 0.995:
+        return f"{100 * chance:.1f}%" if chance < 0.9995 else "above 99.9%"
+    return f"{chance:.0%}" if chance >= 0.0995 else f"{100 * chance:.2g}%"
 
 
 def _name(place: Any) -> str:

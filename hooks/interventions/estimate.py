@@ -76,6 +76,7 @@ def estimate_ideals(
     layers = [LayerMeans.select(means, i, leaves_out) for i in range(len(means.patterns))]
     counts, n = [len(pattern) for pattern in means.patterns], int(batches.n_sequences or 0)
     fresh = torch.zeros(n, sum(counts), len(ideals), dtype=torch.float64)
+    kept.check_together(["estimates", "n_estimated", "seen"])
     lost, done = kept.begin("estimates", fresh), kept.take_up_estimates(damage, n)
     for batch in batches.batches(batch_size, skip=done):
         stop = done + len(batch)

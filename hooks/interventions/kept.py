@@ -169,8 +169,21 @@ class KeptNumbers:
             probe.load_state_dict(self._found[name])
             _check_table(probe)
 
+    def check_together(self, names: Sequence[str]) -> None:
+        """Refuse numbers of which some are there, and not all, though a run keeps them together.
+
+        Raises:
+            InfoFlowError: naming the first that is missing.
+        """
+        missing = [name for name in names if name not in self._found]
+        if 0 < len(missing) < len(names):
+            raise InfoFlowError(
+                f"resume lacks {missing[0]!r}: expected all that after was given; leave resume out "
+                "to measure anew"
+            )
+
     def keep(self, **values: Any) -> None:
-        """Keep values by name, and tell of all so far."""
+        """Keep values by name, and give `after` all so far: the run's own tensors, no copies."""
         self._found |= values
         if self._after is not None:
             self._after(dict(self._found))

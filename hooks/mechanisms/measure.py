@@ -192,10 +192,13 @@ class _Run(KeptNumbers):
         self.ideal = torch.arange(len(self.replacements)) % _N_IDEALS
         zeros = torch.zeros(len(self.replacements), dtype=torch.float64)
         table = zeros.repeat(self.n, 1)
+        # one without others would count sequences twice, or not at all
+        slopes = [f"slopes {i}" for i in range(len(patterns))]
+        self.check_together(["estimates", "lost", "measured", "n_estimated", "seen", *slopes])
         self.estimates = self.begin("estimates", zeros)
         self.slopes = {
-            f"slopes {i}": self.begin(f"slopes {i}", mean.new_zeros(2, *mean.shape))
-            for i, mean in enumerate(patterns)
+            name: self.begin(name, mean.new_zeros(2, *mean.shape))
+            for name, mean in zip(slopes, patterns, strict=True)
         }
         self.lost, self.measured = self.begin("lost", table), self.begin("measured", table > 0)
         self.n_estimated = self.take_up_estimates(self.metric, self.n)

@@ -228,6 +228,8 @@ def _earlier_parts(path: str | os.PathLike[str], n_parts: int) -> list[Path]:
 
 def check_parts(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Check that :func:`write_parts` may write; arguments and errors as there."""
+    if not isinstance(path, (str, os.PathLike)):
+        user_path(path)  # refuses what is no path
     name = os.path.basename(os.fspath(path))
     if name in ("", ".", "..", "~") or not name.isprintable():
         raise InfoFlowError(

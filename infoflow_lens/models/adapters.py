@@ -22,9 +22,12 @@ _READ = (
     "rank_pattern", "revision", "target_modules", "task_type", "trainable_token_indices",
     "use_dora", "use_rslora",
 )  # fmt: skip
+# an expression that may be searched for without an end: a repeated group, or many repeats
+_SLOW = re.compile(r"\)[*+{]|(?:[*+{].*){4}", re.DOTALL)
 _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    # what draws nothing that counts: the weights beside the config take the place of all it begins
+    # what draws nothing: weights beside the config take the place of matrices, and OLoRA takes its
+    # own off the base, the same in every process
     "init_lora_weights": (True, False, "gaussian", "olora", "orthogonal"),
 }
 
@@ -42,8 +45,16 @@ def find_base(folder: Path) -> Path:
     config = read_json(folder / ADAPTER, "config of an adapter", hint)
     other = [name for name, values in _VALUES.items() if config.get(name, values[0]) not in values]
     other += [name for name, value in config.items() if value and name not in _READ]
-    if isinstance(modules := config.get("target_modules"), str) and re.search(r"\)[*+{]", modules):
-        other.append("target_modules")  # a search for repeated groups may take for ever
+    searched = [config.get("target_modules"), config.get("exclude_modules")]
+    for name in ("rank_pattern", "alpha_pattern"):
+        searched += config[name] if isinstance(config.get(name), dict) else []
+    slow = [one for one in searched if isinstance(one, str) and _SLOW.search(one)]
+    if slow:
+        raise InfoFlowError(
+            f"{ADAPTER} in {str(folder)!r} searches modules by {slow[0]!r:.80}, which may take for "
+            "ever: expected names, or expressions with at most three repeats and none of a group; "
+            "list the modules by name"
+        )
     if other:
         said = ", ".join(f"{name} {config[name]!r:.40}" for name in other[:3])
         raise InfoFlowError(

@@ -36,6 +36,13 @@ def test_saving_and_loading_keeps_everything(results, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("path", [3, None, b"x\xff/y", object()])
+def test_what_is_no_path_is_refused_by_name(path, results):
+    """Bytes and numbers ended in errors of Python."""
+    with pytest.raises(InfoFlowError, match="expected"):
+        results[0].save(path)
+
+
 def test_results_of_earlier_versions_are_refused(results, tmp_path):
     """With what to do: their files have another schema."""
     result = results[0]

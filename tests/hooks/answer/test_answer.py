@@ -1,5 +1,6 @@
 """Questions of a model, beside exchanges in plain transformers."""
 
+import math
 import random
 from dataclasses import dataclass, fields, replace
 
@@ -22,7 +23,7 @@ from infoflow_lens.hooks.answer.paths import (
     share,
 )
 from infoflow_lens.hooks.answer.question import Question
-from infoflow_lens.hooks.answer.result import ORDERS
+from infoflow_lens.hooks.answer.result import ORDERS, _percent
 from infoflow_lens.hooks.answer.steps import (
     _products,
     guess_tokens,
@@ -1033,3 +1034,32 @@ def test_an_answer_by_units_takes_fewer_passes_and_says_them():
     assert (found.orders(), found.nearest_order()) == ({}, "")
     guess = measured(texts=(texts[0], None), spans=spans)
     assert guess.changed in ((0,), (1, 2, 3), (4, 5))
+
+
+def test_a_readout_that_is_no_number_is_refused_at_once():
+    """It gave a whole answer of NaN, without a word."""
+    nothing = FunctionOfOutput(lambda output: logits_of(output)[:, -1, 0] * math.nan)
+    with pytest.raises(InfoFlowError, match="the readout is nan in this text: expected a number"):
+        measured(nothing)
+
+
+def test_answers_of_several_tokens_are_no_odds():
+    """A mean of logits was said to be the logarithm of how many times more probable one is."""
+    said = measured(LogitDifference((AGAINST, 5), ANSWER)).describe_readout()
+    assert "mean logit" in said
+    assert "times" not in said
+
+
+@pytest.mark.parametrize(
+    ("chance", "said"),
+    [(0.00005, "below 0.01%"), (0.0123, "1.2%"), (0.0997, "10%"), (0.42, "42%"),
+     (0.9958, "99.6%"), (0.9999, "above 99.9%")],
+)  # fmt: skip
+def test_chances_are_written_as_people_do(chance, said):
+    assert _percent(chance) == said
+
+
+def test_one_unit_that_was_replaced_is_not_said_to_be_open():
+    found = measured(texts=two_texts(3, changed=(1,)), spans=[(0, 3)])
+    said = " ".join(found.describe_certainty())
+    assert "Words were not replaced by guesses" not in said

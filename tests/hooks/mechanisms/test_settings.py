@@ -225,6 +225,17 @@ def test_what_no_run_gives_is_refused(measure, resume, mechanisms):
         run(measure, mechanisms, resume=resume)
 
 
+@pytest.mark.parametrize("missing", ["lost", "n_estimated", "estimates", "seen", "slopes 0"])
+def test_a_resume_that_lacks_what_is_kept_together_is_refused(missing, token_model, token_inputs):
+    """It was taken in silence: sequences were counted twice, damages off by nats."""
+    kept, inputs = [], token_inputs[:4]
+    measure_mechanisms(token_model, inputs, batch_size=2, after=kept.append, progress=False)
+    whole = next(state for state in kept if missing in state)
+    part = {name: value for name, value in whole.items() if name != missing}
+    with pytest.raises(InfoFlowError, match=f"resume lacks '{missing}': expected all that after"):
+        measure_mechanisms(token_model, inputs, batch_size=2, resume=part, progress=False)
+
+
 def spoiled(value):
     """What a value made by hand may be in the place of a tensor."""
     yield value[..., :-1]
