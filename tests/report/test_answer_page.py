@@ -112,7 +112,8 @@ def test_what_a_word_might_have_been_stands_with_the_score_then(show, found):
     """What decides stands first, where heads look behind it, and all heads in a fold."""
     rows = tuple(("w1", "w2 <b>") if len(words) else () for words in found.replacements)
     effects = torch.tensor([[-1.5, 0.25]] * len(rows)).double()
-    page = show(render_answer(replace(found, replacements=rows, replacement_effects=effects)))
+    found = replace(found, replacements=rows, replacement_effects=effects)
+    page = show(render_answer(found))
     place = found.changed[0]
     row = page.locator(f"table.words tr:has(small:text-is('@{place}'))").first
     said = row.text_content()
