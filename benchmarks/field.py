@@ -9,9 +9,9 @@ docs/results/real_models/field.md, written before the run; `tables` makes the pa
 
 import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from infoflow_lens.studies import attributions
 
 ROWS = depth.FOLDER / "field.csv.gz"
 COLUMNS = ("model", "kind", "text", "layer", "measure", "method", "value")
+Row: TypeAlias = tuple[int, str, str, float]  # layer, measure, method, value
+JudgeText: TypeAlias = Callable[[depth.Opened, str, int, Tensor, Tensor], Iterator[Row]]
 FIELD = ("attention norms", "GlobEnc", "ALTI", "DecompX")
 DERIVED = ("integrated gradients", *depth.DERIVED)
 BESIDE = ("attention weight", "attention rollout", "contribution rollout")
@@ -207,7 +209,7 @@ def judge_answer(
 
 def judge(
     given: depth.Opened, ids: Tensor, donors: Tensor, ceiling: bool, integrate: bool
-) -> Iterator[tuple[int, str, str, float]]:
+) -> Iterator[Row]:
     """Layer, measure, method and Spearman, in the mean over positions."""
     model, places = given.model, depth.places_of(ids, given.is_causal)
     layers, n = depth.layers_of(model), ids.shape[1]
@@ -347,11 +349,11 @@ def control_table(rows: Any) -> str:
     return depth.markdown([*head, "texts of integrated gradients", "miss by"], lines)
 
 
-def read() -> Any:
-    """The rows, with the column of values named as in the first run."""
+def read(path: Path = ROWS) -> Any:
+    """The rows of a run, with the column of values named as in the first one."""
     import pandas as pd
 
-    return pd.read_csv(ROWS).rename(columns={"value": "spearman"})
+    return pd.read_csv(path).rename(columns={"value": "spearman"})
 
 
 def tables() -> list[str]:
@@ -376,23 +378,21 @@ def measured(path: Path) -> set[tuple[str, int]]:
         return {(row["model"], int(row["text"])) for row in csv.DictReader(file)}
 
 
-def measure(name: str, limit: int, path: Path) -> None:
+def measure(
+    name: str, limit: int, path: Path, judge_text: JudgeText, n_donors: int, seed: int
+) -> None:
     """Add the rows of a model's texts, one text after the other."""
     asked, done = texts(name), measured(path)
     given = depth.opened(name, asked=asked)
     given.model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     pool = torch.cat([ids[0] for ids in given.ids])
     pool = pool[[int(token) not in given.special for token in pool]]
     for number, (one, ids) in enumerate(zip(asked, given.ids, strict=True)):
-        donors = pool[
-            torch.randint(len(pool), (2 * depth._DONORS + 1, ids.shape[1]), generator=generator)
-        ]
+        donors = pool[torch.randint(len(pool), (n_donors, ids.shape[1]), generator=generator)]
         if number >= limit or (name, number) in done:
             continue
-        # of SmolLM2, which takes longest, one round of four kinds in two
-        integrate = name != "smollm2" or number // 4 % 2 == 0
-        rows = list(judge(given, ids, donors, number % _CEILING == 0, integrate))
+        rows = list(judge_text(given, name, number, ids, donors))
         is_new = not path.exists()
         with path.open("a", newline="") as file:
             table = csv.writer(file, lineterminator="\n")
@@ -403,18 +403,38 @@ def measure(name: str, limit: int, path: Path) -> None:
         print(name, number, ids.shape[1], flush=True)
 
 
-def main() -> None:
-    """Measure models, and go on where rows are missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run(
+    what: str | None, judge_text: JudgeText, n_donors: int, packed: Path, *, most: int, seed: int
+) -> None:
+    """Measure the models of the command line, go on where rows are missing, and pack all rows.
+
+    Args:
+        what: the run does.
+        judge_text: makes the rows of a text.
+        n_donors: texts whose tokens take the place of its own.
+        packed: where the rows go; beneath build/ they grow in a file of its name.
+        most: texts of a model.
+        seed: of donors.
+    """
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--models", nargs="*", default=list(depth.MODELS))
-    parser.add_argument("--texts", type=int, default=64)
-    parser.add_argument("--rows", type=Path, default=Path("build/field.csv"))
+    parser.add_argument("--texts", type=int, default=most)
+    parser.add_argument("--rows", type=Path, default=Path("build") / packed.stem)
     asked = parser.parse_args()
     for name in asked.models:
-        measure(name, asked.texts, asked.rows)
+        measure(name, asked.texts, asked.rows, judge_text, n_donors, seed)
     with asked.rows.open(newline="") as file:
-        depth.write(ROWS, list(csv.DictReader(file)))
+        depth.write(packed, list(csv.DictReader(file)))
+
+
+def judge_text(
+    given: depth.Opened, name: str, number: int, ids: Tensor, donors: Tensor
+) -> Iterator[Row]:
+    """Judge a text; other donors every few texts, and what takes longest not always."""
+    # of SmolLM2, which takes longest, one round of four kinds in two
+    integrate = name != "smollm2" or number // 4 % 2 == 0
+    yield from judge(given, ids, donors, number % _CEILING == 0, integrate)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, judge_text, 2 * depth._DONORS + 1, ROWS, most=64, seed=0)

@@ -7,12 +7,9 @@ into `parting.csv.gz`. What was predicted stands in docs/results/real_models/par
 before the run; `tables` makes the page's tables.
 """
 
-import argparse
-import csv
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.studies import attributions
 
 ROWS = depth.FOLDER / "parting.csv.gz"
-COLUMNS = ("model", "kind", "text", "layer", "measure", "method", "value")
 PATTERNS, SINKS, OTHERS, GATES, NORMS = "patterns", "sink rows", "other rows", "gates", "norms"
 HELD = {
     "nothing": (), PATTERNS: (PATTERNS,), SINKS: (SINKS,), OTHERS: (OTHERS,), GATES: (GATES,),
@@ -141,8 +137,8 @@ class Model:
 
 
 def judge(
-    given: depth.Opened, ids: Tensor, donors: Tensor
-) -> Iterator[tuple[int, str, str, float]]:
+    given: depth.Opened, name: str, number: int, ids: Tensor, donors: Tensor
+) -> Iterator[field.Row]:
     """Layer, measure, what is held, and value, in the mean over places and donors."""
     places, model = depth.places_of(ids, given.is_causal), Model(given, ids)
     entrance = "blocks.0.hook_resid_pre"
@@ -182,13 +178,6 @@ def judge(
 
 
 # What the page says, from the rows
-
-
-def read() -> Any:
-    """The rows, with the column of values named as in the other runs."""
-    import pandas as pd
-
-    return pd.read_csv(ROWS).rename(columns={"value": "spearman"})
 
 
 def verdicts(rows: Any) -> str:
@@ -285,45 +274,9 @@ def control_table(rows: Any) -> str:
 
 def tables() -> list[str]:
     """All tables of the page."""
-    rows = read()
+    rows = field.read(ROWS)
     return [verdicts(rows), held_table(rows), layer_table(rows), control_table(rows)]
 
 
-def measure(name: str, limit: int, path: Path) -> None:
-    """Add the rows of a model's texts, one text after the other."""
-    asked, done = field.texts(name), field.measured(path)
-    given = depth.opened(name, asked=asked)
-    given.model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    pool = torch.cat([ids[0] for ids in given.ids])
-    pool = pool[[int(token) not in given.special for token in pool]]
-    for number, (one, ids) in enumerate(zip(asked, given.ids, strict=True)):
-        donors = pool[torch.randint(len(pool), (_DONORS, ids.shape[1]), generator=generator)]
-        if number >= limit or (name, number) in done:
-            continue
-        rows = list(judge(given, ids, donors))
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            if is_new:
-                table.writerow(COLUMNS)
-            for layer, what, held, value in rows:
-                table.writerow((name, one.kind, number, layer, what, held, f"{value:.4g}"))
-        print(name, number, ids.shape[1], flush=True)
-
-
-def main() -> None:
-    """Measure models, and go on where rows are missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(depth.MODELS))
-    parser.add_argument("--texts", type=int, default=_TEXTS)
-    parser.add_argument("--rows", type=Path, default=Path("build/parting.csv"))
-    asked = parser.parse_args()
-    for name in asked.models:
-        measure(name, asked.texts, asked.rows)
-    with asked.rows.open(newline="") as file:
-        depth.write(ROWS, list(csv.DictReader(file)))
-
-
 if __name__ == "__main__":
-    main()
+    field.run(__doc__, judge, _DONORS, ROWS, most=_TEXTS, seed=1)

@@ -11,6 +11,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.names import nearest
 
+Word: TypeAlias = Literal["seen", "fails its rule", "undecided"]  # of a verdict
 Comparison: TypeAlias = Literal["<", "<=", ">", ">=", "within"]
 Numbers: TypeAlias = Mapping[str, float]  # by what each is of; "" where there is one alone
 
@@ -239,9 +240,7 @@ def share_of_seeds(claims: Sequence[Claim], results: "pd.DataFrame", n_seeds: in
     return held / total
 
 
-def say_verdict(
-    passed: bool, share: float | None
-) -> Literal["seen", "fails its rule", "undecided"]:
+def say_verdict(passed: bool, share: float | None) -> Word:
     """Say a verdict with what other seeds may say of it.
 
     Args:

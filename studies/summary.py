@@ -21,6 +21,7 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.studies.claims import (
     Numbers,
     Verdict,
+    Word,
     deciding_number,
 )
 from infoflow_lens.studies.language_model.card import comparison, read_models
@@ -412,7 +413,7 @@ class RecordedRun(NamedTuple):
         rows: of all its runs.
         finished: those with numbers.
         verdict: of the rows.
-        study: whose run it is.
+        word: for it, "undecided" where other seeds may say else.
         n_seeds: of each configuration.
     """
 
@@ -420,13 +421,8 @@ class RecordedRun(NamedTuple):
     rows: "pd.DataFrame"
     finished: "pd.DataFrame"
     verdict: Verdict
-    study: Study
+    word: Word
     n_seeds: int
-
-    @property
-    def word(self) -> str:
-        """The verdict: "seen", "fails its rule", or "undecided", where other seeds may say else."""
-        return find_word(self.study, self.finished, self.verdict, self.n_seeds)
 
 
 def read_run(study: Study, path: Path) -> RecordedRun:
@@ -438,11 +434,11 @@ def read_run(study: Study, path: Path) -> RecordedRun:
     config = _config(path / "record.json")
     rows = rows_of(path, None)
     _check_rows(_rows_path(path), rows, config)
+    finished, n_seeds = rows[rows["status"] == "finished"], len(config["seeds"])
     with _naming_rows(path):
-        verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
-    finished = rows[rows["status"] == "finished"]
-    n_seeds = len(config["seeds"])
-    return RecordedRun(config["preset"], rows, finished, verdict, study, n_seeds)
+        verdict = verdict_of(study, rows, config["cases"], n_seeds)
+        word = find_word(study, finished, verdict, n_seeds)
+    return RecordedRun(config["preset"], rows, finished, verdict, word, n_seeds)
 
 
 def _report(study: Study, path: Path, run: RecordedRun) -> str:
@@ -450,8 +446,9 @@ def _report(study: Study, path: Path, run: RecordedRun) -> str:
     n_runs = run.rows["run"].nunique()
     with _naming_rows(path):
         return report_text(
-            study, run.finished, run.verdict, run.preset, n_runs, n_diverged, run.n_seeds
-        )
+            study, run.finished, run.verdict, run.word, run.preset, n_runs, n_diverged,
+            run.n_seeds,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 
@@ -30,7 +30,7 @@ from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.runs.memory import check_memory
-from infoflow_lens.studies.claims import Verdict, say_verdict, share_of_seeds
+from infoflow_lens.studies.claims import Verdict, Word, say_verdict, share_of_seeds
 from infoflow_lens.studies.study import ABOUT, Row, Settings, Study, TogetherStudy
 from infoflow_lens.training import TrainingDivergedError
 
@@ -201,7 +201,8 @@ def _finish(
         )
     n_seeds = len(runs) // len(cases)
     verdict = verdict_of(study, table, cases, n_seeds)
-    text = report_text(study, measured, verdict, preset, len(runs), n_diverged, n_seeds)
+    word = find_word(study, measured, verdict, n_seeds)
+    text = report_text(study, measured, verdict, word, preset, len(runs), n_diverged, n_seeds)
     TABLE.write(out / "table.md", text)
     figure = study.figure(measured)
     for kind in ("png", "svg"):
@@ -231,6 +232,7 @@ def report_text(
     study: Study,
     measured: "pd.DataFrame",
     verdict: Verdict,
+    word: Word,
     preset: str,
     n_runs: int,
     n_diverged: int,
@@ -242,7 +244,6 @@ def report_text(
         f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs, "
         f"{n_seeds} seed{several} of each kind"
     )
-    word = find_word(study, measured, verdict, n_seeds)
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     remarks = "\n".join(f"- {remark}" for remark in verdict.remarks)
@@ -265,9 +266,7 @@ def has_verdict(study: Study, measured: "pd.DataFrame", verdict: Verdict) -> boo
     return bool(study.claims()) and not lost
 
 
-def find_word(
-    study: Study, measured: "pd.DataFrame", verdict: Verdict, n_seeds: int
-) -> Literal["seen", "fails its rule", "undecided"]:
+def find_word(study: Study, measured: "pd.DataFrame", verdict: Verdict, n_seeds: int) -> Word:
     """Find the word for a verdict: "undecided" without all numbers, or if seeds may say else."""
     if not has_verdict(study, measured, verdict):
         return "undecided"

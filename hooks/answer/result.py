@@ -357,12 +357,7 @@ class AnswerNumbers(Result):
 
     def effects(self) -> dict[tuple[int, int], float]:
         """Return the effect of each unit by its layer and head; NaN where it was not measured."""
-        return {
-            (layer, head): effect
-            for (layer, head), effect in zip(
-                self.units.tolist(), self.unit_effect.tolist(), strict=True
-            )
-        }
+        return dict(zip(map(tuple, self.units.tolist()), self.unit_effect.tolist(), strict=True))
 
     def _word(self, position: int, other: bool = False) -> str:
         word = (self.other_tokens if other else self.tokens)[position]

@@ -183,7 +183,7 @@ def test_a_page_has_the_tables_of_its_rows(page, tables):
 
 
 def test_where_everything_is_held_a_model_is_linear():
-    rows = parting.read()
+    rows = field.read(parting.ROWS)
     held = rows[rows["method"] == "everything"].groupby("measure")["spearman"]
     assert held.min()[parting.AGREEMENT] > 0.99
     assert held.min()[parting.GROWTH] == pytest.approx(1, abs=0.01)
@@ -192,7 +192,10 @@ def test_where_everything_is_held_a_model_is_linear():
 
 
 def test_numbers_of_what_parts_the_measures_are_those_of_its_rows():
-    rows, said = parting.read(), " ".join((depth.FOLDER / "parting.md").read_text("utf-8").split())
+    rows, said = (
+        field.read(parting.ROWS),
+        " ".join((depth.FOLDER / "parting.md").read_text("utf-8").split()),
+    )
 
     def mean(model, held):
         found = depth.by_text(rows, model, parting.AGREEMENT)[held].mean()
