@@ -168,6 +168,16 @@ def test_it_comes_back_as_it_was(made, name, tmp_path):
     assert same(getattr(one, min(fields)), getattr(type(one).load(tmp_path / "x"), min(fields)))
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, None])
+def test_numbers_that_json_does_not_have_come_back(made, value, tmp_path):
+    """Infinity was read as NaN, and NaN as None where a field may be None."""
+    one = made["Answer"]
+    config = {"rise": value, "float": value, "each": [value, 1.0]}
+    changed = dataclasses.replace(one, record=dataclasses.replace(one.record, config=config))
+    changed.save(tmp_path / "x")
+    assert same(type(one).load(tmp_path / "x").record.config, config)
+
+
 @pytest.mark.parametrize("name", SAVED)
 def test_it_is_not_loaded_as_another_kind(made, name, tmp_path):
     made[name].save(tmp_path / "x")

@@ -275,6 +275,7 @@ def read_parts(
         ) from error
 
 
+_KINDS = {"tensor", "pairs", "float"}  # keys of what stands for a value that JSON does not have
 _SPOILED = (
     OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, IndexError,
     RuntimeError, ArithmeticError,
@@ -466,11 +467,14 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             _encode(item, f"{inside}{key}", tensors)
             for key, item in zip(names, value.values(), strict=True)
         ]
-        if all(isinstance(key, str) for key in value) and not value.keys() <= {"tensor", "pairs"}:
+        if all(isinstance(key, str) for key in value) and not value.keys() <= _KINDS:
             return dict(zip(value, parts, strict=True))
         return {"pairs": [list(pair) for pair in zip(value, parts, strict=True)]}
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{inside}{place}", tensors) for place, item in enumerate(value)]
+    # JSON has no infinity, and None is another answer than NaN
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
     return value
 
 
@@ -482,6 +486,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     if set(value) == {"tensor"}:
         return tensors[value["tensor"]]
+    if set(value) == {"float"}:
+        return float(value["float"])
     if set(value) == {"pairs"}:
         return {
             tuple(key) if isinstance(key, list) else key: _decode(item, tensors)

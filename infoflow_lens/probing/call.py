@@ -148,7 +148,7 @@ def probe(
         }
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"finished batches are kept; run the same with out={str(folder)!r} to go on"
+            f"what is finished is kept; run the same with out={str(folder)!r} to go on"
         ) from None
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

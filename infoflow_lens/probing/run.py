@@ -170,7 +170,7 @@ def _run(
         found = measure_parts(folder, parts, context, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"finished batches are kept in {str(out)!r}; go on with {executor.again}"
+            f"what is finished is kept in {str(out)!r}; go on with {executor.again}"
         ) from None
     agreement, predicted, curve = compare_with_influence(found, config.without)
     result = ProbingResult(
