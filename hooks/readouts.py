@@ -89,20 +89,20 @@ class LogitDifference(Readout):
         against = None if self.against is None else ids_of_answer(model, self.against)
         return replace(self, answer=ids_of_answer(model, self.answer), against=against)
 
-    def spell_ids(self, tokenizer: Any) -> "LogitDifference":
-        """Show ids as words of a tokenizer."""
+    def spell_ids(self, model: nn.Module) -> "LogitDifference":
+        """Show ids as the words or classes of a model."""
 
-        return replace(self, words=" against ".join(self.name_sides(tokenizer)))
+        return replace(self, words=" against ".join(self.name_sides(model)))
 
-    def name_sides(self, tokenizer: Any = None) -> tuple[str, str]:
-        """Name the two sides by the words of a tokenizer; without one by ids."""
+    def name_sides(self, model: nn.Module) -> tuple[str, str]:
+        """Name the two sides by the words or classes of a model; where it has none, by ids."""
+        is_word = _labels_of(model) is None and getattr(model, "tokenizer", None) is not None
 
         def name(answer: Answer | None) -> str:
             if answer is None:
                 return "the mean"
-            ids = _as_ids(answer)
-            words = ids if tokenizer is None else [repr(tokenizer.decode([i])) for i in ids]
-            return " or ".join(map(str, words))
+            names = [name_choice(model, one) for one in _as_ids(answer)]
+            return " or ".join(map(repr, names) if is_word else names)
 
         return name(self.answer), name(self.against)
 
@@ -206,10 +206,12 @@ class EmbeddingCosine(Readout):
 
 @dataclass(frozen=True)
 class FunctionOfOutput(Readout):
-    """Any function of what the model gives.
+    """Any function of the logits that the model gives; without logits, of its first tensor.
+
+    That is the last states of an encoder, and the start logits where questions are answered.
 
     Args:
-        function: from the model's output to a number for each sequence, [batch].
+        function: from that tensor to a number for each sequence, [batch].
         is_linear: whether it is linear in the output.
         name: what it is called.
     """
@@ -222,9 +224,15 @@ class FunctionOfOutput(Readout):
         """Call the function.
 
         Raises:
-            InfoFlowError: if it gives no number for each sequence.
+            InfoFlowError: if it gives no number for each sequence, or asks for other outputs.
         """
-        found = self.function(output)
+        try:
+            found = self.function(output)
+        except AttributeError as error:
+            raise InfoFlowError(
+                f"{self.name} fails ({error}): expected a function of one tensor, the logits "
+                "themselves; without logits, of the first tensor that the model gives"
+            ) from error
         if not isinstance(found, Tensor) or found.ndim != 1:
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise InfoFlowError(
@@ -234,6 +242,28 @@ class FunctionOfOutput(Readout):
 
     def __str__(self) -> str:
         return self.name
+
+
+def name_choice(model: nn.Module, number: int) -> str:
+    """Name one of the logits: a token as a word, a class by its label; else by its number."""
+    labels = _labels_of(model)
+    if labels is not None:
+        return labels.get(number, f"class {number}")
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    return str(number) if tokenizer is None else str(tokenizer.decode([number]))
+
+
+def _labels_of(model: nn.Module) -> Mapping[int, str] | None:
+    """Find the names of a classifier's classes in its config; None for a model of tokens."""
+    original: Any = getattr(model, "original_model", None)
+    labels = getattr(getattr(original, "config", None), "id2label", None)
+    # every config has labels, but only classifiers count them
+    if not labels or not hasattr(original, "num_labels"):
+        return None
+    return {
+        int(number): f"class {number}" if name == f"LABEL_{number}" else str(name)
+        for number, name in labels.items()
+    }
 
 
 def ids_of_answer(model: nn.Module, answer: Answer) -> tuple[int, ...]:
@@ -260,15 +290,24 @@ def ids_of_answer(model: nn.Module, answer: Answer) -> tuple[int, ...]:
 
 
 def tokens_of_answer(model: nn.Module, answer: str | int) -> list[int]:
-    """Make token ids of a word, which may be several; an id is its own.
+    """Make token ids of a word, which may be several; of a class's label; an id is its own.
 
     Raises:
-        InfoFlowError: for a word without a tokenizer, and a negative id.
+        InfoFlowError: for a word without a tokenizer, a negative id, and no class of a classifier.
     """
     if not isinstance(answer, str):
         if answer < 0:
             raise InfoFlowError(f"the answer is {answer}: expected an id from 0 on, or a word")
         return [int(answer)]
+    labels = _labels_of(model)
+    if labels is not None:
+        found = [number for number, label in labels.items() if label == answer]
+        if not found:
+            raise InfoFlowError(
+                f"the answer is {answer!r}, and the model tells classes apart: expected one of "
+                f"{', '.join(map(repr, list(labels.values())[:20]))}, or a number of one"
+            )
+        return found[:1]
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise InfoFlowError(

@@ -86,11 +86,12 @@ def find_heads(
             which no query counts.
 
     Example:
-        >>> find_heads("build/models/smollm2", texts, "after same token").head()
+        >>> model = load_any("build/models/smollm2").model
+        >>> find_heads(model, texts, "after same token").head()
     """
     asked = _relation(relation)
-    check_one_device(model)
     n_layers = layer_count(model)
+    check_one_device(model)
     sequences = list(read_inputs(model, inputs).sequences())
     hits: list[Any] = [0] * n_layers
     chance, counted = torch.zeros(n_layers).double(), torch.zeros(n_layers).long()

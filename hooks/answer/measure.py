@@ -34,7 +34,7 @@ from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import check_one_device
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
-from infoflow_lens.hooks.readouts import LogitDifference, Readout
+from infoflow_lens.hooks.readouts import LogitDifference, Readout, name_choice
 from infoflow_lens.hooks.shares.measure import measure_shares
 
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
@@ -289,16 +289,11 @@ def _guess(question: Question, logits: Float[Tensor, "..."]) -> tuple[str, float
 
     Nothing, where it gives no logits of tokens or classes at one position.
     """
-    model = question.model
     if not hasattr(question.readout, "position"):
         return "", torch.nan
     row = logits[question.readout.position] if logits.ndim == 2 else logits
     chance, token = row.float().softmax(-1).max(dim=-1)
-    tokenizer: Any = getattr(model, "tokenizer", None)
-    if logits.ndim == 1:
-        return f"class {int(token)}", float(chance)
-    word = str(int(token)) if tokenizer is None else tokenizer.decode([int(token)])
-    return word, float(chance)
+    return name_choice(question.model, int(token)), float(chance)
 
 
 def _answer_chances(
@@ -316,8 +311,7 @@ def _answer_chances(
         row = run.logits[readout.position] if run.logits.ndim == 2 else run.logits
         chances = row.double().softmax(-1)
         rows.append([float(chances[list(ids)].sum()) for ids in sides])
-    names = readout.name_sides(getattr(question.model, "tokenizer", None))
-    return names, torch.tensor(rows, dtype=torch.float64)
+    return readout.name_sides(question.model), torch.tensor(rows, dtype=torch.float64)
 
 
 def _list_replacements(

@@ -132,7 +132,8 @@ class AnswerNumbers(Result):
     @property
     def changed(self) -> tuple[int, ...]:
         """The positions at which the texts differ."""
-        pairs = zip(self.tokens, self.other_tokens, strict=True)
+        # by ids: parts of a character are shown alike
+        pairs = zip(*(self.record.config[name] for name in ("text", "instead")), strict=True)
         return tuple(i for i, (one, other) in enumerate(pairs) if one != other)
 
     @property
@@ -429,11 +430,11 @@ class AnswerNumbers(Result):
 
     def describe_tokens(self) -> str:
         """Say which words matter most, and what becomes of the score by others in their place."""
-        other = (self.value + self.token_other).tolist()
+        other, changed = (self.value + self.token_other).tolist(), set(self.changed)
         swapped = [
             f"to {other[i]:+.2f} with {word.strip() or word} in the place of {self._span(i)} alone"
             for i, word in enumerate(self.other_span_words)
-            if word != self.span_words[i]
+            if not changed.isdisjoint(range(*self.spans[i].tolist()))
         ]
         said = (
             f"By the words of the other text the score goes from {self.value:+.2f} "

@@ -21,9 +21,10 @@ _DIRECTIONS_AT_ONCE = 16  # if memory is short, reduce the sequences in a pass d
 class JacobianInfluence(StateInfluence):
     """Influence [layer, batch, pos, source]: the Frobenius norm of d state / d token.
 
-    The state is the post-attention or the outgoing residual stream of each layer; the source is
-    the input vector or, for models over token ids, the token's embedding (with its position), and
-    with `source_layer`, what enters that layer at each position.
+    The state is the post-attention or the outgoing residual stream of each layer; the source is the
+    input vector or, for models over token ids, what enters the first layer (the token's embedding
+    with its position, behind the norm that some models put there), and with `source_layer`, what
+    enters that layer at each position.
 
     Exact by default: by forward-mode differentiation in every input direction or, where this takes
     fewer passes (few `positions`) or the model has no forward mode, by reverse mode in every

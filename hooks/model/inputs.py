@@ -54,7 +54,7 @@ class Batch:
         tokens: vector tokens [batch, pos, d_token] or token ids [batch, pos].
         lengths: int [batch], the real tokens of each; None if nothing is padded.
         columns: what else the model's forward takes for each token, by name, such as
-            ``token_type_ids`` [batch, pos].
+            ``token_type_ids`` [batch, pos]; and a mask [batch, head, query, key].
     """
 
     tokens: Tensor
@@ -82,11 +82,25 @@ class Batch:
     def cut(self, n_pos: int) -> "Batch":
         """Return the first tokens of each sequence."""
         lengths = None if self.lengths is None else self.lengths.clamp(max=n_pos)
-        columns = {name: values[:, :n_pos] for name, values in self.columns.items()}
+        # a mask with more axes ends in queries and keys
+        columns = {
+            name: values[:, :n_pos] if values.ndim == 2 else values[..., :n_pos, :n_pos]
+            for name, values in self.columns.items()
+        }
         return Batch(self.tokens[:, :n_pos], lengths, columns)
 
     def run(self, model: nn.Module, device: torch.device | None = None) -> Any:
-        """Run the model on these sequences, on its device, with a mask where they are padded."""
+        """Run the model on these sequences, on its device, with a mask where they are padded.
+
+        Raises:
+            InfoFlowError: for the decoder behind an encoder, which reads sequences of its own.
+        """
+        if is_second_stack(model):
+            raise InfoFlowError(
+                f"{type(model.original_model).__name__} is opened by its decoder, which reads "
+                "decoder_input_ids beside what the encoder reads: expected calls of your own "
+                "inside attach(model, probe), and probes that run nothing anew"
+            )
         device = device or next(model.parameters()).device
         more = {name: values.to(device) for name, values in self.columns.items()}
         if self.lengths is not None or _masks_by_itself(model):
@@ -436,7 +450,8 @@ def read_inputs(
         attention_mask: which positions of token ids are real, [n, pos]; padding may stand on
             either side.
         column: of a dataset; default, the first of input_ids, tokens, text, x.
-        max_length: longer sequences of ids are cut to it.
+        max_length: longer sequences of ids are cut to it, texts as their tokenizer does, which
+            keeps what it puts behind them.
         name: what errors call them.
         first: the number of the first, where these are a part of more.
 
@@ -505,7 +520,7 @@ class _Reader:
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
         elif _holds_pairs(given):
-            more = dict(tokenize_pairs(self.model, given, self.name))
+            more = dict(tokenize_pairs(self.model, given, self.name, self.max_length))
             given = more.pop("input_ids")
         elif _is_chat(given):
             given, is_single = tokenize_chats(self.model, [given], self.name)[0], True
@@ -634,7 +649,7 @@ class _Reader:
             real = [check_mask(one[None], f"{label}[{i}]")[0] for i, one in enumerate(masks, first)]
             rows = [row[here] for row, here in zip(rows, real)]
             columns = {n: [row[h] for row, h in zip(c, real)] for n, c in columns.items()}
-        # cut on the right, as tokenizers do
+        # texts are cut already, before what their tokenizer puts behind them
         columns = {n: [row[: self.max_length] for row in column] for n, column in columns.items()}
         cut = [row[: self.max_length] if row.ndim == 1 else row for row in rows]
         # columns of default values are not passed on: models without that argument may run, then
@@ -899,9 +914,19 @@ def call_columns(
         if name in find_pass_columns(model) and isinstance(values, Tensor) and values.ndim == 2
         if values.shape in (size, (1, size[1]))
     }
-    if "position_ids" in found and isinstance(named.get(MASKS[0]), Tensor):
-        found[MASKS[0]] = named[MASKS[0]]
-    return found
+    mask = named.get(MASKS[0])
+    if isinstance(mask, Tensor) and ("position_ids" in found or mask.ndim > 2):
+        found[MASKS[0]] = mask.expand(size[0], *mask.shape[1:])
+    return {} if is_second_stack(model) else found
+
+
+def is_second_stack(model: nn.Module) -> bool:
+    """Say whether a model is opened by its decoder, behind an encoder."""
+    if not getattr(_config(model), "is_encoder_decoder", False) or not hasattr(model, "anatomy"):
+        return False
+    anatomy: Any = model.anatomy
+    decoder: Any = model.original_model.get_decoder()  # type: ignore[operator, union-attr]
+    return any(module is anatomy.blocks[0].module for module in decoder.modules())
 
 
 def call_inputs(
@@ -910,12 +935,20 @@ def call_inputs(
     """Return the token ids of a call of the model, and which of them are real (None: all).
 
     Raises:
-        InfoFlowError: for leading padding that the model masks without being told, and for cached
-            keys that it leaves out.
+        InfoFlowError: for leading padding that the model masks without being told, for cached
+            keys that it leaves out, and for a decoder whose own inputs are not given.
     """
     kwargs = _bind_arguments(model, args, kwargs)
     # the names by which models of three libraries take their inputs
     names = ("input", "input_ids", "inputs_embeds")
+    if is_second_stack(model):
+        args = ()
+        kwargs = {n[8:]: value for n, value in kwargs.items() if n.startswith("decoder_")}
+        if not any(kwargs.get(name) is not None for name in names):
+            raise InfoFlowError(
+                "the call has no decoder_input_ids, and probes are on the decoder, which makes "
+                "its inputs of other columns, then: expected decoder_input_ids"
+            )
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
     mask = next((kwargs[name] for name in MASKS if kwargs.get(name) is not None), None)
@@ -928,6 +961,9 @@ def call_inputs(
     # a residual stream has no tokens to read
     starts = kwargs.get("start_at_layer") is not None  # then it is a residual stream
     if isinstance(mask, Tensor):
+        # one of queries and keys leaves nothing out as padding; the pass shows what it closes
+        if mask.ndim > 2:
+            return None if starts else given, None
         real = check_mask(mask, "attention_mask")
         return None if starts else given, None if bool(real.all()) else real
     if starts:

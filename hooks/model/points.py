@@ -110,8 +110,10 @@ def check_one_device(model: nn.Module) -> None:
     """Refuse a model whose weights lie on several devices.
 
     Raises:
-        InfoFlowError: with the devices.
+        InfoFlowError: with the devices, and for what is no model, such as a name.
     """
+    if not isinstance(model, nn.Module):
+        layer_count(model)
     devices = devices_of(model)
     if len(devices) > 1:
         raise InfoFlowError(

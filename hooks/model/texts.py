@@ -34,7 +34,9 @@ def tokenize(
         model: with its tokenizer.
         texts: to be tokenised.
         name: what errors call them.
-        max_length: tokens that will be kept of each; default, one more than the model takes.
+        max_length: longer ones are cut to so many tokens, of which the last are those that the
+            tokenizer puts behind every text, such as [SEP]; default, a long text has one more than
+            the model takes.
         first: the number of the first.
 
     Raises:
@@ -59,19 +61,29 @@ def tokenize(
         rows += [_beginning(model, some[0], length, kept)] if long else ids_of_texts(model, some)
     # a template writes BOS as text, and the tokenizer puts another before it
     bos, token = (getattr(model.tokenizer, f"bos_token{end}", None) for end in ("_id", ""))
-    return [
+    rows = [
         row[1:] if token and text.startswith(token) and row[:2].tolist() == [bos, bos] else row
         for text, row in zip(texts, rows, strict=True)
+    ]
+    if max_length is None or all(len(row) <= max_length for row in rows):
+        return rows
+    end = _find_end(model)
+    n_own = max_length - len(end) if len(end) < max_length else max_length
+    return [
+        torch.cat([row[:n_own], end])[:max_length] if len(row) > max_length else row for row in rows
     ]
 
 
 def tokenize_pairs(
-    model: nn.Module, pairs: Sequence[tuple[str, str]], name: str
+    model: nn.Module, pairs: Sequence[tuple[str, str]], name: str, max_length: int | None = None
 ) -> dict[str, list[list[int]]]:
     """Return what the tokenizer makes of pairs of texts: ids, and what goes with them, by name.
 
+    Of pairs of more than `max_length` tokens the longer text is cut, as tokenizers do.
+
     Raises:
-        InfoFlowError: for a model without a tokenizer, or one that puts nothing between two texts.
+        InfoFlowError: for a model without a tokenizer, or one that puts nothing between two texts,
+            and for a length that leaves nothing of them.
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None:
@@ -82,8 +94,15 @@ def tokenize_pairs(
             f"{name} holds pairs of texts, between which the tokenizer puts nothing: expected a "
             "tokenizer with a separator; join each pair to one text"
         )
-    made = tokenizer(*(list(side) for side in zip(*pairs)), return_attention_mask=False)
-    return dict(made)
+    n_added = count(pair=True)
+    if max_length is not None and max_length < n_added + 2:
+        raise InfoFlowError(
+            f"max_length is {max_length}, and the tokenizer puts {n_added} tokens around a pair of "
+            f"texts: expected {n_added + 2} or more"
+        )
+    sides = (list(side) for side in zip(*pairs))
+    cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    return dict(tokenizer(*sides, return_attention_mask=False, **cut))
 
 
 def tokenize_chats(
@@ -115,6 +134,16 @@ def tokenize_chats(
     ]
 
 
+def _find_end(model: nn.Module) -> Int[Tensor, " pos"]:
+    """Find what the tokenizer puts behind every text, where the model reads it."""
+    made = model.tokenizer("a", return_special_tokens_mask=True)  # type: ignore[operator]
+    own = np.flatnonzero(np.equal(made["special_tokens_mask"], 0))
+    n_end = len(made["input_ids"]) - 1 - int(own.max())
+    (row,) = ids_of_texts(model, ["a"])
+    is_read = n_end and row[-n_end:].tolist() == made["input_ids"][-n_end:]
+    return row[-n_end:] if is_read else row[:0]
+
+
 def _no_tokenizer(name: str, index: int) -> InfoFlowError:
     return InfoFlowError(
         f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; tokenise "
@@ -123,7 +152,7 @@ def _no_tokenizer(name: str, index: int) -> InfoFlowError:
 
 
 def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:
-    """Return at least the first `kept` ids of a long text, from some `length` characters."""
+    """Return more than the first `kept` ids of a long text, from some `length` characters."""
     while True:
         part = text[: max(text.rfind(" ", length // 2, length), 0) or length]
         part = text if length >= len(text) else part
@@ -131,7 +160,7 @@ def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:
         if part is text:
             return tokens
         if len(tokens) >= 2 * kept + 16:
-            return tokens[:kept]
+            return tokens[: kept + 2]  # more say that it was cut, also where BOS stands twice
         length *= 4
 
 

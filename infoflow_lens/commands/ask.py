@@ -15,6 +15,7 @@ from infoflow_lens.commands.common import (
     print_lines,
     report_errors,
     say,
+    say_json,
 )
 
 _GUESSES = 3  # of a word, the likeliest
@@ -71,8 +72,6 @@ def ask(
     quiet: Quiet = False,
 ) -> None:
     """Find which tokens, states, heads and paths decide between two answers, and measure each."""
-    import json
-
     with report_errors():
         from infoflow_lens.foundation.documents import ANSWER_PAGE
 
@@ -95,7 +94,7 @@ def ask(
             for name in ("tokens", "replacements", "states", "heads", "paths", "looks")
         }
         about = {"summary": found.summary(), "value": found.value, "other": found.other_value}
-        say(json.dumps({**about, **tables}, indent=2))
+        say_json({**about, **tables})
     else:
         _print(found)
     if out is not None:

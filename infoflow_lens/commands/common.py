@@ -147,6 +147,13 @@ def say(text: str, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
 
+def say_json(value: Any) -> None:
+    """Print a value as JSON, with null for what is no number."""
+    from infoflow_lens.foundation.files import json_text
+
+    say(json_text(value))
+
+
 def console(markup: bool = True) -> Any:
     """Make Rich's console without highlighting, which prints as :func:`say`.
 

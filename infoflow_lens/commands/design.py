@@ -11,7 +11,7 @@ from infoflow_lens.commands.common import (
     integers,
     print_lines,
     report_errors,
-    say,
+    say_json,
     task_by_options,
 )
 
@@ -51,8 +51,6 @@ def design(
     quiet: Quiet = False,
 ) -> None:
     """Find the smallest architectures that the theory allows, and what it excludes beside them."""
-    import json
-
     with report_errors():
         from infoflow_lens.foundation.progress import progress_bar
         from infoflow_lens.tasks import list_tasks
@@ -87,7 +85,7 @@ def design(
         values = result.to_dict()
         if checked is not None:
             values["verification"] = asdict(checked)
-        say(json.dumps(values, indent=2))
+        say_json(values)
         return
     _print_design(result)
     if checked is not None:

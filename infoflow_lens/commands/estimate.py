@@ -13,6 +13,7 @@ from infoflow_lens.commands.common import (
     print_lines,
     report_errors,
     say,
+    say_json,
     task_by_options,
 )
 
@@ -142,7 +143,7 @@ def estimate(
         if out is not None and proof is not None:
             WITNESS.write(out, add_digest(proof), overwrite=overwrite)
     if as_json:
-        say(json.dumps(result.to_dict(), indent=2))
+        say_json(result.to_dict())
         return
     if witness:
         say(json.dumps(result.witness))
@@ -245,7 +246,6 @@ def _sweep(
     overwrite: bool,
 ) -> None:
     import itertools
-    import json
     import math
 
     from rich.table import Table
@@ -274,7 +274,7 @@ def _sweep(
         draw_phase_diagram(rows, title, plot, overwrite=overwrite)
     if as_json:
         summary = {"target": target.name, "count": count, "trees": trees, "flags": flags}
-        say(json.dumps({**summary, "rows": rows}, indent=2))
+        say_json({**summary, "rows": rows})
         return
     table = Table()
     table.add_column("heads", justify="right")
@@ -305,7 +305,6 @@ def _survey(
     as_json: bool,
 ) -> None:
     """Print what a configuration can learn: a table over all tasks, D and T."""
-    import json
 
     from rich.table import Table
 
@@ -320,7 +319,7 @@ def _survey(
     with progress_bar("tasks", len(cases), show=not as_json) as advance:
         rows = survey(shape, cases, count=cast(Any, count), advance=advance)
     if as_json:
-        say(json.dumps({"model": shape.to_dict(), "rows": rows}, indent=2))
+        say_json({"model": shape.to_dict(), "rows": rows})
         return
     out = console()
     out.print(shape.describe(), markup=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from infoflow_lens.commands.common import (
     integers,
     print_lines,
     report_errors,
-    say,
+    say_json,
 )
 
 
@@ -40,8 +40,6 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Split the difference of two attention scores over what wrote the query's and keys' states."""
-    import json
-
     with report_errors():
         from infoflow_lens.flows.why import why as ask
         from infoflow_lens.foundation.settings import Count, check
@@ -55,7 +53,7 @@ def why(
         tables = {f"by_{by}": found.table(by).to_dict("records") for by in ("key", "query")}
         place = {name: getattr(found, name) for name in ("layer", "head", "query", "keys")}
         about = {**place, "tokens": found.tokens, "margin": found.margin}
-        say(json.dumps({**about, **tables}, indent=2))
+        say_json({**about, **tables})
         return
     _print(found, rows)
 

@@ -1,7 +1,7 @@
 """Why this answer and not that one? Of a model by name or in memory, and a text."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from annotated_types import MinLen
 from torch import Tensor, nn
 
 from infoflow_lens.flows.answer import Answer
-from infoflow_lens.flows.settings import check_text
+from infoflow_lens.flows.settings import as_list, check_text
 from infoflow_lens.flows.units import Units, find_units
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
@@ -33,10 +33,10 @@ _KEPT = "measured.safetensors"
 @checked
 def ask(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
-    text: str | Tensor,
+    text: str | Tensor | Sequence[int],
     answer: str | int | None = None,
     against: str | int | None = None,
-    instead: str | Tensor | None = None,
+    instead: str | Tensor | Sequence[int] | None = None,
     *,
     at: int | None = None,
     readout: Readout | None = None,
@@ -241,8 +241,7 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
 
 
 def _ids(model: NamedModel, text: Any, name: str) -> Tensor:
-    given = text[None] if isinstance(text, Tensor) and text.ndim == 1 else text
-    rows = list(read_inputs(model, given, name=name).sequences())
+    rows = list(read_inputs(model, as_list(model, text), name=name).sequences())
     if len(rows) != 1:
         raise InfoFlowError(f"{name} is {len(rows)} texts: expected one; ask of each alone")
     return rows[0].cpu()
@@ -252,8 +251,10 @@ def _whole(model: NamedModel, text: Any, name: str) -> Any:
     """Read a text of any length, of which the model may read the beginning alone."""
     if isinstance(text, str):
         return tokenize(model, [text], name, max_length=2**30)[0]
-    is_row = text is None or (isinstance(text, Tensor) and text.ndim == 1)
-    return text if is_row else _ids(model, text, name)
+    given = None if text is None else as_list(model, text)
+    if given is text is not None:
+        return _ids(model, text, name)
+    return None if given is None else torch.as_tensor(given[0])
 
 
 def _check_place(model: NamedModel, n: int, at: int) -> int:
@@ -307,18 +308,22 @@ def _answers(
             )
         prefix = rows[0][:differ]
         return rows[0][differ], rows[1][differ], prefix
-    # without answers, what the model finds most probable
+    # without answers, what the model finds most probable, beside the one that is given
     with torch.no_grad():
         logits = model(ids[None].to(model.cfg.device))[0]
-    likely = logits[_place(model, ids)].topk(3).indices.tolist()
-    one = likely[0] if rows[0] is None else rows[0][0]
-    other = next(token for token in likely if token != one) if rows[1] is None else rows[1][0]
-    return one, other, prefix
+    row = logits[_place(model, ids)] if logits.ndim == 2 else logits
+    if len(row) < 2:
+        raise InfoFlowError(
+            "the model gives one number: expected two answers to choose from; ask for the number "
+            "by readout=FunctionOfOutput(lambda output: output[:, 0])"
+        )
+    likely = row.topk(2).indices.tolist()
+    chosen = [likely if ids is None else ids[:1] for ids in rows]
+    one = next(token for token in chosen[0] if [token] != chosen[1])
+    return one, next(token for token in chosen[1] if token != one), prefix
 
 
 def _bind(readout: Readout, model: NamedModel) -> Readout:
     """Bind a readout to a model; ids of a logit difference are shown as words."""
     bound = readout.bind(model)
-    if isinstance(bound, LogitDifference) and model.tokenizer is not None:
-        return bound.spell_ids(model.tokenizer)
-    return bound
+    return bound.spell_ids(model) if isinstance(bound, LogitDifference) else bound

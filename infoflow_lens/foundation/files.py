@@ -308,7 +308,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON, whole or not at all; NaN becomes null."""
-    write_text(path, json.dumps(_without_nan(value), indent=2, allow_nan=False) + "\n")
+    write_text(path, json_text(value) + "\n")
+
+
+def json_text(value: Any) -> str:
+    """Return `value` as indented JSON; NaN, which JSON does not have, becomes null."""
+    return json.dumps(_without_nan(value), indent=2, allow_nan=False)
 
 
 def _without_nan(value: Any) -> Any:

@@ -14,7 +14,7 @@ from infoflow_lens.cli import app
 from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.units import find_units
 from infoflow_lens.hooks.answer.question import Question
-from infoflow_lens.hooks.readouts import LogProbability
+from infoflow_lens.hooks.readouts import FunctionOfOutput, LogProbability
 from tests.conftest import make_token_model
 from tests.reference import zoo
 
@@ -76,6 +76,82 @@ def test_by_default_the_two_likeliest_are_compared(folder):
     assert found.readout == f"{words[first]!r} against {words[second]!r}"
     assert found.guess == words[first]
     assert found.chance == pytest.approx(float(logits_of(TEXT).softmax(-1).max()), abs=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_answer_that_is_likeliest_is_not_compared_with_itself(folder, place):
+    """Against the likeliest the second is asked: it was compared with itself."""
+    most = logits_of(TEXT).topk(2).indices.tolist()
+    found = ask(folder, TEXT, against=most[place], quick=True, progress=False)
+    words = zoo.words()
+    assert found.readout == f"{words[most[1 - place]]!r} against {words[most[place]]!r}"
+
+
+def test_a_classifier_is_asked_for_its_classes():
+    """By their labels, which were words of the tokenizer, or by their numbers; a crash before."""
+    config = zoo.build("bert").config
+    config = type(config).from_dict(
+        config.to_dict() | {"id2label": {0: "bad", 1: "LABEL_1", 2: "good"}}
+    )
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).eval()
+    given = {"tokenizer": zoo.tokenizer(begins=False), "quick": True, "progress": False}
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6, 7, 8]])).logits[0]
+    names = ("bad", "class 1", "good")
+    first, second = logits.topk(2).indices.tolist()
+    for answers in ((), (first,), (names[first], names[second])):
+        found = ask(model, "w5 w6 w7 w8", *answers, **given)
+        assert found.readout == f"{names[first]} against {names[second]}"
+        assert found.guess == names[first]
+        assert found.answers == (names[first], names[second])
+        assert found.value == pytest.approx(float(logits[first] - logits[second]), abs=1e-5)
+    with pytest.raises(InfoFlowError, match=r"expected one of 'bad', 'class 1', 'good', or a num"):
+        ask(model, "w5 w6 w7 w8", "fine", **given)
+    config.num_labels = 1
+    one = transformers.BertForSequenceClassification(config).eval()
+    with pytest.raises(InfoFlowError, match="gives one number: expected two answers"):
+        ask(one, "w5 w6 w7 w8", **given)
+
+
+def test_token_ids_are_a_list_an_array_or_a_tensor(folder):
+    ids = [zoo.words().index(word) for word in TEXT.split()]
+    other = [zoo.words().index(word) for word in OTHER.split()]
+    values = {
+        ask(folder, kind(ids), 9, 23, kind(other), at=at, quick=True, progress=False).value
+        for kind in (list, np.array, torch.tensor)
+        for at in (None, -1)
+    }
+    assert len(values) == 2  # with and without the last token
+
+
+def test_texts_that_differ_inside_of_a_character_differ(folder):
+    """Tokens that are shown alike were none that differ."""
+    words = zoo.tokenizer(begins=False)
+    spell = words.decode
+    alike = SimpleNamespace(w29="?", w36="?")
+    model = load_any(folder, backend="opened").model
+    model.tokenizer = words
+    words.decode = lambda ids, **more: getattr(alike, spell(ids, **more), spell(ids, **more))
+    found = ask(model, TEXT, "w9", "w23", OTHER, quick=True, progress=False)
+    assert found.tokens == found.other_tokens
+    assert found.changed == (2,)
+    assert "with ? in the place of" in found.describe_tokens()
+
+
+def test_a_function_of_the_output_gets_one_tensor(folder):
+    readout = FunctionOfOutput(lambda output: output.start_logits[:, 3])
+    with pytest.raises(InfoFlowError, match="expected a function of one tensor"):
+        ask(folder, TEXT, readout=readout, quick=True, progress=False)
+
+
+def test_json_of_the_command_is_json(folder):
+    """It held NaN."""
+    line = ["ask", str(folder), TEXT, "--answer", "w9", "--quick", "--json", "--quiet"]
+    shown = CliRunner().invoke(app, line)
+    assert shown.exit_code == 0, shown.output
+    refuse = pytest.fail
+    assert json.loads(shown.output, parse_constant=refuse)["heads"]
 
 
 def test_answers_of_several_tokens_are_told_by_the_first_that_differs(folder):

@@ -95,6 +95,11 @@ def test_what_says_nothing_is_refused(given, match):
         find_heads(zoo.build("llama"), TEXTS, progress=False, **given)
 
 
+def test_a_name_is_no_model():
+    with pytest.raises(InfoFlowError, match="the text 'stdlib-2l' has no transformer blocks"):
+        find_heads("stdlib-2l", ["a b"], "self", progress=False)
+
+
 @pytest.mark.slow
 def test_a_head_of_rxnmapper_maps_atoms():
     """Head 5, known as the one that finds the atoms of the product in what reacts."""

@@ -20,7 +20,7 @@ from infoflow_lens import (
     inspect_model,
     run_probes,
 )
-from infoflow_lens.hooks import measure_mechanisms
+from infoflow_lens.hooks import PatternsProbe, measure_mechanisms
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
 from tests.reference import families, zoo
@@ -542,6 +542,36 @@ def test_encoders_with_decoders_are_opened_by_their_stacks(kind):
                 assert torch.allclose(cross, found.cross_attentions[layer], atol=1e-5)
     with pytest.raises(InfoFlowError, match="expected one of 'encoder', 'decoder'"):
         open_model(model)
+
+
+@pytest.mark.parametrize("kind", some_of(["bart", "t5"], "bart"))
+def test_probes_on_a_decoder_read_its_own_tokens_and_mask(kind):
+    """They took those of the encoder: lengths and tokens were wrong, without a word."""
+    model = families.build(kind, auto=["AutoModel"])
+    decoder = open_model(model, stack="decoder")
+    own = IDS[:, :-1] + 1  # shorter than what the encoder reads
+    masks = torch.ones_like(IDS), torch.ones_like(own)
+    masks[0][1, -3:], masks[1][1, -2:] = 0, 0
+    call = {"input_ids": IDS, "attention_mask": masks[0], "decoder_input_ids": own}
+    with torch.no_grad():
+        expected = model(**call, output_attentions=True).decoder_attentions
+    with attach(decoder, PatternsProbe()) as attached:
+        decoder(**call)
+    for one, other in zip(attached.results()[0].patterns, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    with attach(decoder, PatternsProbe(), PositionsProbe()) as attached:
+        decoder(**call, decoder_attention_mask=masks[1])
+    assert attached.results()[0].lengths.tolist() == masks[1].sum(1).tolist()
+    attached = attach(decoder, PatternsProbe())
+    with pytest.raises(InfoFlowError, match="the call has no decoder_input_ids"), attached:
+        decoder(input_ids=IDS)
+    needs_own_call = "expected calls of your own inside attach"
+    with pytest.raises(InfoFlowError, match=needs_own_call):
+        run_probes(decoder, IDS, [PatternsProbe()], progress=False)
+    # what runs the model anew
+    attached = attach(decoder, JacobianInfluence())
+    with pytest.raises(InfoFlowError, match=needs_own_call), attached:
+        decoder(**call)
 
 
 def test_a_wrapper_that_names_no_argument_is_opened_by_token_ids(plain):

@@ -321,6 +321,19 @@ def test_pairs_of_texts_are_what_the_tokenizer_makes_of_them():
     assert all(torch.equal(one, other) for one, other in zip(found, loaded, strict=True))
 
 
+def test_long_pairs_are_cut_as_their_tokenizer_does():
+    """The longer text of a pair, and no separator: the end of the second was cut off."""
+    model = with_separators(zoo.build("bert"))
+    found = patterns_of(model, PAIRS[:1], max_length=6)
+    made = model.tokenizer(*PAIRS[0], return_tensors="pt", truncation=True, max_length=6)
+    with torch.no_grad():
+        expected = model.original_model(**made, output_attentions=True).attentions
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    with pytest.raises(InfoFlowError, match=r"max_length is 4, .* puts 3 tokens .*: expected 5"):
+        patterns_of(model, PAIRS[:1], max_length=4)
+
+
 def test_pairs_without_a_separator_and_chats_without_a_template_are_refused():
     model = open_model(zoo.build("bert"), zoo.tokenizer())
     for given, match in (

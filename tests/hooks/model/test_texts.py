@@ -30,6 +30,21 @@ def model(folder):
     return zoo.bridge(folder)
 
 
+def test_long_texts_are_cut_as_their_tokenizer_does(folder):
+    """What it puts behind a text, such as [SEP], stays: it was cut off."""
+    opened = load_any(folder).model
+    cut = {"truncation": True, "add_special_tokens": True}
+    for text in ("w5 w6 w7 w8 w9", "w5 w6 " * 50_000):  # the second is read in parts
+        for length in (3, 4, 5, 6, 9):
+            (row,) = read_inputs(opened, [text], max_length=length).sequences()
+            assert row.tolist() == opened.tokenizer(text, max_length=length, **cut)["input_ids"]
+    texts = ["<bos> w5 w6 w7 w8", "w5 w6"]
+    first, second = read_inputs(opened, texts, max_length=4).sequences()
+    assert first.tolist()[:2] == [2, 5]
+    assert second.tolist() == opened.tokenizer("w5 w6")["input_ids"]
+    assert len(first) == 4
+
+
 def test_opened_models_read_what_the_tokenizer_gives_and_bos_once(folder, model):
     """Where the tokenizer puts no BOS, who wants one writes it, and reads what a bridge does."""
     opened = load_any(folder).model

@@ -26,6 +26,7 @@ from infoflow_lens.hooks import (
     AttendedProbe,
     GradientTimesInput,
     Needs,
+    PatternsProbe,
     ResampleInfluence,
     measure_edge_budget,
     measure_mechanisms,
@@ -928,3 +929,30 @@ def test_a_bridge_is_probed_without_dropout_and_left_training(what):
     assert set(seen) == {False}
     assert drop.training
     assert all(module.training for module in bridge.original_model.modules())
+
+
+@pytest.mark.parametrize("kind", [bool, float])
+def test_a_mask_of_queries_and_keys_is_measured_in_a_call_of_ones_own(kind):
+    """A prefix that sees all of itself, and a key that later queries lack; it was refused."""
+    model, n = zoo.build("llama", attention="sdpa"), 8
+    ids = torch.randint(zoo.N_VOCAB, (2, n), generator=torch.Generator().manual_seed(0))
+    seen = torch.ones(n, n).tril().bool()
+    seen[:4, :4], seen[6:, 5] = True, False
+    added = torch.zeros(2, 1, n, n).masked_fill(~seen, torch.finfo(torch.float32).min)
+    mask = seen.expand(2, 1, n, n) if kind is bool else added
+    probes = (PositionsProbe(), PatternsProbe(), JacobianInfluence("resid_post"))
+    with attach(model, *probes) as attached:
+        model(input_ids=ids, attention_mask=mask)
+    positions, patterns, influence = attached.results()
+    plain = zoo.build("llama", attention="eager")
+    with torch.no_grad():
+        expected = plain(ids, attention_mask=added, output_attentions=True).attentions
+    for layer, pattern in enumerate(expected):
+        torch.testing.assert_close(patterns.patterns[layer], pattern, rtol=0, atol=1e-5)
+        assert positions.positions[layer][..., 0].equal(pattern.argmax(-1))
+    # passes that are run anew have the mask, too: what a query of layer 0 depends on
+    depends = influence.influence[0] > 0
+    assert depends.equal((seen | torch.eye(n).bool()).expand_as(depends))
+    resample = attach(model, ResampleInfluence(ids))
+    with pytest.raises(InfoFlowError, match="inputs have attention_mask, and donors"), resample:
+        model(input_ids=ids, attention_mask=mask)
