@@ -37,6 +37,7 @@ from infoflow_lens.models.named import NamedModel
 from tests.reference.real_models import FOLDER
 
 TEN, MOST, MANY = 10, 120, 24
+TEXTS = Path(__file__).parent / "texts" / "answers.txt"
 
 
 class Asked(NamedTuple):
@@ -49,32 +50,8 @@ class Asked(NamedTuple):
     against: str
 
 
-# kind: a text with a place; what stands there in the text, and in the other one; answer and against
-_TEXTS = """
-giver: Then Alice and Tom went to the park, and {} gave a ball to: Tom, Alice; Alice, Tom
-giver: After Sarah and Mark finished dinner, {} handed the keys to: Mark, Sarah; Sarah, Mark
-giver: When Peter and Lisa got to the station, {} bought a ticket for: Lisa, Peter; Peter, Lisa
-giver: Anna and Paul were at the office, and {} sent a letter to: Paul, Anna; Anna, Paul
-fact: The capital of {} is: Italy, Spain; Rome, Madrid
-fact: The capital of {} is: Japan, China; Tokyo, Beijing
-fact: The language spoken in {} is: Brazil, Germany; Portuguese, German
-fact: The color of the {} is: sky, grass; blue, green
-agreement: The {} in the garden: dogs, dog; are, is
-agreement: The {} near the trees: boy, boys; is, are
-agreement: The {} on the table: books, book; were, was
-agreement: The {} behind the cars: woman, women; was, were
-sequence: Days: {}: Monday Tuesday Wednesday, Tuesday Wednesday Thursday; Thursday, Friday
-sequence: Count: {}: one two three four, two three four five; five, six
-sequence: Letters: {}: A B C D, B C D E; E, F
-sequence: Months: {}: January February March, February March April; April, May
-repeat: apple chair {} apple chair: lamp, door; lamp, door
-repeat: red house blue {} red house blue: car, dog; car, dog
-repeat: John {} met Mary Jones. John: Smith, Brown; Smith, Brown
-repeat: seven river stone {} seven river stone: cloud, horse; cloud, horse
-"""
-
-
 def _read(line: str) -> Asked:
+    """Read ``kind: a text with {}: what stands there, in the other text; answer, against``."""
     kind, rest = line.split(": ", 1)
     template, rest = rest.rsplit(": ", 1)
     words, answers = (part.split(", ") for part in rest.split("; "))
@@ -82,7 +59,7 @@ def _read(line: str) -> Asked:
     return Asked(kind, texts[0], texts[1], f" {answers[0]}", f" {answers[1]}")
 
 
-PAIRS = [_read(line) for line in _TEXTS.split("\n") if line]
+PAIRS = [_read(line) for line in TEXTS.read_text("utf-8").splitlines()]
 
 
 def measure_all_heads(model: NamedModel, asked: Asked) -> torch.Tensor:

@@ -4,14 +4,15 @@ Run: python -m benchmarks.depth [--write FOLDER] [--models minilm ...]
 
 Needs `make models`. It writes `results.csv.gz`, a row for each text, layer, measure and method, and
 `models.csv`, a row for each model; `tables` makes the page's tables of them. What was predicted
-stands in docs/results/real_models/statement.md, written before the run; the texts below were
-written for it, and no setting was chosen on them.
+stands in docs/results/real_models/statement.md, written before the run; texts/depth.txt was
+written for it, and no setting was chosen on it.
 """
 
 import argparse
 import csv
 import gzip
 import io
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,111 +54,7 @@ _BEFORE = {
     "Jacobian": (0.72, 0.94, 0.66, 0.91, 0.94),
 }
 _DONORS, _DIRECTIONS, _DRAWS, _UNTRAINED = 3, 4, 4000, 4
-
-_PROSE = """
-The lighthouse keeper counted the ships each evening and wrote their names in a green book.
-My sister repaired the old piano herself, although nobody had ever shown her how it worked.
-When the river froze, the children of the village walked to school across the ice.
-The judge asked the witness whether the man who left the shop had carried a bag.
-Bread was cheap that winter, but coal was not, so the bakers were warm and poor.
-Two engineers from Lisbon designed the bridge that the army later blew up.
-"""
-_CODE = """
-def mean(values): total = 0; for v in values: total += v; return total / len(values)
-for (int i = 0; i < rows; i++) { if (grid[i][0] == target) { return i; } }
-SELECT name, age FROM users WHERE age > 30 AND city = 'Oslo' ORDER BY name;
-class Stack: def __init__(self): self.items = [] def push(self, item): self.items.append(item)
-if not os.path.exists(path): raise FileNotFoundError(f"no such file: {path}")
-const squares = numbers.filter(n => n % 2 === 0).map(n => n * n);
-"""
-_QUESTIONS = """
-Question: Which planet is closest to the sun, Mercury or Venus? Answer: The closest is
-Tom has three apples and buys four more. How many apples does Tom have? He has
-What is the capital of Norway? The capital of Norway is the city of
-Who wrote the play about the prince of Denmark? It was written by
-If all birds have wings and a robin is a bird, what does a robin have? A robin has
-Is ice lighter or heavier than water? Because ice floats, it must be
-"""
-_REPEATS = """
-lamp stone river glass horse lamp stone river glass horse lamp stone river glass
-one green two green three green one green two green three green one
-cat 7 dog 3 fox 9 owl 5 cat 7 dog 3 fox 9 owl
-the key the door the lock the key the door the lock the key the
-A B D C F E A B D C F E A B D C
-north south east west up down north south east west up down north south
-"""
-_SENTENCES = """
-A small dog barked at the postman until the door was closed.
-The recipe needs two eggs, a cup of flour and some salt.
-Stock prices fell sharply after the bank raised its interest rate.
-She painted the kitchen yellow because the room had no windows.
-Scientists found traces of water in rocks that came from Mars.
-The train to Vienna leaves from the last platform at noon.
-He lost his passport in a taxi and found it a week later.
-Our neighbours grow tomatoes on the roof of their garage.
-The referee stopped the match when the fog became too thick.
-Nobody in the audience laughed at the comedian's second joke.
-Vaccines train the immune system to recognise a virus.
-The museum is closed on Mondays except during the holidays.
-An old oak fell on the fence during last night's storm.
-The contract was signed by both companies in Geneva.
-Bees find their way home by the position of the sun.
-This phone's battery lasts longer than the one I had before.
-"""
-_REACTIONS = """
-CC(=O)Cl.NCc1ccccc1>>CC(=O)NCc1ccccc1
-CCO.OC(=O)c1ccccc1>>CCOC(=O)c1ccccc1
-BrCc1ccccc1.C1CCNCC1>>C(c1ccccc1)N1CCCCC1
-OB(O)c1ccccc1.Brc1ccncc1>>c1ccc(-c2ccncc2)cc1
-COC(=O)CCC#N.[Na+].[OH-]>>OC(=O)CCC#N
-CC(C)=O.NNc1ccccc1>>CC(C)=NNc1ccccc1
-O=Cc1ccccc1.CC(C)N>>CC(C)NCc1ccccc1
-CCBr.Oc1ccc(Cl)cc1>>CCOc1ccc(Cl)cc1
-Nc1ccccc1.O=C=NCC>>CCNC(=O)Nc1ccccc1
-CS(=O)(=O)Cl.OCCc1ccccc1>>CS(=O)(=O)OCCc1ccccc1
-O=[N+]([O-])c1ccccc1C>>Cc1ccccc1N
-CC(=O)OC(C)=O.Oc1ccccc1>>CC(=O)Oc1ccccc1
-C=CCBr.OC(=O)CCC>>C=CCOC(=O)CCC
-FC(F)(F)c1ccc(Br)cc1.OB(O)C1CC1>>FC(F)(F)c1ccc(C2CC2)cc1
-CCOC(=O)CC(C)=O.NN>>Cc1cc(O)[nH]n1
-OCC1CCCO1.ClC(=O)c1ccccc1>>O=C(OCC1CCCO1)c1ccccc1
-"""
-_ANTIBODIES = """
-EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMS
-QVQLQESGPGLVKPSETLSLTCTVSGGSISSYYWS
-QVQLVQSGAEVKKPGASVKVSCKASGYTFTGYYMH
-DIQMTQSPSSLSASVGDRVTITCRASQSISSYLN
-EIVLTQSPGTLSLSPGERATLSCRASQSVSSSYLA
-WVRQAPGKGLEWVSAISGSGGSTYYADSVKGRFT
-WIRQPPGKGLEWIGYIYYSGSTNYNPSLKSRVTI
-WYQQKPGKAPKLLIYAASSLQSGVPSRFSGSGSG
-RFTISRDNSKNTLYLQMNSLRAEDTAVYYCAKDR
-RVTISVDTSKNQFSLKLSSVTAADTAVYYCARGG
-QSALTQPASVSGSPGQSITISCTGTSSDVGGYNY
-SYELTQPPSVSVSPGQTASITCSGDKLGDKYACW
-TDFTLTISSLQPEDFATYYCQQSYSTPLTFGGGT
-GTDFTLTISRLEPEDFAVYYCQQYGSSPWTFGQG
-CARDGYSSGWYFDYWGQGTLVTVSSASTKGPSVF
-CARHLGYCSGGSCYFDYWGQGTLVTVSSGSASAP
-"""
-_STDLIB = """
-def close(self):\\n    if self._file is not None:\\n        self._file.close()
-for key, value in sorted(items.items()):\\n        result.append((key, value))
-try:\\n        return int(text)\\n    except ValueError:\\n        return None
-raise TypeError("expected str, got %s" % type(value).__name__)
-with open(path, "rb") as stream:\\n        data = stream.read()
-class Node:\\n    def __init__(self, name):\\n        self.name = name
-if len(args) != 2:\\n        raise ValueError("two arguments are needed")
-import os\\nimport sys\\n\\ndef main():\\n    print(sys.argv[1])
-while queue:\\n        item = queue.pop()\\n        seen.add(item)
-return [x for x in values if x is not None and x > 0]
-def __repr__(self):\\n        return f"{type(self).__name__}({self.name!r})"
-assert isinstance(left, list) and isinstance(right, list)
-self.assertEqual(list(reversed(range(3))), [2, 1, 0])
-lines = text.splitlines()\\n    for line in lines:\\n        line = line.strip()
-def add(self, other):\\n        return Point(self.x + other.x, self.y + other.y)
-elif name.startswith("_"):\\n            continue\\n        else:\\n            yield name
-"""
+_TEXTS = Path(__file__).parent / "texts"
 
 
 class Asked(NamedTuple):
@@ -167,20 +64,22 @@ class Asked(NamedTuple):
     text: str
 
 
+def read_texts(run: str) -> dict[str, dict[str, list[str]]]:
+    """Read the texts of a run by model and kind: a line each, below ``== model: kind``."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for line in (_TEXTS / f"{run}.txt").read_text("utf-8").splitlines():
+        if line.startswith("== "):
+            model, kind = line[3:].split(": ")
+            found[model][kind] = []
+        else:
+            found[model][kind].append(line.replace("\\n", "\n"))
+    return found
+
+
 def texts(model: str) -> list[Asked]:
     """The texts of a model."""
-    given = {
-        "smollm2": {"prose": _PROSE, "code": _CODE, "question": _QUESTIONS, "repeat": _REPEATS},
-        "minilm": {"sentence": _SENTENCES},
-        "rxnmapper": {"reaction": _REACTIONS},
-        "antiberty": {"antibody": _ANTIBODIES},
-        "stdlib-2l": {"code": _STDLIB},
-    }[model]
-    return [
-        Asked(kind, line.replace("\\n", "\n"))
-        for kind, lines in given.items()
-        for line in lines.strip().split("\n")
-    ]
+    kinds = read_texts("depth")[model]
+    return [Asked(kind, line) for kind, lines in kinds.items() for line in lines]
 
 
 class Opened(NamedTuple):
@@ -362,6 +261,12 @@ def markdown(head: Sequence[Any], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def verdict_table(found: Sequence[tuple[str, str, bool]]) -> str:
+    """A row for each prediction: what came, and whether it was seen."""
+    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
+    return markdown(["predicted", "what came", "seen"], lines)
+
+
 def main_table(
     rows: Any, truth: str, derived: Sequence[str] = DERIVED, free: Sequence[str] = FREE
 ) -> str:
@@ -460,8 +365,7 @@ def verdicts(rows: Any, models: Any) -> str:
     what = "8: behind attention rollout on replaced tokens, where untrained"
     came = "; ".join(f"{model.split(',')[0]}: {s or 'neither'}" for model, s in below.items())
     found.append((what, came, set(below.values()) == {"behind"}))
-    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
-    return markdown(["predicted", "what came", "seen"], lines)
+    return verdict_table(found)
 
 
 def tables(folder: Path = FOLDER) -> list[str]:

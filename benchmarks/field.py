@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from benchmarks import depth, field_texts
+from benchmarks import depth
 from infoflow_lens import JacobianInfluence, baselines, run_probes
 from infoflow_lens.hooks import ResampleInfluence
 from infoflow_lens.hooks.influence.rerun import Rerun
@@ -43,31 +43,14 @@ _STEPS, _CEILING = 12, 4  # points of the integral; every fourth text has other 
 
 
 def texts(model: str) -> list[depth.Asked]:
-    """The texts of a model; of SmolLM2 the four kinds in turn."""
-
-    def lines(text: str) -> list[str]:
-        return [line.replace("\\n", "\n") for line in text.strip().split("\n")]
-
-    if model == "smollm2":
-        kinds = {
-            "prose": field_texts.PROSE, "code": field_texts.CODE,
-            "question": field_texts.QUESTIONS, "repeat": field_texts.REPEATS,
-        }  # fmt: skip
-        rows = zip(*(lines(text) for text in kinds.values()), strict=True)
-        return [depth.Asked(k, one) for row in rows for k, one in zip(kinds, row, strict=True)]
+    """The texts of a model, written for this run; of SmolLM2 the four kinds in turn."""
+    kinds = depth.read_texts("field")[model]
+    # variable domains of antibodies, as published, are cut into four pieces
     if model == "antiberty":
-        pieces = [
-            chain[start : start + 28]
-            for start in range(0, 112, 28)
-            for chain in lines(field_texts.CHAINS)
-        ]
-        return [depth.Asked("antibody", piece) for piece in pieces]
-    kind, text = {
-        "minilm": ("sentence", field_texts.SENTENCES),
-        "rxnmapper": ("reaction", field_texts.REACTIONS),
-        "stdlib-2l": ("code", field_texts.STDLIB),
-    }[model]
-    return [depth.Asked(kind, line) for line in lines(text)]
+        starts, chains = range(0, 112, 28), kinds["antibody"]
+        kinds = {"antibody": [chain[at : at + 28] for at in starts for chain in chains]}
+    rows = zip(*kinds.values(), strict=True)
+    return [depth.Asked(k, line) for row in rows for k, line in zip(kinds, row, strict=True)]
 
 
 class Answer(NamedTuple):
@@ -309,8 +292,7 @@ def verdicts(rows: Any) -> str:
     what = "7: signed, integrated gradients ahead of ALTI-Logit, which is below .3"
     came = f"by {depth.shown(lead)}; {theirs:.2f}"
     found.append((what, came, depth.interval(lead)[1] > 0 and theirs < 0.3))
-    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
-    return depth.markdown(["predicted", "what came", "seen"], lines)
+    return depth.verdict_table(found)
 
 
 def answer_table(rows: Any) -> str:

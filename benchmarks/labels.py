@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.depth import read_texts
 from infoflow_lens import label_heads, load_any, run_probes
 from infoflow_lens.foundation.versions import package_versions
 from infoflow_lens.hooks import HeadLabels, MeanPatternsProbe
@@ -46,39 +47,8 @@ N_POS, N_LAYERS = 32, 30
 KNOWN = {(16, 0): "fixed", (17, 3): "max", (17, 4): "max", (17, 5): "max", (18, 6): "max"}
 SINGLE = ("position", "offset", "gated", "largest")
 
-_PROSE = """
-The old ferry left the harbour an hour late, and by the time it reached the island the wind had
-turned and the small boats were already coming home with their nets still folded.
-
-She kept every letter in a tin box under the stairs, tied in bundles with green thread, and on
-winter evenings she would take one out, read it twice, and put it back.
-
-Nobody in the valley remembers who built the stone bridge, but each spring after the floods the men
-of both villages walk down together and replace what the river has carried away.
-
-When the factory closed, the bakery across the road began to open later, and within a year the
-street was so quiet that children played football between the parked cars.
-"""
 _CODE = [string, statistics, textwrap, bisect]
-_QUESTIONS = """
-When Laura and Ben walked into the library, Ben handed the old map to Laura. Then Laura and Ben went
-to the cafe, and Laura gave the map back to
-
-Omar met Julia at the airport in Lisbon. Julia asked Omar for his ticket, and after a while Omar
-showed the ticket to Julia. The person who asked was
-
-The key is in the blue drawer and the money is in the red one. Anna took the key. So she must have
-opened the drawer that is
-
-Yesterday David paid for lunch, so today it was the turn of Clara. When the bill came, the waiter
-gave it to Clara, and David thanked
-"""
 _LENGTHS = (11, 13, 15, 12)  # of the copies
-
-
-def paragraphs(block: str) -> list[str]:
-    """Split at blank lines; lines of a paragraph are one."""
-    return [" ".join(part.split()) for part in block.strip().split("\n\n")]
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
@@ -97,7 +67,7 @@ def copies(tokenizer: Any, seed: int, length: int) -> torch.Tensor:
 def texts_of(tokenizer: Any) -> list[torch.Tensor]:
     """Sixteen texts, the four kinds in turn, so that each half has two of each."""
     sources = [inspect.getsource(module)[400:900] for module in _CODE]
-    prose, questions = paragraphs(_PROSE), paragraphs(_QUESTIONS)
+    prose, questions = read_texts("labels")["smollm2"].values()
     kinds = [
         [encode(tokenizer, text) for text in prose],
         [encode(tokenizer, text) for text in sources],

@@ -227,8 +227,7 @@ def verdicts(rows: Any) -> str:
     what = "1 fails in at most one model, 2 in at most one of three (else refuted)"
     came = f"1 fails in {len(depth.MODELS) - len(first)}, 2 in {wrong}"
     found.append((what, came, len(depth.MODELS) - len(first) <= 1 and wrong <= 1))
-    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
-    return depth.markdown(["predicted", "what came", "seen"], lines)
+    return depth.verdict_table(found)
 
 
 def held_table(rows: Any) -> str:

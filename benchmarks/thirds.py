@@ -259,8 +259,7 @@ def verdicts(rows: Any, counts: Any) -> str:
     what = "10: heads of several keys or spread are most in the last third of SmolLM2, both halves"
     came = "; ".join(", ".join(map(str, half)) for half in halves)
     found.append((what, came, all(half[2] > max(half[:2]) for half in halves)))
-    lines = [[what, came, "yes" if seen else "**no**"] for what, came, seen in found]
-    return depth.markdown(["predicted", "what came", "seen"], lines)
+    return depth.verdict_table(found)
 
 
 def read(folder: Path = depth.FOLDER) -> tuple[Any, Any]:
