@@ -1,5 +1,7 @@
 """``infoflow-lens ask``: why this answer and not that one."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,60 +10,53 @@ import typer
 from infoflow_lens.commands.common import (
     AsJson,
     Device,
+    DrawingSeed,
     Dtype,
+    Model,
     Overwrite,
     Quiet,
+    Text,
     console,
     print_lines,
     report_errors,
     say,
     say_json,
 )
+from infoflow_lens.commands.options import options_of
 
 _GUESSES = 3  # of a word, the likeliest
 _STRIP = 7  # characters of a column
 
 
-Model = Annotated[
-    str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
-]
-Text = Annotated[str, typer.Argument(help="The text that the model reads.")]
-AnswerWord = Annotated[
-    str | None, typer.Option(help="The answer, such as ' Mary'; default, what the model says.")
-]
-Against = Annotated[
-    str | None, typer.Option(help="Another answer; default, the second most probable.")
-]
-Instead = Annotated[
-    str | None,
-    typer.Option(help="The other text, of as many tokens; default, one that is chosen."),
-]
-At = Annotated[
-    int | None,
-    typer.Option(help="Why the token at this place of the text; what follows it is not read."),
-]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="No tokens, no strips, ten heads: some 40 passes.")
-]
-Exact = Annotated[bool, typer.Option("--exact", help="Measure all heads.")]
-Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+@dataclass(frozen=True)
+class Question:
+    """What `ask` and `serve` ask, with the names of the function's arguments."""
+
+    model: Model
+    text: Text
+    answer: Annotated[str | None, "The answer, such as ' Mary'; default, what the model says."] = (
+        None
+    )
+    against: Annotated[str | None, "Another answer; default, the second most probable."] = None
+    instead: Annotated[
+        str | None, "The other text, of as many tokens; default, one that is chosen."
+    ] = None
+    at: Annotated[
+        int | None, "Why the token at this place of the text; what follows it is not read."
+    ] = None
+    quick: Annotated[bool, "No tokens, no strips, ten heads: some 40 passes."] = False
+    exact: Annotated[bool, "Measure all heads."] = False
+    seed: DrawingSeed = 0
 
 
+@options_of(Question, arguments=("model", "text"))
 def ask(
-    model: Model,
-    text: Text,
-    answer: AnswerWord = None,
-    against: Against = None,
-    instead: Instead = None,
-    at: At = None,
+    config: Callable[[], Question],
     out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     overwrite: Overwrite = False,
-    quick: Quick = False,
-    exact: Exact = False,
     units: Annotated[
         str | None, typer.Option(help="words: tokens of a word are replaced at once.")
     ] = None,
-    seed: Seed = 0,
     resume: Annotated[
         Path | None,
         typer.Option(help="A folder that keeps what was measured; the same command goes on there."),
@@ -81,11 +76,9 @@ def ask(
         # heavy libraries load only once the options are known to be right
         from infoflow_lens.flows.ask import ask as measure
 
-        found = measure(
-            model, text, answer, against, instead,
-            at=at, quick=quick, exact=exact, units=units, seed=seed, resume=resume, device=device,
-            dtype=dtype, progress=not quiet,
-        )  # fmt: skip
+        asked: dict[str, Any] = vars(config())
+        run: dict[str, Any] = {"device": device, "dtype": dtype, "progress": not quiet}
+        found = measure(**asked, units=units, resume=resume, **run)
         if out is not None:
             found.to_html(out, overwrite=overwrite)
     if as_json:

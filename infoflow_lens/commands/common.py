@@ -1,11 +1,11 @@
-"""What commands share: printing errors, options, lists of numbers, tasks by name."""
+"""What commands share: printing errors, options, tasks by name."""
 
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +27,13 @@ def folder(text: str) -> Path:
         raise typer.BadParameter(str(error)) from error
 
 
-# Options that several commands have
+# Options that several commands have; the first ones with a text as help, for classes of options
+Model = Annotated[str, "A name such as stdlib-2l or gpt2, owner/name, or a folder."]
+Text = Annotated[str, "The text that the model reads."]
+DrawingSeed = Annotated[int, "Seed of all random draws."]
+TokenSize = Annotated[int | None, "Dimension of a token, d."]
+Components = Annotated[int | None, "Number of retrieved components, D."]
+Counting = Literal["paper", "unordered", "proved"]  # of comparisons; theory's own loads torch
 Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda:0, ...")]
 Dtype = Annotated[
     str | None, typer.Option(help="Number format: float32 (default), bfloat16, float16 or float64.")
@@ -98,22 +104,6 @@ def repeat_command(context: typer.Context, *more: str) -> str:
             else:
                 words += [parameter.opts[0], str(item)]
     return shlex.join([*words, *(option for option in more if option not in words)])
-
-
-def integers(text: str, name: str) -> tuple[int, ...]:
-    """Parse integers that are separated by commas.
-
-    Raises:
-        InfoFlowError: for anything else.
-    """
-    from infoflow_lens.foundation.errors import InfoFlowError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InfoFlowError(
-            f"{name} is {text!r}: expected integers separated by commas, such as 4,1"
-        ) from None
 
 
 def task_by_options(

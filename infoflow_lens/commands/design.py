@@ -1,84 +1,74 @@
 """``infoflow-lens design``: the smallest architectures that the theory allows for a task."""
 
-from typing import Annotated, Any, cast
-
-import typer
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from infoflow_lens.commands.common import (
     AsJson,
+    Components,
+    Counting,
     Quiet,
+    TokenSize,
     console,
-    integers,
     print_lines,
     report_errors,
     say_json,
     task_by_options,
 )
+from infoflow_lens.commands.options import options_of
 
 
-def design(
-    task: Annotated[
-        str, typer.Argument(help="The task; module:name or file.py:name for one of your own.")
-    ],
-    tokens: Annotated[
-        str | None, typer.Option(help="Tokens in a sequence, T, such as 16,64,256.")
-    ] = None,
-    error: Annotated[float, typer.Option(help="Precision eps that the models must reach.")] = 1e-2,
-    max_layers: Annotated[int, typer.Option(help="Largest number of layers.")] = 3,
-    max_heads: Annotated[int, typer.Option(help="Largest number of heads in a layer.")] = 12,
-    parameters: Annotated[float | None, typer.Option(help="Largest number of parameters.")] = None,
-    d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
-    components: Annotated[
-        int | None, typer.Option(help="Number of retrieved components, D.")
-    ] = None,
-    positions: Annotated[
-        bool, typer.Option("--positions", help="Models may have a positional encoding.")
-    ] = False,
-    count: Annotated[
-        str,
-        typer.Option(help="Count of comparisons by which to exclude: paper, unordered or proved."),
-    ] = "paper",
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Train the recommended model and its neighbours (minutes)."),
-    ] = False,
-    seeds: Annotated[
-        int, typer.Option(help="With --verify: models that are trained of each architecture.")
-    ] = 1,
-    epochs: Annotated[int, typer.Option(help="With --verify: epochs of training.")] = 40,
-    seed: Annotated[int, typer.Option(help="Seed of the task, the samples and the training.")] = 0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@dataclass(frozen=True)
+class Question:
+    """What `design` is asked."""
+
+    task: Annotated[str, "The task; module:name or file.py:name for one of your own."]
+    tokens: Annotated[tuple[int, ...] | None, "Tokens in a sequence, T, such as 16,64,256."] = None
+    error: Annotated[float, "Precision eps that the models must reach."] = 1e-2
+    max_layers: Annotated[int, "Largest number of layers."] = 3
+    max_heads: Annotated[int, "Largest number of heads in a layer."] = 12
+    parameters: Annotated[float | None, "Largest number of parameters."] = None
+    d_token: TokenSize = None
+    components: Components = None
+    positions: Annotated[bool, "Models may have a positional encoding."] = False
+    count: Annotated[Counting, "Count of comparisons by which to exclude."] = "paper"
+    verify: Annotated[bool, "Train the recommended model and its neighbours (minutes)."] = False
+    seeds: Annotated[int, "With --verify: models that are trained of each architecture."] = 1
+    epochs: Annotated[int, "With --verify: epochs of training."] = 40
+    seed: Annotated[int, "Seed of the task, the samples and the training."] = 0
+
+
+@options_of(Question, arguments=("task",))
+def design(config: Callable[[], Question], as_json: AsJson = False, quiet: Quiet = False) -> None:
     """Find the smallest architectures that the theory allows, and what it excludes beside them."""
     with report_errors():
         from infoflow_lens.foundation.progress import progress_bar
         from infoflow_lens.tasks import list_tasks
         from infoflow_lens.theory import design as designs
 
+        asked = config()
         # only tasks of ours take a seed
-        target = task_by_options(
-            task, None, d_token, components, seed if task in list_tasks() else None
-        )
-        lengths = (target.n_tokens,) if tokens is None else integers(tokens, "--tokens")
-        choices, _ = designs.head_choices(
-            tuple(getattr(target, "components", ())), min(max_layers, 6), min(max_heads, 64)
-        )
+        seed = asked.seed if asked.task in list_tasks() else None
+        target = task_by_options(asked.task, None, asked.d_token, asked.components, seed)
+        components = tuple(getattr(target, "components", ()))
+        most = min(asked.max_layers, 6), min(asked.max_heads, 64)
+        choices, _ = designs.head_choices(components, *most)
         with progress_bar("heads", len(choices), show=not quiet) as advance:
             result = designs.design(
                 target,
-                lengths,
-                error,
-                max_layers=max_layers,
-                max_heads=max_heads,
-                parameters=parameters,
-                positional=positions,
-                count=cast(Any, count),
-                seed=seed,
+                (target.n_tokens,) if asked.tokens is None else asked.tokens,
+                asked.error,
+                max_layers=asked.max_layers,
+                max_heads=asked.max_heads,
+                parameters=asked.parameters,
+                positional=asked.positions,
+                count=asked.count,
+                seed=asked.seed,
                 advance=advance,
             )
         # trained afterwards: the design itself needs no model
-        checked = _verify(result, target, seeds, epochs, seed, quiet) if verify else None
+        checked = _verify(result, target, asked, quiet) if asked.verify else None
     if as_json:
         from dataclasses import asdict
 
@@ -92,13 +82,14 @@ def design(
         _print_verification(checked)
 
 
-def _verify(result: Any, target: Any, seeds: int, epochs: int, seed: int, quiet: bool) -> Any:
+def _verify(result: Any, target: Any, asked: Question, quiet: bool) -> Any:
     from infoflow_lens.foundation.progress import progress_bar
     from infoflow_lens.verification import verify_design
 
     total = 1 + len(result.neighbours)
     with progress_bar("training", total, show=not quiet) as advance:
-        return verify_design(result, target, epochs=epochs, seeds=seeds, seed=seed, advance=advance)
+        sizes = {"epochs": asked.epochs, "seeds": asked.seeds, "seed": asked.seed}
+        return verify_design(result, target, **sizes, advance=advance)
 
 
 def _print_design(result: Any) -> None:

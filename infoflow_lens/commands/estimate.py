@@ -1,21 +1,25 @@
 """``infoflow-lens estimate``: what an architecture must pay for a task, before training."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
-
-import typer
+from typing import Annotated, Any
 
 from infoflow_lens.commands.common import (
     AsJson,
+    Components,
+    Counting,
+    DrawingSeed,
     Overwrite,
+    TokenSize,
     console,
-    integers,
     print_lines,
     report_errors,
     say,
     say_json,
     task_by_options,
 )
+from infoflow_lens.commands.options import options_of
 
 _SIGNS = {
     "excluded, proved": "[red]X[/]",
@@ -38,65 +42,46 @@ _WORDS = (  # what `estimate` prints last
 )
 
 
-def estimate(
+@dataclass(frozen=True)
+class Question:
+    """What `estimate` is asked."""
+
     task: Annotated[
         str,
-        typer.Argument(
-            help="The task, such as d_retrieval; module:name or file.py:name for one of your own; "
-            "'all' with --like: what this configuration can learn."
-        ),
-    ],
-    heads: Annotated[str | None, typer.Option(help="Heads of each layer, such as 4,1.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence, T; default, 64.")
-    ] = None,
+        "The task, such as d_retrieval; module:name or file.py:name for one of your own; 'all' "
+        "with --like: what this configuration can learn.",
+    ]
+    heads: Annotated[tuple[int, ...] | None, "Heads of each layer, such as 4,1."] = None
+    tokens: Annotated[int | None, "Tokens in a sequence, T; default, 64."] = None
     d_model: Annotated[
-        str, typer.Option(help="Width of the residual stream, E, or one for each layer.")
-    ] = "32",
-    d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
-    components: Annotated[
-        int | None, typer.Option(help="Number of retrieved components, D.")
-    ] = None,
-    positions: Annotated[
-        bool, typer.Option("--positions", help="The model has a positional encoding.")
-    ] = False,
+        tuple[int, ...], "Width of the residual stream, E, or one for each layer."
+    ] = (32,)
+    d_token: TokenSize = None
+    components: Components = None
+    positions: Annotated[bool, "The model has a positional encoding."] = False
     encoder: Annotated[
         bool,
-        typer.Option(
-            "--encoder",
-            help="Tokens are encoded by a network, so that a first-layer head can have several "
-            "roles.",
-        ),
-    ] = False,
+        "Tokens are encoded by a network, so that a first-layer head can have several roles.",
+    ] = False
     like: Annotated[
         str | None,
-        typer.Option(
-            help="A model's configuration in place of --heads: a folder or config.json, a "
-            "checkpoint of ours, or a name such as gpt2; nothing but its config is read."
-        ),
-    ] = None,
-    count: Annotated[
-        str, typer.Option(help="The target's number of comparisons: paper, unordered or proved.")
-    ] = "paper",
-    trees: Annotated[int, typer.Option(help="Comparison trees of a position, K in eq (5).")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
-    as_json: AsJson = False,
-    witness: Annotated[
-        bool, typer.Option("--witness", help="Print the proof of the verdict, as JSON.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Save the proof of the verdict to this file, as JSON.")
-    ] = None,
+        "A model's configuration in place of --heads: a folder or config.json, a checkpoint of "
+        "ours, or a name such as gpt2; nothing but its config is read.",
+    ] = None
+    count: Annotated[Counting, "The target's number of comparisons."] = "paper"
+    trees: Annotated[int, "Comparison trees of a position, K in eq (5)."] = 1
+    seed: DrawingSeed = 0
+    witness: Annotated[bool, "Print the proof of the verdict, as JSON."] = False
+    out: Annotated[Path | None, "Save the proof of the verdict to this file, as JSON."] = None
     sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="'heads,tokens': the phase diagram for heads and T up to the given ones."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="With --sweep: draw it to this png, svg or pdf file.")
-    ] = None,
-    overwrite: Overwrite = False,
+        str | None, "'heads,tokens': the phase diagram for heads and T up to the given ones."
+    ] = None
+    plot: Annotated[Path | None, "With --sweep: draw it to this png, svg or pdf file."] = None
+
+
+@options_of(Question, arguments=("task",))
+def estimate(
+    config: Callable[[], Question], as_json: AsJson = False, overwrite: Overwrite = False
 ) -> None:
     """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
     import json
@@ -107,87 +92,81 @@ def estimate(
         from infoflow_lens.foundation.files import add_digest
         from infoflow_lens.theory import estimate as estimates
 
+        asked = config()
+        wants_proof = asked.witness or asked.out is not None
         # options that exclude each other, before any work
-        if (heads is None) == (like is None):
+        if (asked.heads is None) == (asked.like is None):
             raise InfoFlowError("expected either --heads, such as 4,1, or --like, such as gpt2")
-        if sweep is None and plot is not None:
+        if asked.sweep is None and asked.plot is not None:
             raise InfoFlowError("--plot draws a phase diagram: expected --sweep heads,tokens too")
-        if (task == "all" or sweep is not None) and (witness or out is not None):
+        if (asked.task == "all" or asked.sweep is not None) and wants_proof:
             raise InfoFlowError(
                 "--witness and --out give the proof of one verdict: expected one task and no "
                 "--sweep; leave them out, or ask for one architecture"
             )
-        if task == "all":
-            _survey(like, heads, tokens, d_model, positions, encoder, count, seed, as_json)
+        if asked.task == "all":
+            _survey(asked, as_json)
             return
-        if out is not None:
-            WITNESS.check(out, overwrite=overwrite)
-        target = _load(task, tokens, d_token, components, seed)
-        if sweep is not None:
-            if sweep != "heads,tokens" or heads is None:
-                raise InfoFlowError(f"--sweep is {sweep!r}: expected heads,tokens, and --heads")
-            n_heads = integers(heads, "--heads")
-            _sweep(target, n_heads, target.n_tokens, count, trees, as_json, plot, overwrite)
+        if asked.out is not None:
+            WITNESS.check(asked.out, overwrite=overwrite)
+        target = _load(asked)
+        if asked.sweep is not None:
+            _sweep(asked, target, as_json, overwrite)
             return
         # one architecture: by its heads, or like a model
-        architecture = _architecture(like, heads, d_model, target.n_tokens, positions, encoder)
+        architecture = _architecture(asked, target.n_tokens)
         result = estimates.estimate(
-            architecture, target, count=cast(Any, count), trees=trees, seed=seed
+            architecture, target, count=asked.count, trees=asked.trees, seed=asked.seed
         )
         proof = result.witness
-        if (witness or out is not None) and proof is None:
+        if wants_proof and proof is None:
             raise InfoFlowError(
                 f"the verdict is {result.verdict!r}, which rests on no witness: expected a verdict "
                 "'excluded, proved'; leave out --witness and --out"
             )
-        if out is not None and proof is not None:
-            WITNESS.write(out, add_digest(proof), overwrite=overwrite)
+        if asked.out is not None and proof is not None:
+            WITNESS.write(asked.out, add_digest(proof), overwrite=overwrite)
     if as_json:
         say_json(result.to_dict())
         return
-    if witness:
+    if asked.witness:
         say(json.dumps(result.witness))
         return
     console().print(architecture.describe(), markup=False, soft_wrap=True)
     _print_estimate(result)
 
 
-def _load(
-    task: str, tokens: int | None, d_token: int | None, components: int | None, seed: int
-) -> Any:
-    """The task; vector tasks of ours have 64 tokens unless another T is asked."""
+def _load(asked: Question) -> Any:
+    """Load the task; vector tasks of ours have 64 tokens unless another T is asked."""
     from infoflow_lens.tasks import VectorTask, list_tasks, load_task
 
-    ours = task in list_tasks()
-    if tokens is None and ours and isinstance(load_task(task), VectorTask):
+    tokens, ours = asked.tokens, asked.task in list_tasks()
+    if tokens is None and ours and isinstance(load_task(asked.task), VectorTask):
         tokens = 64
-    return task_by_options(task, tokens, d_token, components, seed if ours else None)
+    seed = asked.seed if ours else None
+    return task_by_options(asked.task, tokens, asked.d_token, asked.components, seed)
 
 
-def _architecture(
-    like: str | None,
-    heads: str | None,
-    d_model: str,
-    tokens: int,
-    positions: bool,
-    encoder: bool,
-) -> Any:
+def _architecture(asked: Question, tokens: int | None = None) -> Any:
+    """Read the shape of a model, or make one; without tokens, at the longest that it can have."""
     from infoflow_lens.foundation.errors import InfoFlowError
     from infoflow_lens.models.configs import read_shape
     from infoflow_lens.theory.shapes import ModelShape
 
-    if like is not None:
-        return read_shape(like).set_length(tokens)
-    n_heads = integers(heads or "", "--heads")
-    if len(n_heads) > 200 or max(n_heads, default=0) > 10**6:
-        raise InfoFlowError(f"--heads is {heads!r}: expected at most 200 layers of 10^6 heads")
-    widths = integers(d_model, "--d-model")
+    if asked.like is not None:
+        shape = read_shape(asked.like)
+        return shape if tokens is None else shape.set_length(tokens)
+    heads, widths = asked.heads or (), asked.d_model
+    if len(heads) > 200 or max(heads, default=0) > 10**6:
+        raise InfoFlowError(
+            f"--heads is {','.join(map(str, heads))!r}: expected at most 200 layers of 10^6 heads"
+        )
     return ModelShape(
-        n_heads=n_heads,
-        d_model=widths * len(n_heads) if len(widths) == 1 else widths,
-        n_tokens=tokens,
-        positional=positions,
-        routes=encoder,
+        n_heads=heads,
+        d_model=widths * len(heads) if len(widths) == 1 else widths,
+        n_tokens=asked.tokens or 2**31 - 1 if tokens is None else tokens,
+        positional=asked.positions,
+        routes=asked.encoder,
     )
 
 
@@ -235,16 +214,7 @@ def _exponents(by_mode: dict[str, float]) -> str:
     return ", ".join(f"{value:.3g}" for value in by_mode.values()) or "none"
 
 
-def _sweep(
-    target: Any,
-    n_heads: tuple[int, ...],
-    tokens: int,
-    count: Any,
-    trees: int,
-    as_json: bool,
-    plot: Path | None,
-    overwrite: bool,
-) -> None:
+def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None:
     import itertools
     import math
 
@@ -255,6 +225,10 @@ def _sweep(
     from infoflow_lens.theory.comparison import Heads
     from infoflow_lens.theory.estimate import flags_of, phase_diagram
 
+    if asked.sweep != "heads,tokens" or asked.heads is None:
+        raise InfoFlowError(f"--sweep is {asked.sweep!r}: expected heads,tokens, and --heads")
+    n_heads, count, trees, plot = asked.heads, asked.count, asked.trees, asked.plot
+    tokens = target.n_tokens
     check(n_heads, Heads, "--heads")
     if plot is not None:
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
@@ -293,31 +267,21 @@ def _sweep(
     print_lines("Notes", flags)
 
 
-def _survey(
-    like: str | None,
-    heads: str | None,
-    tokens: int | None,
-    d_model: str,
-    positions: bool,
-    encoder: bool,
-    count: str,
-    seed: int,
-    as_json: bool,
-) -> None:
+def _survey(asked: Question, as_json: bool) -> None:
     """Print what a configuration can learn: a table over all tasks, D and T."""
 
     from rich.table import Table
 
     from infoflow_lens.foundation.progress import progress_bar
+    from infoflow_lens.tasks import list_tasks, load_task
     from infoflow_lens.theory.survey import survey, survey_cases
 
-    shape = _architecture(like, heads, d_model, tokens or 2**31 - 1, positions, encoder) if (
-        like is None
-    ) else _read_shape(like)  # fmt: skip
-    lengths = (16, 64, 256) if tokens is None else (tokens,)
-    cases = survey_cases(_all_tasks(seed), lengths)
+    shape = _architecture(asked)
+    lengths = (16, 64, 256) if asked.tokens is None else (asked.tokens,)
+    tasks = [load_task(name, seed=asked.seed) for name in list_tasks()]
+    cases = survey_cases(tasks, lengths)
     with progress_bar("tasks", len(cases), show=not as_json) as advance:
-        rows = survey(shape, cases, count=cast(Any, count), advance=advance)
+        rows = survey(shape, cases, count=asked.count, advance=advance)
     if as_json:
         say_json({"model": shape.to_dict(), "rows": rows})
         return
@@ -333,15 +297,3 @@ def _survey(
         )  # fmt: skip
     out.print(table)
     out.print("exponent: of eps^-k parameters for the costliest state (0: it fits)")
-
-
-def _read_shape(like: str) -> Any:
-    from infoflow_lens.models.configs import read_shape
-
-    return read_shape(like)
-
-
-def _all_tasks(seed: int) -> list[Any]:
-    from infoflow_lens.tasks import list_tasks, load_task
-
-    return [load_task(name, seed=seed) for name in list_tasks()]

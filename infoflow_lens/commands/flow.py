@@ -1,31 +1,57 @@
 """``infoflow-lens flow``: the picture of what can reach a state, and what does, as one page."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from infoflow_lens.commands.common import (
     Backend,
     Device,
+    DrawingSeed,
     Dtype,
+    Model,
     Overwrite,
     Quiet,
-    integers,
     report_errors,
     say,
 )
+from infoflow_lens.commands.options import integers, options_of
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Repeated
+from infoflow_lens.probing.config import InfluenceKind
 
 
+@dataclass(frozen=True)
+class FlowOptions:
+    """What `flow` draws, with the names of the function's arguments."""
+
+    model: Model
+    text: Annotated[
+        tuple[str, ...], Repeated(), "The text that the model reads; several are shown one by one."
+    ]
+    position: Annotated[
+        str,
+        "Positions whose influence is measured, such as -1 or 4,7; all; auto: all where that takes "
+        "seconds, else the last.",
+    ] = "auto"
+    influence: Annotated[InfluenceKind | Literal["none"], "How to measure influence."] = "auto"
+    rule: Annotated[
+        Literal["max_position", "top_k", "mechanisms"], "Rule by which heads pass on."
+    ] = "max_position"
+    k: Annotated[int, "Positions that a head passes on by the rule top_k."] = 3
+    without: Annotated[
+        tuple[int, ...], "Key positions that no head passes on, such as 0 for BOS, -1 for EOS."
+    ] = ()
+    max_length: Annotated[int | None, "Cut texts to so many tokens."] = None
+    seed: DrawingSeed = 0
+
+
+@options_of(FlowOptions, arguments=("model", "text"))
 def flow(
-    model: Annotated[
-        str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
-    ],
-    texts: Annotated[
-        list[str],
-        typer.Argument(help="The text that the model reads; several are shown one by one."),
-    ],
+    config: Callable[[], FlowOptions],
     with_text: Annotated[
         str | None, typer.Option("--with", help="Another text, to stand beside the one given.")
     ] = None,
@@ -33,26 +59,6 @@ def flow(
         str | None, typer.Option(help="Another model, to stand beside the one given.")
     ] = None,
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("flow.html"),
-    position: Annotated[
-        str,
-        typer.Option(
-            help="Positions whose influence is measured, such as -1 or 4,7; all; auto: all "
-            "where that takes seconds, else the last."
-        ),
-    ] = "auto",
-    influence: Annotated[
-        str, typer.Option(help="How to measure influence: auto, exact, estimate, resample or none.")
-    ] = "auto",
-    rule: Annotated[
-        str, typer.Option(help="Rule by which heads pass on: max_position, top_k or mechanisms.")
-    ] = "max_position",
-    k: Annotated[int, typer.Option(help="Positions that a head passes on by the rule top_k.")] = 3,
-    without: Annotated[
-        str | None,
-        typer.Option(help="Key positions that no head passes on, such as 0 for BOS, -1 for EOS."),
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Cut texts to so many tokens.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",
@@ -67,6 +73,8 @@ def flow(
         from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make
 
+        asked: dict[str, Any] = vars(config())
+        texts, position = list(asked["text"]), asked["position"]
         # a second text, a second model, or both stand beside the first
         is_comparison = with_text is not None or with_model is not None
         if is_comparison and len(texts) > 1:
@@ -74,34 +82,16 @@ def flow(
                 f"--with and --with-model stand beside one text: expected one, not {len(texts)}; "
                 "put texts with spaces into quotes"
             )
-        positions: Any = (
-            position if position in ("auto", "all") else integers(position, "--position")
-        )
-        kind: Any = None if influence == "none" else influence
-        rule_name: Any = rule
-        inputs = [(model, texts)]
+        if position not in ("auto", "all"):
+            asked |= {"position": integers(position.split(","), "--position")}
+        if asked["influence"] == "none":
+            asked |= {"influence": None}
+        run = {"device": device, "dtype": dtype, "backend": backend, "progress": not quiet}
+        inputs: list[dict[str, Any]] = [{"text": texts}]
         if is_comparison:
-            other = texts if with_text is None else [with_text]
-            inputs.append((model if with_model is None else with_model, other))
-        flows = [
-            make(
-                each,
-                read,
-                positions,
-                None,
-                kind,
-                rule_name,
-                k=k,
-                without=() if without is None else integers(without, "--without"),
-                max_length=max_length,
-                seed=seed,
-                device=device,
-                dtype=dtype,
-                backend=backend,
-                progress=not quiet,
-            )
-            for each, read in inputs
-        ]
+            inputs.append({"text": texts if with_text is None else [with_text]})
+            inputs[1] |= {} if with_model is None else {"model": with_model}
+        flows = [make(**asked | one | run) for one in inputs]
         compared = compare_flows(flows[0], flows[1]) if is_comparison else None
         (compared or flows[0]).to_html(out, overwrite=overwrite)
     names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)

@@ -17,7 +17,8 @@ def options_of(
     """Give a command an option for each field of a dataclass, with its type, default and help.
 
     The command takes the dataclass as its first parameter, ``config``; a tuple is written with
-    commas, or one by one in a repeated option where the field says `Repeated`.
+    commas, or one by one in a repeated option where the field says `Repeated`. What is False by
+    default is a switch.
 
     Args:
         config: a dataclass whose fields are ``Annotated[type, ..., "help"]``; it checks ranges.
@@ -75,13 +76,16 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     if _is_tuple(kind):
         kind = str | None if default is None else str
         default = None if default is None else ",".join(map(str, default))
-    if kind == list[str]:
+    if kind == list[str] and default is not inspect.Parameter.empty:
         default = list(default)
     choices = _choices(kind)
     if choices:  # checked by the dataclass, which knows what was meant
         kind = str | None if type(None) in get_args(kind) else str
     metavar = "|".join(choices) or None
-    info = typer.Argument(help=text) if is_argument else typer.Option(help=text, metavar=metavar)
+    # without a name of its own, a switch would have a second one that turns it off
+    names = [option_name(item.name)] if default is False else []
+    info: Any = typer.Option(*names, help=text, metavar=metavar)
+    info = typer.Argument(help=text) if is_argument else info
     return inspect.Parameter(
         item.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -108,10 +112,23 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
     tuples = kind if get_origin(kind) is tuple else get_args(kind)[0]
     if get_args(tuples)[0] is str:
         return tuple(parts)
+    return integers(parts, option_name(name))
+
+
+def option_name(name: str) -> str:
+    """Name the option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def integers(parts: Sequence[str], option: str) -> tuple[int, ...]:
+    """Read the integers of an option.
+
+    Raises:
+        InfoFlowError: for anything else, naming the option.
+    """
     try:
         return tuple(int(part) for part in parts)
     except ValueError:
-        option = "--" + name.replace("_", "-")
         raise InfoFlowError(
-            f"{option} is {value!r}: expected integers with commas, such as 1,2"
+            f"{option} is {','.join(parts)!r}: expected integers with commas, such as 1,2"
         ) from None

@@ -1,31 +1,20 @@
 """``infoflow-lens serve``: answers in a browser, where one asks again."""
 
+from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from infoflow_lens.commands.ask import (
-    Against,
-    AnswerWord,
-    At,
-    Exact,
-    Instead,
-    Model,
-    Quick,
-    Seed,
-    Text,
-)
+from infoflow_lens.commands.ask import Question
 from infoflow_lens.commands.common import Device, Dtype, Quiet, report_errors, say
+from infoflow_lens.commands.options import options_of
 
 
+@options_of(Question, arguments=("model", "text"))
 def serve(
-    model: Model,
-    text: Text,
-    answer: AnswerWord = None,
-    against: Against = None,
-    instead: Instead = None,
-    at: At = None,
+    config: Callable[[], Question],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of this machine; default, a free one.")
     ] = 0,
@@ -33,9 +22,6 @@ def serve(
         float | None,
         typer.Option(min=0, max=1e6, help="End after so many minutes without a question."),
     ] = None,
-    quick: Quick = False,
-    exact: Exact = False,
-    seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
     quiet: Quiet = False,
@@ -52,11 +38,14 @@ def serve(
         from infoflow_lens.models.loading import load_any
         from infoflow_lens.report.answer import Form
 
+        question = config()
+
         def measure(form: Form) -> Answer:
-            return ask(
-                loaded, form.text, form.answer or None, form.against or None, form.instead or None,
-                at=place_of(form.at), quick=quick, exact=exact, seed=seed, progress=not quiet,
+            asked = replace(
+                question, text=form.text, answer=form.answer or None, against=form.against or None,
+                instead=form.instead or None, at=place_of(form.at),
             )  # fmt: skip
+            return ask(**vars(asked) | {"model": loaded}, progress=not quiet)
 
         def cut(found: Answer, lines: tuple[int, ...]) -> float:
             return cut_lines(loaded, found, lines)
@@ -64,8 +53,9 @@ def serve(
         # the port is taken before the model loads, which takes longer
         with closing(AnswerServer(measure, port, cut)) as server:
             with hide_library_bars() if quiet else nullcontext():
-                loaded = load_any(model, device=device, dtype=dtype, backend="opened")
-            place = "" if at is None else str(at)
-            first = Form(text, answer or "", against or "", instead or "", place)
+                loaded = load_any(question.model, device=device, dtype=dtype, backend="opened")
+            place = "" if question.at is None else str(question.at)
+            words = (question.answer or "", question.against or "", question.instead or "")
+            first = Form(question.text, *words, place)
             seconds = None if idle is None else 60 * idle
             server.run(first, lambda: say(f"open {server.address} (Ctrl-C ends it)"), seconds)

@@ -1,5 +1,7 @@
 """``infoflow-lens why``: why a head prefers one key to another."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -9,28 +11,33 @@ from infoflow_lens.commands.common import (
     Backend,
     Device,
     Dtype,
+    Model,
+    Text,
     console,
-    integers,
     print_lines,
     report_errors,
     say_json,
 )
+from infoflow_lens.commands.options import options_of
 
 
-def why(
-    model: Annotated[
-        str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
-    ],
-    text: Annotated[str, typer.Argument(help="The text that the model reads.")],
-    layer: Annotated[int, typer.Option(help="Layer of the head, from 0, or from -1 backwards.")],
-    head: Annotated[int, typer.Option(help="The head, from 0, or from -1 backwards.")],
-    query: Annotated[
-        int, typer.Option(help="Position of the query, from 0, or from -1 backwards.")
-    ] = -1,
+@dataclass(frozen=True)
+class WhyOptions:
+    """What `why` asks, with the names of the function's arguments."""
+
+    model: Model
+    text: Text
+    layer: Annotated[int, "Layer of the head, from 0, or from -1 backwards."]
+    head: Annotated[int, "The head, from 0, or from -1 backwards."]
+    query: Annotated[int, "Position of the query, from 0, or from -1 backwards."] = -1
     keys: Annotated[
-        str | None,
-        typer.Option(help="Positions of the two keys, such as 4,2; default, the two best."),
-    ] = None,
+        tuple[int, ...] | None, "Positions of the two keys, such as 4,2; default, the two best."
+    ] = None
+
+
+@options_of(WhyOptions, arguments=("model", "text"))
+def why(
+    config: Callable[[], WhyOptions],
     rows: Annotated[
         int, typer.Option(help="Number of parts that are shown, the strongest first.")
     ] = 8,
@@ -45,10 +52,7 @@ def why(
         from infoflow_lens.foundation.settings import Count, check
 
         check(rows, Count, "--rows")
-        asked: Any = None if keys is None else integers(keys, "--keys")
-        found = ask(
-            model, text, layer, head, query, asked, device=device, dtype=dtype, backend=backend
-        )
+        found = ask(**vars(config()), device=device, dtype=dtype, backend=backend)
     if as_json:
         tables = {f"by_{by}": found.table(by).to_dict("records") for by in ("key", "query")}
         place = {name: getattr(found, name) for name in ("layer", "head", "query", "keys")}
