@@ -306,7 +306,7 @@ def coverage(
     return _mean((predicted & active).sum(1) / active.sum(1))
 
 
-def check_norms(influence: Tensor) -> None:
+def _check_norms(influence: Tensor) -> None:
     """Refuse what are no norms.
 
     Raises:
@@ -349,16 +349,15 @@ def compare(
             in (0, 1], or lengths are not known and some state has no influence from any token, so
             that it cannot be real.
     """
-    predicted = sets_of(predicted, measured)
-    states = _States(predicted, measured, threshold, lengths, without)
-    n_layers, n_batch, _, n_source = states.scores.shape
+    states = _pair(predicted, measured, threshold, lengths, without)
+    n_layers, n_batch, _, n_source = states.influence.shape
     if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
         raise InfoFlowError(
             f"active index sets are {active.dtype} of shape {tuple(active.shape)}: expected bool "
             f"{(n_batch, n_source)}, one row for each sequence"
         )
     tokens, last = states.is_token & states.asked, states.is_last & states.asked
-    read = predicted.members[states.last_layer][states.is_last]
+    read = states.predicted[states.last_layer][states.is_last]
     return Agreement(
         threshold=threshold,
         layers=tuple(states.agreement(layer, tokens, False) for layer in range(n_layers)),
@@ -385,9 +384,9 @@ def compare_by_position(
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    states = _States(sets_of(predicted, measured), measured, threshold, lengths)
-    n_layers, _, n_pos, _ = states.scores.shape
-    places = torch.arange(n_pos, device=states.scores.device)
+    states = _pair(predicted, measured, threshold, lengths)
+    n_layers, _, n_pos, _ = states.influence.shape
+    places = torch.arange(n_pos, device=states.influence.device)
     rows = []
     for layer in range(n_layers):
         for position in range(n_pos):
@@ -426,7 +425,7 @@ def explained(
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    states = _States(sets_of(predicted, measured), measured, 1.0, lengths, without)
+    states = _pair(predicted, measured, 1.0, lengths, without)
     chosen = states.asked & (states.is_last if last else states.exists)
     return states.explain(layer, chosen, with_self, squared, candidates)
 
@@ -442,9 +441,9 @@ def explain_positions(
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    states = _States(sets_of(predicted, measured), measured, 1.0, None, without)
-    n_layers, _, n_pos, _ = states.scores.shape
-    places = torch.arange(n_pos, device=states.scores.device)
+    states = _pair(predicted, measured, 1.0, None, without)
+    n_layers, _, n_pos, _ = states.influence.shape
+    places = torch.arange(n_pos, device=states.influence.device)
     return [
         [
             states.explain(layer, states.asked & states.exists & (places == position))
@@ -454,15 +453,32 @@ def explain_positions(
     ]
 
 
-def _check_influence(measured: Any) -> None:
+def _pair(
+    predicted: Predicted,
+    measured: Measured | InformationSets,
+    threshold: float,
+    lengths: Int[Tensor, " batch"] | None,
+    without: Sequence[int] = (),
+) -> "States":
+    """Check predicted sets and measured influence of the same states.
+
+    Raises:
+        InfoFlowError: as :func:`compare`.
+    """
+    check_measured(measured, InfluenceResult)
+    sets = sets_of(predicted, measured)
+    return States(measured, {"predicted sets": sets}, threshold, lengths, without)
+
+
+def check_measured(measured: Any, kind: type[StateScores]) -> None:
     """Refuse what no probe of influence gave.
 
     Raises:
         InfoFlowError: naming its type.
     """
-    if not isinstance(measured, (Tensor, InfluenceResult, InformationSets)):
+    if not isinstance(measured, (Tensor, kind, InformationSets)):
         raise InfoFlowError(
-            f"what was measured is a {type(measured).__name__}: expected an InfluenceResult, or "
+            f"what was measured is a {type(measured).__name__}: expected an {kind.__name__}, or "
             "influence [layer, batch, pos, source]"
         )
 
@@ -473,7 +489,6 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
     Raises:
         InfoFlowError: for what is no prediction.
     """
-    _check_influence(measured)
     if isinstance(predicted, InformationSets):
         return select_layers(predicted, measured)
     if isinstance(predicted, Tensor):
@@ -481,7 +496,7 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
     if isinstance(predicted, MovesKeys):
         if isinstance(measured, InformationSets):
             return propagate(predicted, measured.n_sources)
-        scores = measured.influence if isinstance(measured, InfluenceResult) else measured
+        scores = measured.values if isinstance(measured, StateScores) else measured
         return select_layers(propagate(predicted, scores.shape[-1]), measured)
     hint = "; what was measured comes second" if isinstance(predicted, InfluenceResult) else ""
     if isinstance(predicted, GradedSets):
@@ -507,70 +522,87 @@ def select_layers(predicted: SetsT, measured: Any) -> SetsT:
     return predicted.part(layers) if covered and some and not above else predicted
 
 
-class _States:
-    """Predicted sets and measured influence of the same states, checked.
+class States:
+    """Measured influence of states, checked, beside sets and scores of the same states.
+
+    Args:
+        measured: as for :func:`compare`; of other scores than influence, too.
+        sets, scores: by what errors call them; their shapes, and lengths of sets, must be those of
+            the influence.
+        threshold, lengths, without: as for :func:`compare`.
 
     Attributes:
-        scores: influence [layer, batch, pos, source].
+        influence: float [layer, batch, pos, source], 0 from positions that are left out.
+        predicted: bool, the members of the first of the sets.
+        measured: bool, which sources reach the threshold.
         layers: the number of each layer in the model.
         last_layer: which of them is the last of the model.
         exists, asked: bool [batch, pos], which states there are, and which were measured.
         is_token, is_last: bool [batch, pos], states of tokens, and the last of each sequence.
+
+    Raises:
+        InfoFlowError: as :func:`compare`.
     """
 
     def __init__(
         self,
-        predicted: InformationSets,
-        measured: Measured | InformationSets,
+        measured: Any,
+        sets: Mapping[str, InformationSets],
         threshold: float,
         lengths: Int[Tensor, " batch"] | None,
         without: Sequence[int] = (),
+        scores: Mapping[str, Float[Tensor, "layer batch pos source"]] | None = None,
     ) -> None:
-        self.scores, lengths, self.asked = _scores(measured, lengths, predicted.lengths)
-        if self.scores.shape != predicted.members.shape:
-            raise InfoFlowError(
-                f"predicted sets have shape {tuple(predicted.members.shape)}, the measured ones "
-                f"{tuple(self.scores.shape)}: expected the same [layer, batch, pos, source]; probe "
-                "and predict the same inputs"
-            )
-        check_norms(self.scores)
-        layers = range(len(self.scores))
-        self.layers = measured.layers if isinstance(measured, InfluenceResult) else tuple(layers)
+        self.predicted, *_ = (one.members for one in sets.values())
+        of_sets = [one.lengths for one in sets.values()]
+        influence, lengths, self.asked = _read_influence(measured, lengths, *of_sets)
+        beside = {name: one.members for name, one in sets.items()} | dict(scores or {})
+        for name, one in beside.items():
+            if one.shape != influence.shape:
+                raise InfoFlowError(
+                    f"{name} have shape {tuple(one.shape)}, the measured influence "
+                    f"{tuple(influence.shape)}: expected the same [layer, batch, pos, source]; "
+                    "probe and predict the same inputs"
+                )
+        _check_norms(influence)
+        layers = range(len(influence))
+        self.layers = measured.layers if isinstance(measured, StateScores) else tuple(layers)
         self.last_layer = self.layers.index(max(self.layers))
-        _, n_batch, n_pos, n_source = self.scores.shape
-        self.exists, self._sources, self.is_last = real_states(
-            lengths, n_batch, n_pos, n_source, self.scores.device
+        _, n_batch, n_pos, n_source = influence.shape
+        self.exists, sources, self.is_last = real_states(
+            lengths, n_batch, n_pos, n_source, influence.device
         )
-        self.is_token = torch.nn.functional.pad(self._sources, (0, n_pos - n_source))
-        n_tokens = self._sources.sum(dim=1).cpu()
-        left_out = mark_places(without, n_tokens, n_source).to(self.scores.device)
-        self._sources = self._sources & ~left_out
-        self.scores = self.scores.masked_fill(left_out[:, None], 0)
-        self._predicted = predicted.members & ~left_out[:, None].to(predicted.members.device)
-        self._measured = influence_sets(self.scores, threshold).members
+        self.is_token = torch.nn.functional.pad(sources, (0, n_pos - n_source))
+        left_out = mark_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
+        self._sources = sources & ~left_out
+        # what no head passes on is not to be found
+        self.influence = influence.masked_fill(left_out[:, None], 0)
+        self.measured = influence_sets(self.influence, threshold).members
         # what no sequence reaches in any layer (the future, in a causal model) is no candidate: a
         # ranking that puts it last proves nothing
-        self._reachable = ((self.scores > 0) | self._predicted).flatten(0, 1).any(dim=0)
+        self._reachable = torch.zeros(n_pos, n_source, dtype=torch.bool, device=influence.device)
+        for one in (influence, *beside.values()):
+            self._reachable |= (one > 0).flatten(0, 1).any(dim=0).to(influence.device)
+
+    def candidates(
+        self, with_self: bool, reachable: Bool[Tensor, "*batch pos source"] | None = None
+    ) -> Bool[Tensor, "batch pos source"]:
+        """Mark what each state could hold; by default what is reached in some sequence or layer."""
+        reachable = self._reachable if reachable is None else reachable.to(self.influence.device)
+        n_pos, n_source = reachable.shape[-2:]
+        is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=reachable.device)
+        return (reachable & (with_self | ~is_self)) & self._sources[:, None]
 
     def agreement(
         self, layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool
     ) -> SetAgreement:
         """Compare the sets of some states of a layer."""
         return _set_agreement(
-            self._predicted[layer][chosen],
-            self._measured[layer][chosen],
-            self.scores[layer][chosen],
-            self._candidates(with_self)[chosen],
+            self.predicted[layer][chosen],
+            self.measured[layer][chosen],
+            self.influence[layer][chosen],
+            self.candidates(with_self)[chosen],
         )
-
-    def _candidates(
-        self, with_self: bool, reachable: Bool[Tensor, "*batch pos source"] | None = None
-    ) -> Bool[Tensor, "batch pos source"]:
-        """Mark what each state could hold."""
-        reachable = self._reachable if reachable is None else reachable.to(self.scores.device)
-        n_pos, n_source = reachable.shape[-2:]
-        is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=reachable.device)
-        return (reachable & (with_self | ~is_self)) & self._sources[:, None]
 
     def explain(
         self,
@@ -581,9 +613,9 @@ class _States:
         candidates: Bool[Tensor, "batch pos source"] | None = None,
     ) -> Explained:
         """Measure some states of a layer, as far as the prediction could be wrong there."""
-        candidate = self._candidates(with_self, candidates)[chosen]
-        members = self._predicted[layer][chosen] & candidate
-        scores = self.scores[layer][chosen] * candidate
+        candidate = self.candidates(with_self, candidates)[chosen]
+        members = self.predicted[layer][chosen] & candidate
+        scores = self.influence[layer][chosen] * candidate
         others, size = candidate.sum(1), members.sum(1)
         # states of which no prediction could be wrong are counted by their reason, and left out
         silent = (others == 0) | (scores.sum(1) == 0)
@@ -647,10 +679,8 @@ def real_states(
     )
 
 
-def _scores(
-    measured: Measured | InformationSets,
-    lengths: Int[Tensor, " batch"] | None,
-    of_predicted: Int[Tensor, " batch"] | None = None,
+def _read_influence(
+    measured: StateScores | InformationSets | Tensor, *lengths: Int[Tensor, " batch"] | None
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "batch pos"]]:
     """Influence on all positions, the lengths of the sequences, and which states were measured.
 
@@ -658,24 +688,24 @@ def _scores(
         InfoFlowError: for lengths that contradict each other, and for states without any influence
             where lengths are not known.
     """
-    _check_influence(measured)
     own = None if isinstance(measured, Tensor) else measured.lengths
-    known = [torch.as_tensor(one).cpu() for one in (lengths, own, of_predicted) if one is not None]
+    known = [torch.as_tensor(one).cpu() for one in (*lengths, own) if one is not None]
     if any(not one.equal(known[0]) for one in known):
+        different = {str(one.tolist()): None for one in known}
         raise InfoFlowError(
-            f"sequences have lengths {' and '.join(str(one.tolist()) for one in known)}: expected "
-            "the same; probe and predict the same inputs"
+            f"sequences have lengths {' and '.join(different)}: expected the same; probe and "
+            "predict the same inputs"
         )
-    if isinstance(measured, InfluenceResult):
+    if isinstance(measured, StateScores):
         return measured.full(), known[0], measured.has_scores
     scores = measured if isinstance(measured, Tensor) else measured.members.float()
     if isinstance(measured, Tensor) and not known:
-        check_real(scores)
+        _check_real(scores)
     asked = torch.ones(scores.shape[1:3], dtype=torch.bool, device=scores.device)
     return scores, known[0] if known else None, asked
 
 
-def check_real(scores: Tensor) -> None:
+def _check_real(scores: Tensor) -> None:
     """Refuse influence [layer, batch, pos, source] of states that cannot be real.
 
     Raises:
@@ -758,10 +788,10 @@ def coverage_curve(
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
     counted = positions.lengths if isinstance(positions, PositionsResult) else None
-    positions, measured = _split_ranks(positions), influence
-    # of a result the positions that were measured; of tensors all
-    influence, lengths, asked = _scores(influence, lengths)
-    n_layers, batch, n_pos, n_source = influence.shape
+    positions = _split_ranks(positions)
+    check_measured(influence, InfluenceResult)
+    shape = _read_influence(influence, lengths)[0].shape
+    n_layers, batch, n_pos, n_source = shape
     if counted is not None:
         counted = counted - (n_pos - n_source)  # a result counts CLS
     expected = (batch, n_pos)
@@ -770,18 +800,15 @@ def coverage_curve(
     ):
         raise InfoFlowError(
             f"positions have shapes {[tuple(layer.shape) for layer in positions]} for influence "
-            f"{tuple(influence.shape)}: expected [batch, head, pos, rank] for each of its "
+            f"{tuple(shape)}: expected [batch, head, pos, rank] for each of its "
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
-    check_norms(influence)
     # of k keys in every head, sets grow with k, and so does the share inside by chance
     curve = []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
         sets = replace(sets, lengths=counted)
-        states = _States(select_layers(sets, measured), measured, 1.0, lengths, without)
-        # states that nobody measured are no states without influence
-        states.asked &= asked
+        states = _pair(sets, influence, 1.0, lengths, without)
         chosen = states.exists & states.asked
         layers = tuple(states.explain(i, chosen).inside for i in range(n_layers))
         last = states.explain(states.last_layer, states.is_last & states.asked)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from infoflow_lens.agreement import (
     Predicted,
+    States,
     auroc,
-    check_norms,
-    check_real,
-    real_states,
+    check_measured,
     select_layers,
     sets_of,
 )
@@ -25,8 +24,6 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds, Distinct, Index, checked
-from infoflow_lens.hooks.influence.base import influence_sets
-from infoflow_lens.hooks.passes.view import mark_places
 from infoflow_lens.hooks.scores import StateScores, spearman
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
@@ -311,36 +308,27 @@ def compare_rankings(
             f"sets are {', '.join(sets) or 'none'}, scores {', '.join(scores) or 'none'}: expected "
             f"at least one set, and names of their own, other than {', '.join(CONTROLS)}"
         )
-    # influence and scores may be of some positions: those of all count
-    influence, lengths, asked = _full(measured, lengths, "what was measured")
-    check_norms(influence)
-    if isinstance(measured, Tensor) and lengths is None:
-        check_real(influence)
+    check_measured(measured, StateScores)
     ranked: dict[str, Tensor] = {}
+    held = []
     for name, score in scores.items():
-        ranked[name], _, also = _full(score, lengths, repr(name), measured)
-        _same_shape(name, ranked[name], influence)
+        ranked[name], has_scores = _full(score, repr(name), measured)
+        held += [has_scores]
         if not ranked[name].isfinite().all() or (ranked[name] < 0).any():
             raise InfoFlowError(
                 f"scores of {name!r} are negative, infinite or NaN somewhere: expected scores >= 0"
             )
-        asked = asked & also
-    chosen_sets = {
-        name: select_layers(sets_of(given, influence), measured) for name, given in sets.items()
-    }
-    for name, predicted in chosen_sets.items():
-        _same_shape(name, predicted.members, influence)
-    # candidates: what some set or some score reaches, in any layer and sequence
-    n_layers, n_batch, n_pos, n_source = influence.shape
-    exists, sources, _ = real_states(lengths, n_batch, n_pos, n_source, influence.device)
-    reachable = (influence > 0).flatten(0, 1).any(dim=0)
-    for one in (*(predicted.members for predicted in chosen_sets.values()), *ranked.values()):
-        reachable = reachable | (one > 0).flatten(0, 1).any(dim=0)
-    itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
-    left_out = mark_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
-    candidate = (reachable & (with_self | ~itself)) & (sources & ~left_out)[:, None]
-    # what no head passes on is not to be found
-    influence = influence.masked_fill(left_out[:, None], 0)
+    chosen_sets = {name: sets_of(given, measured) for name, given in sets.items()}
+    pair = States(
+        measured, {f"sets {name!r}": one for name, one in chosen_sets.items()}, threshold, lengths,
+        without, {f"scores {name!r}": one for name, one in ranked.items()},
+    )  # fmt: skip
+    influence, candidate = pair.influence, pair.candidates(with_self)
+    n_layers, _, n_pos, n_source = influence.shape
+    # influence and scores may be of some positions: those of all count
+    exists = pair.exists & pair.asked
+    for has_scores in held:
+        exists = exists & has_scores
     # controls: by chance, by nearness, and the best that is possible
     everything = {
         **ranked,
@@ -348,8 +336,7 @@ def compare_rankings(
         "recency": _recency(n_pos, n_source).to(influence).expand_as(influence),
         "measured": influence,
     }
-    above = influence_sets(influence, threshold).members
-    states = _States(influence, above, candidate, exists & asked)
+    states = _States(influence, pair.measured, candidate, exists)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
     # ranks of whole scores do not depend on a set's size
@@ -373,14 +360,11 @@ def compare_rankings(
     )
 
 
-def _full(
-    values: Any, lengths: Tensor | None, name: str, measured: Any = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return values of all positions, the lengths of the sequences, and which states have values.
+def _full(values: Any, name: str, measured: Any) -> tuple[Tensor, Tensor]:
+    """Return scores or sets of all positions, and which states have some.
 
     Args:
         values: scores or sets.
-        lengths: of the sequences, where `values` does not know them.
         name: what errors call them.
         measured: a result in whose layers, and in whose order of them, scores are given back.
 
@@ -391,7 +375,7 @@ def _full(
         full, wanted = values.full(), getattr(measured, "layers", values.layers)
         if wanted != values.layers and set(wanted) <= set(values.layers):
             full = full[[values.layers.index(layer) for layer in wanted]]
-        return full, values.lengths, values.has_scores
+        return full, values.has_scores
     if isinstance(values, InformationSets):
         values = select_layers(values, measured).members.float()
     elif isinstance(values, GradedSets):
@@ -402,15 +386,7 @@ def _full(
             f"{name} is {shape}: expected what a probe of scores or influence gives, or a tensor "
             "[layer, batch, pos, source]"
         )
-    return values, lengths, torch.ones(values.shape[1:3], dtype=torch.bool, device=values.device)
-
-
-def _same_shape(name: str, one: Tensor, influence: Tensor) -> None:
-    if one.shape != influence.shape:
-        raise InfoFlowError(
-            f"{name!r} has shape {tuple(one.shape)}, the influence {tuple(influence.shape)}: "
-            "expected the same [layer, batch, pos, source]; probe and predict the same inputs"
-        )
+    return values, torch.ones(values.shape[1:3], dtype=torch.bool, device=values.device)
 
 
 def _recency(n_pos: int, n_source: int) -> Float[Tensor, "pos source"]:

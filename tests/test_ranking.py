@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -268,7 +269,7 @@ def test_bad_input_is_named(measured):
         compare_rankings({}, scores, influence)
     with pytest.raises(InfoFlowError, match="names of their own"):
         compare_rankings({"random": sets["k=1"]}, scores, influence)
-    with pytest.raises(InfoFlowError, match=r"'weights' has shape \(2, 6, 9, 8\)"):
+    with pytest.raises(InfoFlowError, match=r"scores 'weights' have shape \(2, 6, 9, 8\)"):
         compare_rankings(sets, {"weights": torch.ones(2, 6, 9, 8)}, influence)
     with pytest.raises(InfoFlowError, match="scores of 'weights' are negative"):
         compare_rankings(sets, {"weights": -torch.ones(2, 6, 9, 9)}, influence)
@@ -278,8 +279,13 @@ def test_bad_input_is_named(measured):
         compare_rankings([sets["k=1"]], scores, influence)
     with pytest.raises(InfoFlowError, match="'weights' is list: expected what a probe"):
         compare_rankings(sets, {"weights": [1, 2]}, influence)
-    with pytest.raises(InfoFlowError, match=r"what was measured is \(6, 9, 9\): expected"):
+    with pytest.raises(InfoFlowError, match=r"the measured influence \(6, 9, 9\): expected"):
         compare_rankings(sets, scores, torch.ones(6, 9, 9))
+    with pytest.raises(InfoFlowError, match="what was measured is a list: expected"):
+        compare_rankings(sets, scores, [1.0])
+    shorter = replace(sets["k=1"], lengths=torch.full((6,), 8))
+    with pytest.raises(InfoFlowError, match="sequences have lengths"):
+        compare_rankings({"mine": shorter}, scores, influence)
     with pytest.raises(InfoFlowError, match="predicted is a int"):
         compare_rankings({"mine": 3}, scores, influence)
     found = compare_rankings(sets, scores, influence)
