@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.depth import read_texts
 from infoflow_lens import ask, load_any
 from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.question import Question
@@ -34,23 +35,10 @@ from infoflow_lens.hooks.readouts import LogitDifference
 from infoflow_lens.models.named import NamedModel
 from tests.reference.real_models import FOLDER
 
+# a text, the answer and the one against it
 TEXTS = {
-    "choose": (
-        ("The keys that the old sailor left on the table", " were", " was"),
-        ("The people of Paris speak", " French", " English"),
-        ("Water turns into ice when it gets very", " cold", " hot"),
-        ("The teacher gave the student a book because she wanted him to", " read", " write"),
-        ("Yesterday we went to the beach and swam in the", " ocean", " pool"),
-        ("The dog chased the cat up the", " tree", " stairs"),
-    ),
-    "judge": (
-        ("The pictures that the young painter sold in the market", " were", " was"),
-        ("The capital of Egypt is a city called", " Cairo", " Rome"),
-        ("After a long winter the snow began to", " melt", " fall"),
-        ("She put the milk back into the", " fridge", " cup"),
-        ("Bees fly from flower to flower and make", " honey", " milk"),
-        ("The doctor told the patient to take the medicine twice a", " day", " week"),
-    ),
+    part: [line.split(" |") for line in lines]
+    for part, lines in read_texts("other_texts")["smollm2"].items()
 }
 
 

@@ -29,7 +29,7 @@ class Norm:
 
     @property
     def centers(self) -> bool:
-        """Whether the mean is taken off."""
+        """Say whether the mean is taken off."""
         return isinstance(self.module, nn.LayerNorm)
 
     def linear(self, parts: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
@@ -43,7 +43,7 @@ class Norm:
         return share(scaled, getattr(self.module, "bias", None))
 
     def scale(self, whole: Float[Tensor, "pos d"]) -> Float[Tensor, "pos 1"]:
-        """By what it divides a state."""
+        """Return what it divides a state by."""
         moved = whole - whole.mean(-1, keepdim=True) if self.centers else whole
         epsilon: Any = self.module.eps if self.centers else self.module.variance_epsilon
         return (moved.square().mean(-1, keepdim=True) + epsilon).sqrt()
@@ -93,6 +93,7 @@ def read_blocks(plain: nn.Module) -> list[Block]:
         attention, mlp = block.self_attn, block.mlp
         weight, bias = _numbers(attention.v_proj)
         d_head = config.hidden_size // config.num_attention_heads
+        # grouped values are repeated, so that all models have one value a head below
         repeats = config.num_attention_heads // config.num_key_value_heads
         weight = weight.unflatten(1, (-1, d_head)).repeat_interleave(repeats, dim=1).flatten(1)
         norms = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
@@ -102,6 +103,7 @@ def read_blocks(plain: nn.Module) -> list[Block]:
     for block in _modules(plain, "GPT2Block"):
         width = config.n_embd
         weight, bias = _numbers(block.attn.c_attn)
+        # GPT-2 keeps queries, keys and values in one matrix
         value = weight[:, 2 * width :], None if bias is None else bias[2 * width :]
         found.append(Block(True, (Norm(block.ln_1), Norm(block.ln_2)), value,
                            _numbers(block.attn.c_proj), _numbers(block.mlp.c_fc),
@@ -146,6 +148,7 @@ def share(parts: Vectors, bias: Tensor | None) -> Vectors:
     """Share a bias out among the parts of a sum, by their products with it (DecompX, AbsDot)."""
     if bias is None:
         return parts
+    # a part gets the more of the bias, the more it points along or against it
     weights = (parts @ bias).abs()
     return parts + (weights / (weights.sum(0) + 1e-12))[..., None] * bias
 
@@ -169,6 +172,7 @@ def decompose(
         heads = torch.einsum("hqk,skhd->sqhd", pattern, values).flatten(2)
         bias = block.output[1]
         if block.value[1] is not None:
+            # rows of a pattern sum to 1, so a value's bias comes out of every head whole
             bias = block.value[1] @ block.output[0] + (0 if bias is None else bias)
         parts = share(parts + heads @ block.output[0], bias)
         parts = parts if block.before else block.norms[0].decompose(parts)
@@ -176,6 +180,7 @@ def decompose(
         hidden = share(read @ block.up[0], block.up[1])
         if block.gate is None:
             whole = hidden.sum(0)
+            # the line through the origin: its slope is the same for all parts, so they still sum up
             hidden = hidden * torch.where(whole == 0, 0, block.activation(whole) / whole)
         else:
             hidden = hidden * block.activation(read.sum(0) @ block.gate)
@@ -236,6 +241,7 @@ def measure_edges(
             found[1].append(_rows(second.linear(first.linear(with_own)).norm(dim=-1)))
             with_own = first.linear(with_own) / first.scale(whole)[:, None]
             whole = first.decompose(whole[None])[0]
+        # how much farther from the sum one would be without the part
         near = whole.abs().sum(-1, keepdim=True) - (whole[:, None] - with_own).abs().sum(-1)
         found[2].append(_rows(near.clamp(min=0)))
     norms, globenc, alti, logit = found
@@ -298,6 +304,7 @@ def integrate_gradients(
         torch.tensor(one, dtype=start.dtype) for one in np.polynomial.legendre.leggauss(steps)
     )
     moved = start - reference
+    # the rule's points lie in -1 to 1, ours on the way from 0 to 1
     rows = (reference + (nodes[:, None, None] + 1) / 2 * moved).requires_grad_()
     with torch.enable_grad():
         values = function(rows)

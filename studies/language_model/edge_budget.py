@@ -47,9 +47,11 @@ class EdgeBudget(LanguageModelStudy):
         """Rows of the curves, and of the edges that each method needs, of one state and of all."""
         model = load_snapshot(self.source_of(settings), device)
         n = settings["n_windows"]
+        # mean patterns of the judged windows would know them
         judged, calibration = self.shuffle(model, settings, 2 * n, seed).split(n)
         rows: list[Row] = []
         for part in (ONE, ALL):
+            # one state is judged by what it predicts, all states by the loss of the text
             asked: Any = {"metric": "kl", "read": (-1,)} if part == ONE else {"metric": "loss"}
             found = measure_edge_budget(
                 model, judged, calibration, budgets=_BUDGETS[part], seed=seed, batch_size=_BATCH,
@@ -128,6 +130,7 @@ class EdgeBudget(LanguageModelStudy):
             own = changed["method"] == control
             needed = changed.loc[own, "needed"].to_numpy()
             changed.loc[changed["method"] == GRADED, "needed"] = needed
+            # a control in its own place needs as many edges as itself
             changed.loc[own, ["times", "times_low", "times_high"]] = 1.0
             found[control] = changed
         return found
@@ -138,6 +141,7 @@ def _select(results: "pd.DataFrame", method: str) -> "pd.DataFrame":
     rows = final(results[(results["kind"] == "needed") & (results["part"] == ONE)])
     rows = rows[(rows["model"] != PILOT) & (rows["method"] == method)]
     several = rows["seed"].nunique() > 1
+    # with one seed the model's name is enough
     labels = zip(rows["model"], rows["seed"], strict=True)
     return rows.set_axis([f"{m}, seed {seed}" if several else m for m, seed in labels])
 

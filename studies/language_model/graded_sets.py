@@ -114,6 +114,7 @@ class GradedSetsStudy(LanguageModelStudy):
             if deep and text == "validation":
                 continue  # it chooses nothing
             donors, measured = windows[:_DONORS], windows[_DONORS:]
+            # exact Jacobians of deeper models would take most of the run
             estimate = _DIRECTIONS if layer_count(model) > _MOST_EXACT else None
             influences: dict[str, Probe[Any]] = {
                 "jacobian": JacobianInfluence("resid_post", estimate=estimate, positions=places),
@@ -174,6 +175,7 @@ class GradedSetsStudy(LanguageModelStudy):
         else:
             both = self.sequences(model, {**settings, "n_windows": n + m}, seed)
             is_other = torch.arange(n + m) % 2 == 0
+            # windows that choose alternate with judged ones: both come from all over the text
             is_other[2 * m :] = False
             other, own = both[is_other], both[~is_other]
         # donors come from all over the text
@@ -336,6 +338,7 @@ def _choosing(results: "pd.DataFrame") -> "pd.DataFrame":
     """The rows that choose: graded sets in the last layer of trained models, on the other text."""
     rows = last_layer(final(results))
     rows = rows[(rows["on"] == "validation") & rows["method"].isin(list(_VARIANTS))]
+    # a run of the random model alone still has to choose by something
     if (rows["weights"] != _RANDOM).any():
         rows = rows[rows["weights"] != _RANDOM]
     return rows.assign(case=rows["model"] + ", " + rows["influence"])
@@ -351,6 +354,7 @@ def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
 
 
 def _outcome(means: "pd.DataFrame", method: str, other: str) -> str:
+    # differences within sequences: what makes all methods fail on one cancels
     ends = [_mean(means[name][method] - means[name][other]) for name in _JUDGED]
     if all(mean - half > 0 for mean, half in ends):
         return "ahead"

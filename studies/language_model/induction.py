@@ -89,6 +89,7 @@ class Induction(OnRepeats):
         together |= dict.fromkeys(f"induction_{ideal}" for ideal in IDEALS)
         if induction:
             varied = _Seen(model, stretches[:n], known)
+            # heads may stand in for each other, so they are replaced together as well as one by one
             together["induction_ablated"] = seen.loss_without(induction, zero=False)
             for ideal in IDEALS:
                 with substituted(model, dict.fromkeys(induction, ideal), mechanisms.mean_patterns):
@@ -510,6 +511,7 @@ def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
         some = ids[:_BATCH].to(next(model.parameters()).device)
         caught = call(model, some, [name]).activations
     embedded = caught[name][:, 1:].flatten(0, 1).double().cpu()
+    # a map behind one head sees d_head numbers: more components it cannot carry
     variances = torch.linalg.eigvalsh(torch.cov(embedded.T)).flip(0).clamp(min=0)
     return float(variances[d_head:].sum() / variances.sum())
 

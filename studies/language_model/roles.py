@@ -138,6 +138,7 @@ class Roles(BesideUntrained):
             chosen["random"] = [
                 [_random(own, rank, derive_seed("directions", seed, draw, i))
                  for i, own in enumerate(found)]
+                # no direction, and all of them, leave nothing to draw
                 for draw in range(draws if 0 < rank < d_head else 1)
             ]  # fmt: skip
             for name, several in chosen.items():
@@ -254,6 +255,7 @@ def _collect(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame")
 def _lead(rows: "pd.DataFrame") -> float:
     """Return the correlation less the untrained model's; all of it where that has none."""
     own, control = (_correlation(select_rows("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
+    # a model of alike heads has no order of costs to correlate with
     return own if math.isnan(control) else own - control
 
 

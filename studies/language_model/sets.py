@@ -81,6 +81,7 @@ class Sets(LanguageModelStudy):
         """Return a row for each influence, size, layer, range of positions and method."""
         model, windows = self._windows(settings, seed, device)
         n, length = settings["n_windows"], windows.shape[1]
+        # donors and the windows that choose mechanisms are not judged
         measured, donors, choosing = windows.split([n, _DONORS, _CHOOSING])
         n_states = settings["n_states"]
         places = tuple(length * (i + 1) // n_states - 1 for i in range(n_states))
@@ -108,6 +109,7 @@ class Sets(LanguageModelStudy):
         for name, influence in zip(influences, found, strict=True):
             agreement = compare_rankings(sets, dict(zip(routes, scores, strict=True)), influence)
             rows += [{"influence": name, **row} for row in _rows(agreement, (0,))]
+            # of early snapshots, which show the course of training, all positions together do
             if settings["final"]:
                 thirds = (0, length // 3, 2 * length // 3)
                 rows += [{"influence": name, **row} for row in _rows(agreement, thirds)]
@@ -194,6 +196,7 @@ def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
     found: dict[str, float] = {}
     for (model, influence), some in groups(rows, ("model", "influence")):
         both = some[some["method"] == method][ends]
+        # to win takes both metrics, not to lose takes one of them
         lead = both.min(axis=1, skipna=False) if end == "low" else both.max(axis=1, skipna=False)
         found[f"{model}, {influence}"] = float(lead.mean()) if len(lead) else math.nan
     return found
@@ -237,6 +240,7 @@ def _rows(agreement: RankingAgreement, starts: tuple[int, ...]) -> list[dict[str
     leads = agreement.ahead(starts)
     ends = [f"{metric}{end}" for metric in _JUDGED for end in ("", "_low", "_high")]
     leads = leads[[*keys, *ends]].rename(columns={name: f"lead_{name}" for name in ends})
+    # only what is judged keeps its intervals: the others would double the file
     left_out = [f"{m}{end}" for m in METRICS if m not in _JUDGED for end in ("_low", "_high")]
     frame = frame.drop(columns=left_out).merge(leads, on=keys, how="left")
     frame["part"] = "all" if len(starts) == 1 else "third"

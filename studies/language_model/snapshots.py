@@ -40,6 +40,11 @@ class Snapshot:
     source: str
     weights: str
 
+    def settings(self) -> dict[str, Any]:
+        """Return what settings and rows tell of it: all but where it lies."""
+        names = ("model", "step", "final", "weights")
+        return {name: getattr(self, name) for name in names}
+
 
 def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
     """Find the snapshots of a model, in the order of training.

@@ -82,6 +82,7 @@ class Softness(BesideUntrained):
                     drawn = temper(control.scores, seen.allowed, entropy)
                     whole.append(seen.measure_fvu(drawn, drawn @ control.values))
                     alone.append(seen.measure_fvu(drawn, drawn @ seen.v[:, head]))
+                # beside the least of the draws, so that one lucky control does not decide alone
                 median = float(torch.tensor(whole).median())
                 rows.append(
                     {
@@ -240,6 +241,7 @@ class _Layer:
         n = len(pattern)
         place = pattern.argmax(dim=2)
         target = self.embedding[torch.arange(n)[:, None], place]
+        # maps are fitted on four windows of five, and judged on the fifth
         held_out = torch.arange(n) % _EVERY == _EVERY - 1
         # the first query has one key only
         return map_errors(output[:, 1:], target[:, 1:], held_out).fvu
@@ -251,6 +253,7 @@ class _Control:
     def __init__(self, seen: _Layer, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         d_model, d_head = seen.reads.shape[2], seen.z.shape[3]
+        # so numbers of queries and keys vary by about 1, whatever the width
         drawn = torch.randn(3, d_model, d_head, generator=generator) / d_model**0.5
         query, key, self.values = (seen.reads @ weight for weight in drawn)
         self.scores = query @ key.transpose(1, 2)

@@ -67,6 +67,7 @@ class LanguageModelStudy(Study):
         if not self.models:
             raise InfoFlowError("no model is named: expected at least one; give --model")
         found = [part for model in self.models for part in snapshots(model, self.steps[preset])]
+        # rows name models by their folders, never by paths: two of one name could not be told apart
         keys = [(part.model, part.step) for part in found]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             raise InfoFlowError(
@@ -78,17 +79,11 @@ class LanguageModelStudy(Study):
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """Return a configuration for each snapshot, or several."""
+        # results say which text was read without holding it or its path
         text = hashlib.sha256("\0".join(self._texts).encode()).hexdigest()[:12]
+        shared = {"text": text, "n_windows": self.windows[preset]}
         return [
-            {
-                "model": moment.model,
-                "step": moment.step,
-                "final": moment.final,
-                "weights": moment.weights,
-                "text": text,
-                "n_windows": self.windows[preset],
-                **more,
-            }
+            {**moment.settings(), **shared, **more}
             for moment in self.moments(preset)
             for more in self.contexts(moment, preset)
         ]
@@ -115,6 +110,7 @@ class LanguageModelStudy(Study):
 
     def source_of(self, settings: Settings) -> str:
         """Return what the snapshot of these settings is loaded from."""
+        # a worker gets settings alone, and finds the folders of snapshots anew
         if not hasattr(self, "_sources"):
             self.moments("full")
         return self._sources[settings["model"], settings["step"]]
@@ -124,6 +120,7 @@ class LanguageModelStudy(Study):
         length = settings["n_context"]
         prefix, stream = self._stream(model)
         stream = stream[len(prefix) :]
+        # seeds begin a third of a window apart, so that their windows share no beginning
         shift = seed * (length // 3) % max(1, len(stream) // 2)
         whole = torch.cat([prefix, stream[shift:]])
         return spread_windows(prefix, whole, length, settings["n_windows"], "the text")
@@ -150,10 +147,7 @@ class OnRepeats(LanguageModelStudy):
         """Return a configuration for each snapshot; no text is needed."""
         return [
             {
-                "model": moment.model,
-                "step": moment.step,
-                "final": moment.final,
-                "weights": moment.weights,
+                **moment.settings(),
                 "half": min(50, (self.longest(moment) - 1) // 2),
                 "n": self.windows[preset],
             }
@@ -178,6 +172,7 @@ class BesideUntrained(LanguageModelStudy):
         source = self.source_of(settings)
         rows = self.measure_model(load_snapshot(source, device), settings, seed, TRAINED)
         if settings["final"]:
+            # the same architecture with drawn weights: what it shows, training has not made
             with reset_weights(source, derive_seed("untrained", seed)) as folder:
                 rows += self.measure_model(load_snapshot(folder, device), settings, seed, UNTRAINED)
         return rows
@@ -259,6 +254,7 @@ def least_within(curve: "pd.DataFrame", by: str, tolerance: float) -> int | None
         tolerance: the largest rise.
     """
     means = curve.groupby(by)["rise"].mean().sort_index()
+    # a rise may fall within by chance and leave again: the last one beyond decides
     beyond = means.index[means > tolerance]
     within = means.index[means.index > beyond.max()] if len(beyond) else means.index
     return int(within[0]) if len(within) else None

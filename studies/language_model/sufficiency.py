@@ -86,15 +86,18 @@ class Sufficiency(LanguageModelStudy):
         model = load_snapshot(self.source_of(settings), device)
         if settings["part"] == "windows":
             n_draws = _n_draws(settings["n_windows"])
+            # draws take every n-th window of one long list, so no window is in two of them
             n = n_draws * settings["n_windows"]
             windows = self.sequences(model, {**settings, "n_windows": n}, seed)
             return _measure_windows(model, windows[settings["draw"] :: n_draws], seed)
         windows = self.sequences(model, settings, seed)
+        # if the choice and the loss shared windows, the choice would fit their noise
         calibration, choosing, judged = windows[0::4], windows[2::4], windows[1::2]
         mechanisms = measure_mechanisms(
             model, choosing, calibration=calibration, threshold=_THRESHOLD, seed=seed,
             batch_size=_BATCH, progress=False,
         )  # fmt: skip
+        # the greedy choice measures many assignments, so few windows must do
         joint = replace_greedily(
             model, choosing[:_GREEDY_WINDOWS], mechanisms, budget=1e9, ideals=OF_THEORY,
             batch_size=_BATCH, progress=False,

@@ -47,6 +47,7 @@ class TopK(LanguageModelStudy):
         """Double lengths up to the model's context; shorter and longest alone before the end."""
         longest = self.longest(moment)
         lengths = [t for t in self.lengths[preset] if t <= longest]
+        # over training the ends of the range show whether k grows, at a third of the cost
         if not moment.final:
             lengths = [lengths[0], lengths[-1]] if len(lengths) > 1 else lengths
         last = 8 if preset == "smoke" else 16
@@ -58,6 +59,7 @@ class TopK(LanguageModelStudy):
         whole = self.sequences(model, {**settings, "n_context": settings["n_longest"]}, seed)
         n_prefix = len(self._prefix(model))
         own = settings["n_context"] - n_prefix
+        # every context ends in the same tokens, so that lengths differ in what stands before alone
         rows = torch.cat([whole[:, :n_prefix], whole[:, -own:]], dim=1)
         found = measure_top_k(
             model,
@@ -153,10 +155,12 @@ def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
     of their length.
     """
     keys = ("model", "step", "final", "layer", "n_context", "kept")
+    # layers are numbers, and "all": as texts they sort and group together
     rows = results.assign(layer=results["layer"].astype(str))
     found = [
         {
             **dict(zip(keys, key, strict=True)),
+            # a layer for which no k is enough needs all keys
             "least": least_within(some, "k", _TOLERANCE) or int(key[4]),
             "one": some[some["k"] == 1]["rise"].min(),
         }
@@ -187,6 +191,7 @@ def _slope(kind: str, least: "pd.DataFrame") -> float:
     if len(rows) < 2:
         return math.nan
     ends = rows.iloc[[0, -1]][["least", "n_context"]].astype(float)
+    # the slope of a line in logarithms is the power; its ends span most of it
     keys, lengths = (math.log(ends[name].iloc[1] / ends[name].iloc[0]) for name in ends)
     return keys / lengths
 

@@ -133,6 +133,7 @@ class HeadCount(TrainedStudy):
     ) -> list[Row]:
         """Return the best validation error of one model."""
         y = self.data(settings, seed)[1][1].double()
+        # the paper does not say by which of both it divides errors
         of_second_moment = float(y.var(correction=0) / y.square().mean())
         return [
             {
@@ -216,6 +217,7 @@ def join_paper_numbers(results: "pd.DataFrame") -> "pd.DataFrame":
         ],
         columns=[*_CELL, "published"],
     )
+    # a published cell that was not run stays, and shows that it is missing
     return cells.merge(results, on=_CELL, how="left").sort_values(_CELL, kind="stable")
 
 

@@ -137,6 +137,7 @@ class IntrinsicDimensionStudy(StagedStudy):
             n_components=settings["D"],
             matrix_kind="orthogonal" if settings["matrices"] == _ROTATED else "gaussian",
             tokens="sphere",
+            # draws of matrices are apart from the seeds of models, which start at 0
             seed=1000 + settings["draw"],
         )
 
@@ -311,6 +312,7 @@ def routes(
     for component in task.components:
         first, second = best_tuples(x, component)[0].unbind(dim=1)
         for side, query, key in ((0, first, second), (1, second, first)):
+            # a pair is found from either side: the head may look from its first token or its second
             hit = chosen[rows, :, query] == key[:, None]
             shares[side].append(hit.double().mean(dim=0))
     return torch.stack(shares[0], dim=1), torch.stack(shares[1], dim=1)

@@ -103,6 +103,7 @@ class SeparatedPairs(FreshStudy):
             }
             for d, n_tokens, (matrices, encoder), draws, steps in cells[preset]
             for draw in range(draws)
+            # as many heads in all, shared out differently; for D = 2 two of these are one
             for heads in dict.fromkeys([(d, d), (d - 1, d + 1), (1, 2 * d - 1)])
             if (matrices, encoder) == both or heads == (d, d)
         ]
@@ -135,6 +136,7 @@ class SeparatedPairs(FreshStudy):
             **floor(task, settings["heads"][0], linear=settings["encoder"] == _LINEAR),
         }
         x, y = self.scale_draws(settings)("test", 2000, seed)
+        # what a map recovers before training is owed to the width alone
         initial = restored(model, result.initial_state)
         recovered = [r for r in recovery_rows(initial, model, x, y) if r["queries"] == TOKENS]
         rows = route_rows(task, model, x)

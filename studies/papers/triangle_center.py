@@ -252,6 +252,7 @@ def _cells(means: "pd.DataFrame") -> Numbers:
 
 def _rises(results: "pd.DataFrame") -> Numbers:
     means = _means(results)
+    # errors near 1 are those of a constant, and move by noise alone
     slack = _NOISE * (means.shift() > _CEILING)
     return _cells((means.diff() + slack).iloc[1:])
 
