@@ -160,84 +160,69 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
         console.print("No problems found.")
 
 
-@app.command(short_help="Probe any model on any data: measure, predict, compare.")
-@options_of(ProbingConfig, arguments=("model",))
-def probe(
-    config: Callable[[], ProbingConfig],
-    context: typer.Context,
-    out: ReportFolder,
-    jobs: Jobs = 1,
-    scheduler: ProbeScheduler = None,
-    threads: ProbeThreads = None,
-    quiet: Quiet = False,
+def _add_probing(
+    name: str, kind: type[Any], runner: tuple[str, str], text: str, short: str, *writes: str
 ) -> None:
-    """Measure what a model's states depend on, predict it, and compare; run again to go on."""
+    """Add a command that makes a probe run, with an option for each of its settings.
 
-    def run(settings: ProbingConfig, **spread: Any) -> Any:
-        from infoflow_lens.probing.run import run_probing
-
-        return run_probing(out, settings, **spread)
-
-    _probe(out, config, run, jobs, scheduler, threads, quiet, repeat_command(context))
-
-
-@app.command(short_help="Run every measurement on a language model.")
-@options_of(SurveyConfig, arguments=("model",))
-def survey(
-    config: Callable[[], SurveyConfig],
-    context: typer.Context,
-    out: ReportFolder,
-    jobs: Jobs = 1,
-    scheduler: ProbeScheduler = None,
-    threads: ProbeThreads = None,
-    quiet: Quiet = False,
-) -> None:
-    """Measure which mechanisms the heads of a language model need, whether they are enough, and
-    whether InfoFlow's sets are what its states depend on. A preset of probe; run again to go on.
+    Args:
+        name: of the command.
+        kind: of its settings.
+        runner: module of `infoflow_lens.probing` and its function that runs.
+        text, short: the help of the command, and in the list of commands.
+        writes: files of its folder beside those of every probe run.
     """
 
-    def run(settings: SurveyConfig, **spread: Any) -> Any:
-        from infoflow_lens.probing.survey import run_survey
+    @app.command(name, help=text, short_help=short)
+    @options_of(kind, arguments=("model",))
+    def command(
+        config: Callable[[], Any],
+        context: typer.Context,
+        out: ReportFolder,
+        jobs: Jobs = 1,
+        scheduler: ProbeScheduler = None,
+        threads: ProbeThreads = None,
+        quiet: Quiet = False,
+    ) -> None:
+        with _report_errors():
+            from infoflow_lens.runs.finished import read_output
 
-        return run_survey(out, settings, **spread)
+            settings = config()
+            probing = settings.probing() if isinstance(settings, SurveyConfig) else settings
+            # what a finished run has said is said again without loading its model
+            said = read_output(out, probing.output_settings(), probing.sources(), writes)
+            if said is None:
+                module, function = runner
+                run = getattr(import_module(f"infoflow_lens.probing.{module}"), function)
+                result = run(
+                    out,
+                    settings,
+                    progress=not quiet,
+                    say=lambda line: say(line, err=True),
+                    jobs=jobs,
+                    scheduler=scheduler,
+                    n_threads=threads,
+                    again=repeat_command(context),
+                )
+                said = result.to_output()
+            else:
+                say("finished before, on the same model and data", err=True)
+        _print_probing(out, said)
+        for file in writes:
+            say(f"{Path(file).stem}: {out / file}")
 
-    again = repeat_command(context)
-    _probe(out, config, run, jobs, scheduler, threads, quiet, again, "heads.csv")
-    say(f"heads: {out / 'heads.csv'}")
 
-
-def _probe(
-    out: Path,
-    config: Callable[[], Any],
-    run: Callable[..., Any],
-    jobs: int,
-    scheduler: str | None,
-    threads: int | None,
-    quiet: bool,
-    again: str,
-    *writes: str,
-) -> None:
-    """Print what a finished run has said, without loading its model; else what is measured now."""
-    with _report_errors():
-        from infoflow_lens.runs.finished import read_output
-
-        settings = config()
-        probing = settings.probing() if isinstance(settings, SurveyConfig) else settings
-        said = read_output(out, probing.output_settings(), probing.sources(), writes)
-        if said is None:
-            result = run(
-                settings,
-                progress=not quiet,
-                say=lambda line: say(line, err=True),
-                jobs=jobs,
-                scheduler=scheduler,
-                n_threads=threads,
-                again=again,
-            )
-            said = result.to_output()
-        else:
-            say("finished before, on the same model and data", err=True)
-    _print_probing(out, said)
+_add_probing(
+    "probe", ProbingConfig, ("run", "run_probing"),
+    "Measure what a model's states depend on, predict it, and compare; run again to go on.",
+    "Probe any model on any data: measure, predict, compare.",
+)  # fmt: skip
+_add_probing(
+    "survey", SurveyConfig, ("survey", "run_survey"),
+    "Measure which mechanisms the heads of a language model need, whether they are enough, and "
+    "whether InfoFlow's sets are what its states depend on. A preset of probe; run again to go on.",
+    "Run every measurement on a language model.", "heads.csv",
+)  # fmt: skip
 
 
 def _print_probing(out: Path, said: dict[str, Any]) -> None:
