@@ -6,12 +6,12 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from gzip import GzipFile
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.documents import Document, kind_by_signature
@@ -405,24 +405,36 @@ def _same(cell: Any, value: Any) -> bool:
         return False
 
 
-class RecordedRun(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
     """A run of a study, as its folder holds it.
 
     Attributes:
+        study, path: what was run, and its folder.
         preset: of the run.
         rows: of all its runs.
-        finished: those with numbers.
         verdict: of the rows.
-        word: for it, "undecided" where other seeds may say else.
         n_seeds: of each configuration.
     """
 
+    study: Study
+    path: Path
     preset: str
     rows: "pd.DataFrame"
-    finished: "pd.DataFrame"
     verdict: Verdict
-    word: Word
     n_seeds: int
+
+    @cached_property
+    def finished(self) -> "pd.DataFrame":
+        """The rows with numbers."""
+        return self.rows[self.rows["status"] == "finished"]
+
+    @cached_property
+    def word(self) -> Word:
+        """The word for the verdict: "undecided" where other draws of the seeds may say else."""
+        # found when it is asked for: to judge every draw takes longer than to read the run
+        with _naming_rows(self.path):
+            return find_word(self.study, self.finished, self.verdict, self.n_seeds)
 
 
 def read_run(study: Study, path: Path) -> RecordedRun:
@@ -432,13 +444,11 @@ def read_run(study: Study, path: Path) -> RecordedRun:
         InfoFlowError: if it cannot be read, or its rows are not by the settings of its record.
     """
     config = _config(path / "record.json")
-    rows = rows_of(path, None)
+    rows, n_seeds = rows_of(path, None), len(config["seeds"])
     _check_rows(_rows_path(path), rows, config)
-    finished, n_seeds = rows[rows["status"] == "finished"], len(config["seeds"])
     with _naming_rows(path):
         verdict = verdict_of(study, rows, config["cases"], n_seeds)
-        word = find_word(study, finished, verdict, n_seeds)
-    return RecordedRun(config["preset"], rows, finished, verdict, word, n_seeds)
+    return RecordedRun(study, path, config["preset"], rows, verdict, n_seeds)
 
 
 def _report(study: Study, path: Path, run: RecordedRun) -> str:
