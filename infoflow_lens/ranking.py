@@ -121,22 +121,26 @@ class RankingAgreement(Savable):
     def _frame(self, starts: Starts, confidence: Confidence, ahead: bool) -> "pd.DataFrame":
         n_layers, _, n_pos = self.n_candidates.shape
         rows: list[dict[str, Any]] = []
-        numbers = self.numbers or range(n_layers)
+        numbers, ranges = self.numbers or range(n_layers), [*_ranges(starts, n_pos)]
         for (size, method), metrics in self.values.items():
             # a set is not ahead of itself
             if ahead and method == size:
                 continue
+            own = self.values[size, size]
+            found = {name: own[name] - v if ahead else v for name, v in metrics.items()}
+            # metrics of all layers at once: a row has many, and there are many rows
+            every = torch.stack([*found.values()])
+            intervals = [_interval(every[..., slice(*place)], confidence) for place in ranges]
+            names = [name + end for name in found for end in ("", "_low", "_high")]
             for layer in range(n_layers):
-                for first, end in _ranges(starts, n_pos):
+                for (first, end), interval in zip(ranges, intervals, strict=True):
                     part = (layer, slice(None), slice(first, end))
-                    found = {metric: values[part] for metric, values in metrics.items()}
-                    if ahead:
-                        own = self.values[size, size]
-                        found = {metric: own[metric][part] - v for metric, v in found.items()}
                     sizes, candidates = self.sizes[size][part], self.n_candidates[part]
                     # states whose set is empty or everything rank nothing
                     there = candidates > 0
                     takes_part = there & (sizes > 0) & (sizes < candidates)
+                    of_states = torch.stack([sizes, candidates]).where(takes_part, math.nan)
+                    mean_size, mean_candidates = _average(of_states).nanmean(dim=1).tolist()
                     rows.append(
                         {
                             "size_of": size,
@@ -148,19 +152,11 @@ class RankingAgreement(Savable):
                             "n_states": int(takes_part.sum()),
                             "n_empty": int((there & (sizes == 0)).sum()),
                             "n_whole": int((there & (sizes == candidates)).sum()),
-                            "n_ranked": int(found["spearman"].isfinite().sum()),
-                            "mean_size": _average(sizes.where(takes_part, math.nan))[0],
-                            "mean_candidates": _average(candidates.where(takes_part, math.nan))[0],
+                            "n_ranked": int(found["spearman"][part].isfinite().sum()),
+                            "mean_size": mean_size,
+                            "mean_candidates": mean_candidates,
                         }
-                        | {
-                            name: value
-                            for metric, values in found.items()
-                            for name, value in zip(
-                                (metric, f"{metric}_low", f"{metric}_high"),
-                                _interval(_average(values)[1], confidence),
-                                strict=True,
-                            )
-                        }
+                        | dict(zip(names, interval[:, layer].flatten().tolist(), strict=True))
                     )
         return pd.DataFrame(rows)
 
@@ -223,24 +219,26 @@ def _ranges(starts: tuple[int, ...], n_pos: int) -> Iterator[tuple[int, int]]:
     yield from zip(starts, [*starts[1:], n_pos], strict=True)
 
 
-def _average(values: Float[Tensor, "batch pos"]) -> tuple[float, Float[Tensor, " sequence"]]:
-    """Average over sequences their means over states, and return these means; leave NaN out."""
-    by_sequence = values.double().nanmean(dim=1)
-    by_sequence = by_sequence[~by_sequence.isnan()]
-    return float(by_sequence.mean()) if len(by_sequence) else math.nan, by_sequence
+def _average(values: Float[Tensor, "*rows batch pos"]) -> Float[Tensor, "*rows batch"]:
+    """Average over the states of each sequence; NaN is left out."""
+    return values.double().nanmean(dim=-1)
 
 
-def _interval(values: Float[Tensor, " sequence"], confidence: float) -> tuple[float, float, float]:
-    """Mean, and Student's t interval."""
+def _interval(
+    values: Float[Tensor, "*rows batch pos"], confidence: float
+) -> Float[Tensor, "*rows 3"]:
+    """Mean over sequences of their means over states, and Student's t interval."""
     from scipy.special import stdtrit
 
-    if not len(values):
-        return math.nan, math.nan, math.nan
-    mean = float(values.mean())
-    if len(values) == 1:
-        return mean, math.nan, math.nan
-    half = float(stdtrit(len(values) - 1, (1 + confidence) / 2) * values.std() / len(values) ** 0.5)
-    return mean, mean - half, mean + half
+    by_sequence = _average(values)
+    n = by_sequence.isfinite().sum(dim=-1).double()
+    mean = by_sequence.nanmean(dim=-1)
+    # a single sequence has no spread: 0 over 0
+    squares = (by_sequence - mean[..., None]).square().nansum(dim=-1)
+    deviation = (squares / (n - 1)).sqrt()
+    quantile = torch.as_tensor(stdtrit((n - 1).numpy(), (1 + confidence) / 2))
+    half = quantile * deviation / n.sqrt()
+    return torch.stack([mean, mean - half, mean + half], dim=-1)
 
 
 def compare_rankings(

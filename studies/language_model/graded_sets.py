@@ -379,13 +379,13 @@ def _interval(rows: "pd.DataFrame", method: str, other: str, metric: str) -> str
 
 def _mean(values: "pd.Series[float]") -> tuple[float, float]:
     """Return the mean, and half of Student's 95% interval; NaN left out."""
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     found = values.dropna()
     n = len(found)
     if n < 2:
         return float(found.mean()), 0.0
-    return float(found.mean()), float(t.ppf(0.975, n - 1) * found.std() / n**0.5)
+    return float(found.mean()), float(stdtrit(n - 1, 0.975) * found.std() / n**0.5)
 
 
 def _compare(influence: str, results: "pd.DataFrame") -> "pd.DataFrame":
