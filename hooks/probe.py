@@ -5,7 +5,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, cast
+from typing import Annotated, Any, ClassVar, Generic, Literal, cast
 
 import torch
 from annotated_types import Ge
@@ -24,10 +24,8 @@ from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import LabelledResult, Result, label_arrays
+from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.hooks.states import State, copy_values, states_of
-
-if TYPE_CHECKING:
-    from infoflow_lens.hooks.sharded import ShardedResult
 
 ResultT = TypeVar("ResultT", bound=Result, default=LabelledResult)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
@@ -129,7 +127,7 @@ class Probe(ABC, Generic[ResultT]):
 
     reads: ClassVar[str | Sequence[str]] = ()
     dims: ClassVar[Sequence[str] | Mapping[str, Sequence[str]]] = ()
-    sharded: ClassVar[type["ShardedResult[Any]"] | None] = None
+    sharded: ClassVar[type[ShardedResult[Any]] | None] = None
     by_index: ClassVar[bool] = False
     _states: ClassVar[dict[str, State]] = {}
 

@@ -2,14 +2,17 @@
 
 import email
 import importlib
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import typing
 import zipfile
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import grimp
@@ -221,6 +224,31 @@ def test_an_import_of_a_name_that_has_moved_warns_once():
     with pytest.warns(FutureWarning) as caught:
         from infoflow_lens import Why  # noqa: F401
     assert [Path(each.filename) for each in caught] == [Path(__file__)]
+
+
+def hinted_parts(thing):
+    """A class and its methods, or a function: all that has annotations of its own."""
+    yield thing
+    for _, part in inspect.getmembers(thing) if inspect.isclass(thing) else ():
+        part = part.fget if isinstance(part, property) else part
+        if inspect.isfunction(part) and part.__module__.startswith("infoflow_lens."):
+            yield part
+
+
+def kinds_of(kind):
+    found = {kind} if kind.__module__.startswith("infoflow_lens.") else set()
+    return found.union(*map(kinds_of, kind.__subclasses__()))
+
+
+def test_annotations_of_public_names_can_be_read():
+    """Those of every probe and result, and of their methods, too."""
+    public = {getattr(m, name) for m in (infoflow_lens, infoflow_lens.hooks) for name in m.__all__
+              if name != "__version__"}  # fmt: skip
+    public |= kinds_of(infoflow_lens.hooks.Probe) | kinds_of(infoflow_lens.hooks.Result)
+    classes = [thing for thing in public if inspect.isclass(thing)]
+    assert len(classes) > 60
+    for part in chain(*map(hinted_parts, [*classes, *filter(inspect.isfunction, public)])):
+        assert isinstance(typing.get_type_hints(part), dict)
 
 
 def test_public_names_are_those_that_type_checkers_see():
