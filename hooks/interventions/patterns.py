@@ -204,7 +204,7 @@ class SeenKeys:
             return scores > -torch.inf
         known = visibility(self._model, pattern.shape[-1])
         assert known is not None
-        keys = known.keys[self._layer][: pattern.shape[-2], : pattern.shape[-1]]
+        keys = known[self._layer][: pattern.shape[-2], : pattern.shape[-1]]
         seen = (pattern > 0).any(dim=1)
         of_padding = (seen & ~keys).any(dim=2)
         read = (seen & ~of_padding[:, :, None]).any(dim=1).to(torch.uint8)

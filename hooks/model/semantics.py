@@ -13,13 +13,12 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import (
-    HookFunction,
     call,
-    ignore_edit_warnings,
     without_user_hooks,
 )
 from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
+    INSTEAD_OF_A_BRIDGE,
     cache_by_mode,
     hook_name,
     hook_points,
@@ -28,6 +27,7 @@ from infoflow_lens.hooks.model.points import (
     pattern_hook,
     scores_hook,
 )
+from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap, suspend_compiler
 
 Carried = Literal["scores", "pattern", "missing"]
 State = Literal["post_attention", "resid_post"]
@@ -53,26 +53,12 @@ class HookSemantics:
     adds: bool | None
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """Which keys each query may see, by layer, whatever the tokens are.
-
-    Attributes:
-        keys: bool [query, key] for each layer. What holds for a length holds for the first
-            positions of it, so one length serves all shorter ones.
-        bar: for each layer the score at or below which a key is masked, between masks and scores.
-    """
-
-    keys: tuple[Bool[Tensor, "query key"], ...]
-    bar: tuple[float, ...]
-
-
 @dataclass
 class _Known:
     """What has been found of one model."""
 
     semantics: HookSemantics
-    visible: dict[int, Visibility] = field(default_factory=dict)
+    visible: dict[int, tuple[Bool[Tensor, "query key"], ...]] = field(default_factory=dict)
 
 
 def hook_semantics(model: nn.Module) -> HookSemantics:
@@ -92,16 +78,17 @@ def hook_semantics(model: nn.Module) -> HookSemantics:
     return HookSemantics(tuple(carried), tuple(pattern), adds=True)
 
 
-def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
-    """Find the keys that queries of a bridge may see, in sequences of at most `n_pos` positions.
+def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"], ...] | None:
+    """Find the keys that queries of a bridge may see, by layer, whatever the tokens are.
 
-    The model is run on random sequences with queries of 0, where they can be edited, so that all
-    open keys have weight. A key is closed where its weight is 0 in every head and its score, where
-    scores are shown, lies among those of masks. So neither a mask that a model divides, or that
-    rounding moves, nor a weight that underflows is taken for the other.
+    The model is run on one sequence of at least `n_pos` positions, and what closes keys is read by
+    the tap. What holds for a length holds for the first positions of it.
 
     Returns:
         None for models of TransformerLens's own attention, which masks with -inf: no score is that.
+
+    Raises:
+        InfoFlowError: if the attention of some layer is not seen.
     """
     if not is_bridge(model):
         return None
@@ -112,7 +99,7 @@ def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
         length = 1 << max(0, n_pos - 1).bit_length()
         length = max(n_pos, min(length, n_ctx or length))
     if length not in known.visible:
-        known.visible[length] = _visible(model, known.semantics, length)
+        known.visible[length] = _visible(model, length)
     return known.visible[length]
 
 
@@ -159,61 +146,30 @@ def _classify_scores(scores: Tensor | None, pattern: Tensor | None) -> Carried:
     return "pattern" if same else "scores"
 
 
-def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibility:
-    """Run random sequences, and look which keys are closed in all of them."""
-    n_sequences = 4 if length <= 256 else 2 if length <= 1024 else 1
-    generator = torch.Generator().manual_seed(0)
+def _visible(model: nn.Module, length: int) -> tuple[Bool[Tensor, "query key"], ...]:
+    """Run a sequence, and read which keys are closed in it."""
     cfg: Any = model.cfg
-    device = next(model.parameters()).device
-    tokens = torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator).to(device)
-    names = [
-        hook_name(model, f"blocks.{layer}.attn.{point}")
-        for layer, carried in enumerate(semantics.scores)
-        for point, fires in (
-            ("hook_attn_scores", carried == "scores"),
-            ("hook_pattern", semantics.pattern[layer]),
+    tokens = torch.arange(length, device=next(model.parameters()).device)[None] % cfg.d_vocab
+    found: dict[int, Tensor] = {}
+
+    def look(attention: AttentionCall, site: Site, tensor: Tensor) -> None:
+        # by then all that closes keys has been seen; the attention of all layers would not fit
+        if site == "z":
+            found[attention.number] = attention.visible().any(dim=(0, 1))
+
+    with _suspend_user_hooks(model), suspend_compiler(), Tap(look, batch=1):
+        call(model, tokens, output=True)
+    if len(found) != layer_count(model):
+        raise InfoFlowError(
+            f"{len(found)} attentions were seen in {type(model).__name__} of {layer_count(model)} "
+            f"layers, so which keys they close is not known: expected one a layer; "
+            f"{INSTEAD_OF_A_BRIDGE}"
         )
-        if fires
-    ]
-    highest: dict[str, Tensor] = {}
-    lowest: dict[str, Tensor] = {}
-
-    def look(name: str) -> HookFunction:
-        def hook_fn(activation: Tensor, hook: Any) -> None:
-            # of long sequences the attention of all layers at once would not fit
-            highest[name] = activation.amax(dim=(0, 1))
-            lowest[name] = activation.clamp(min=torch.finfo(activation.dtype).min).min()
-
-        return hook_fn
-
-    def without_preference(activation: Tensor, hook: Any) -> Tensor:
-        return torch.zeros_like(activation)
-
-    # queries of 0 have equal scores with all keys, so that no weight of an open key underflows
-    points = hook_points(model)
-    queries = [f"blocks.{layer}.attn.hook_q" for layer in range(len(semantics.scores))]
-    equal = [(name, without_preference) for name in queries if name in points]
-    with _suspend_user_hooks(model), ignore_edit_warnings():
-        call(model, tokens, edit=[*equal, *((name, look(name)) for name in names)])
-    keys: list[Bool[Tensor, "query key"]] = []
-    bars: list[float] = []
-    for layer in range(len(semantics.scores)):
-        scores, pattern = (
-            f"blocks.{layer}.attn.{point}" for point in ("hook_attn_scores", "hook_pattern")
-        )
-        closed = torch.ones(length, length, dtype=torch.bool, device=device)
-        bar = -torch.inf
-        if scores in highest:
-            least = float(lowest[scores])
-            bar = least / 2 if least < _MASKED else -torch.inf
-            closed &= (highest[scores] <= bar).to(device)
-        if pattern in highest:
-            closed &= (highest[pattern] == 0).to(device)
-        visible = ~closed
+    keys: list[Tensor] = []
+    for visible in found.values():
         # most layers see the same keys: they share one tensor
         keys.append(next((other for other in keys if other.equal(visible)), visible))
-        bars.append(bar)
-    return Visibility(tuple(keys), tuple(bars))
+    return tuple(keys)
 
 
 def visible_keys(
@@ -224,25 +180,27 @@ def visible_keys(
     if known is None:
         return scores > -torch.inf
     n_pos = scores.shape[-1]
-    return known.keys[layer][:n_pos, :n_pos].to(scores.device).expand_as(scores)
+    return known[layer][:n_pos, :n_pos].to(scores.device).expand_as(scores)
 
 
 def find_keys_in_use(
-    model: nn.Module, layer: int, attention: Float[Tensor, "batch head query key"], by_weight: bool
+    model: nn.Module, attention: Float[Tensor, "batch head query key"], by_weight: bool
 ) -> Bool[Tensor, "batch query key"]:
     """Find the keys that some head of a pass attends to.
 
     Args:
         model: the model.
-        layer: whose attention it is.
-        attention: scores, or a pattern.
+        attention: scores, of which those of closed keys are masks; or a pattern.
         by_weight: whether it is a pattern.
     """
     highest = attention.amax(dim=1)
     if by_weight:
         return highest > 0
-    known = visibility(model, attention.shape[-1])
-    return highest > (-torch.inf if known is None else known.bar[layer])
+    if not is_bridge(model):
+        return highest > -torch.inf
+    least = attention.clamp(min=torch.finfo(attention.dtype).min).min()
+    # between masks, which a model may divide and rounding moves, and scores
+    return highest > torch.where(least < _MASKED, least / 2, -torch.inf)
 
 
 def attention_hook(model: nn.Module, layer: int) -> str:

@@ -408,7 +408,7 @@ class Pass:
         if known is None:  # the call itself says which keys it has closed, in each sequence
             keys = (attention > (0 if by_weight else -torch.inf)).any(dim=1)
         else:
-            keys = known.keys[layer][None, :n_pos, :n_pos].to(attention.device)
+            keys = known[layer][None, :n_pos, :n_pos].to(attention.device)
         if self.lengths is None:
             return keys[:1] if bool((keys == keys[:1]).all()) else keys
         real = self.is_real(n_pos).to(attention.device)
@@ -502,9 +502,7 @@ def _check_padding_is_right(
         if seen.shape[-1] != mask.shape[1]:
             continue
         mask = mask.to(seen.device)
-        if (
-            find_keys_in_use(model, layer_of(name) or 0, seen, by_weight) & _to_padding(mask)
-        ).any():
+        if (find_keys_in_use(model, seen, by_weight) & _to_padding(mask)).any():
             raise InfoFlowError(
                 f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
                 "bidirectional HookedTransformer does): expected masked keys; run sequences of one "
@@ -543,9 +541,9 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
         layer, n_pos = layer_of(name) or 0, seen.shape[-1]
         if seen.shape[-2] != n_pos:
             continue
-        found = find_keys_in_use(model, layer, seen, by_weight)
+        found = find_keys_in_use(model, seen, by_weight)
         known = visibility(model, n_pos)
-        may_see = None if known is None else known.keys[layer][:n_pos, :n_pos].to(found.device)
+        may_see = None if known is None else known[layer][:n_pos, :n_pos].to(found.device)
         # a query that attends to nothing it should, or to what it should not see, shows a mask
         if cut is None:  # one layer tells
             beyond = may_see is not None and (found & ~may_see).any()

@@ -220,7 +220,7 @@ def test_visible_keys_are_those_of_the_models_config(family, dtype, folders):
     config = model.original_model.config
     known = visibility(model, 16)
     assert known is not None
-    for layer, keys in enumerate(known.keys):
+    for layer, keys in enumerate(known):
         assert keys[:16, :16].equal(seen_by_config(config, layer, 16)), layer
 
 
@@ -302,7 +302,7 @@ def test_peaked_attention_closes_no_key(family, folders):
     model = loaded(folders(family), times=300.0)
     known = visibility(model, 20)
     assert known is not None
-    for layer, keys in enumerate(known.keys):
+    for layer, keys in enumerate(known):
         assert keys[:20, :20].equal(seen_by_config(model.original_model.config, layer, 20))
     ids = zoo.tokens(6, 20, seed=3)
     positions, patterns = run_probes(
