@@ -22,6 +22,7 @@ from transformer_lens.hook_points import HookPoint
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
+from infoflow_lens.hooks.model.call import mark_own_call
 from infoflow_lens.hooks.model.log import first_tensor
 from infoflow_lens.hooks.model.padding import takes_padding
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
@@ -115,7 +116,8 @@ class NamedModel(HookedRootModule):
         }
 
     def _find(self) -> Anatomy:
-        return find_anatomy(self.original_model, self._move_example(), self._stack)
+        with mark_own_call():
+            return find_anatomy(self.original_model, self._move_example(), self._stack)
 
     def _build(self, anatomy: Anatomy) -> None:
         """Make the hook points of an anatomy."""

@@ -322,6 +322,16 @@ def test_blocks_on_one_model_may_be_nested_and_end_in_any_order(model, inputs):
     assert [probe.n_sequences for probe in (*outer, *inner)] == [9, 18]
 
 
+def test_passes_by_which_a_model_is_opened_are_not_measured():
+    """A plain model is opened by whoever measures it, also while probes are attached to it."""
+    plain, ids = zoo.build("gpt2").eval(), zoo.tokens(3, 7)
+    with attach(plain, PositionsProbe()) as outer:
+        run_probes(plain, ids, [PositionsProbe()], progress=False)
+        with attach(plain, PositionsProbe()) as inner:
+            plain(ids)
+    assert [probes[0].n_sequences for probes in (outer, inner)] == [3, 3]
+
+
 def test_passes_of_run_probes_are_its_own(model, inputs):
     with attach(model, PositionsProbe()) as probes:
         run_probes(model, inputs, [PositionsProbe()], progress=False)
