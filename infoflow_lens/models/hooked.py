@@ -32,6 +32,7 @@ from transformer_lens.utilities import (
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import check_known
 from infoflow_lens.models.blocks import Attention, Block, LayerNorm, PositionalEmbed, Unembed
+from infoflow_lens.models.named_parts import find_directions, sum_biases
 
 HAS_HOOKED_TRANSFORMER = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens is of version 3."""
@@ -420,23 +421,6 @@ class HookedModel(_Base):
         """W_V W_O of each layer and head."""
         return FactoredMatrix(self.W_V, self.W_O)
 
-    def accumulated_bias(
-        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
-    ) -> Float[Tensor, " d_model"]:
-        """Sum the biases that blocks before `layer` write to the residual stream.
-
-        Args:
-            layer: from 0 to the number of layers.
-            mlp_input: count the attention of `layer` itself, too.
-            include_mlp_biases: whether those of feed-forward networks count.
-        """
-        total = torch.zeros_like(self.unembed.W_U[:, 0])
-        for block in list(self.blocks)[:layer]:
-            total = total + block.attn.b_O
-            if include_mlp_biases and not self.cfg.attn_only:
-                total = total + block.mlp.b_out
-        return total + self.blocks[layer].attn.b_O if mlp_input else total
-
     def all_head_labels(self) -> list[str]:
         """L0H0, L0H1, ..., with the heads that each layer has."""
         return [
@@ -445,22 +429,8 @@ class HookedModel(_Base):
             for head in range(heads)
         ]
 
-    def tokens_to_residual_directions(
-        self, tokens: int | Int[Tensor, "..."]
-    ) -> Float[Tensor, "... d_model"]:
-        """Return columns of W_U: directions that outputs are read from.
-
-        Args:
-            tokens: numbers of outputs; a single one gives a vector, whatever its shape.
-
-        Raises:
-            InfoFlowError: for words; hosted models have no tokenizer.
-        """
-        if isinstance(tokens, str):
-            self.to_single_token(tokens)
-        if isinstance(tokens, Tensor) and tokens.numel() > 1:
-            return self.W_U[:, tokens].movedim(0, -1)
-        return self.W_U[:, int(tokens)]
+    accumulated_bias = sum_biases
+    tokens_to_residual_directions = find_directions
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Refused.

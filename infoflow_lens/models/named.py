@@ -28,7 +28,14 @@ from infoflow_lens.hooks.model.padding import takes_padding
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
 from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
-from infoflow_lens.models.named_parts import AttentionPart, FinalNorm, MLPPart, UnembedPart
+from infoflow_lens.models.named_parts import (
+    AttentionPart,
+    FinalNorm,
+    MLPPart,
+    UnembedPart,
+    find_directions,
+    sum_biases,
+)
 from infoflow_lens.models.pooling import find_pooling
 
 __all__ = ["NamedModel", "open_model"]
@@ -393,39 +400,8 @@ class NamedModel(HookedRootModule):
         weight: Tensor = self.unembed.W_U
         return weight
 
-    def tokens_to_residual_directions(
-        self, tokens: str | int | Int[Tensor, "*places"]
-    ) -> Float[Tensor, "*places d_model"]:
-        """Return the directions whose products with the normed last state are logits.
-
-        Raises:
-            InfoFlowError: as :attr:`W_U` does.
-        """
-        known = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
-        directions = self.W_U.T
-        ids = torch.as_tensor(known, device=directions.device)
-        return directions[int(ids) if ids.numel() == 1 else ids]
-
-    def accumulated_bias(
-        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
-    ) -> Float[Tensor, " d_model"]:
-        """Sum what the matrices of attention and MLP add below a layer, whatever the tokens.
-
-        Args:
-            layer: the layer; all layers below it count.
-            mlp_input: whether its attention counts, too.
-            include_mlp_biases: whether those of MLPs count.
-
-        Raises:
-            InfoFlowError: if a block has no single matrix there.
-        """
-        total = torch.zeros(self.cfg.d_model, dtype=self.cfg.dtype, device=self.cfg.device)
-        for number in range(layer + mlp_input):
-            block: Any = self.blocks[number]
-            total = total + block.attn.b_O
-            if include_mlp_biases and number < layer and "mlp" in block._modules:
-                total = total + block.mlp.b_out
-        return total
+    accumulated_bias = sum_biases
+    tokens_to_residual_directions = find_directions
 
 
 def _has_hooks(point: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -137,3 +138,48 @@ class UnembedPart(Part):
     def b_U(self) -> Float[Tensor, " d_vocab"]:
         """Read what is added to that."""
         return self._output().bias(self._model)
+
+
+# Methods that ActivationCache asks for, of all models that are no HookedTransformer of its own
+
+
+def find_directions(
+    model: Any, tokens: str | int | Int[Tensor, "*places"]
+) -> Float[Tensor, "*places d_model"]:
+    """Return the directions whose products with the normed last state are logits.
+
+    Args:
+        model: with a matrix W_U.
+        tokens: numbers of outputs, or a word that is one token; a single one gives a vector,
+            whatever its shape.
+
+    Raises:
+        InfoFlowError: for a word without a tokenizer, and where there is no such matrix.
+    """
+    known = model.to_single_token(tokens) if isinstance(tokens, str) else tokens
+    directions: Tensor = model.W_U.T
+    ids = torch.as_tensor(known, device=directions.device)
+    return directions[int(ids) if ids.numel() == 1 else ids]
+
+
+def sum_biases(
+    model: Any, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+) -> Float[Tensor, " d_model"]:
+    """Sum what the matrices of attention and MLP add below a layer, whatever the tokens.
+
+    Args:
+        model: with blocks.
+        layer: from 0 to the number of layers; all layers below it count.
+        mlp_input: whether its attention counts, too.
+        include_mlp_biases: whether those of MLPs count.
+
+    Raises:
+        InfoFlowError: if a block has no single matrix there.
+    """
+    total = torch.zeros(model.cfg.d_model, dtype=model.cfg.dtype, device=model.cfg.device)
+    for number in range(layer + mlp_input):
+        block = model.blocks[number]
+        total = total + block.attn.b_O
+        if include_mlp_biases and number < layer and "mlp" in block._modules:
+            total = total + block.mlp.b_out
+    return total
