@@ -149,24 +149,29 @@ def _classify_scores(scores: Tensor | None, pattern: Tensor | None) -> Carried:
 def _visible(model: nn.Module, length: int) -> tuple[Bool[Tensor, "query key"], ...]:
     """Run a sequence, and read which keys are closed in it."""
     cfg: Any = model.cfg
-    tokens = torch.arange(length, device=next(model.parameters()).device)[None] % cfg.d_vocab
+    # from the middle of the vocabulary on, as those at its ends may stand for padding
+    tokens = (torch.arange(length)[None] + cfg.d_vocab // 2) % cfg.d_vocab
+    tokens = tokens.to(next(model.parameters()).device)
     found: dict[int, Tensor] = {}
+    read: set[int] = set()  # attentions, where products of patterns and values are seen
 
     def look(attention: AttentionCall, site: Site, tensor: Tensor) -> None:
-        # by then all that closes keys has been seen; the attention of all layers would not fit
-        if site == "z":
+        # keys may be closed behind the softmax, too; the attention of all layers would not fit
+        if site in ("pattern", "z"):
             found[attention.number] = attention.visible().any(dim=(0, 1))
+            read.update({attention.number} if site == "z" else ())
 
     with _suspend_user_hooks(model), suspend_compiler(), Tap(look, batch=1):
         call(model, tokens, output=True)
-    if len(found) != layer_count(model):
+    seen = [keys for number, keys in found.items() if number in read or not read]
+    if len(seen) != layer_count(model):
         raise InfoFlowError(
-            f"{len(found)} attentions were seen in {type(model).__name__} of {layer_count(model)} "
+            f"{len(seen)} attentions were seen in {type(model).__name__} of {layer_count(model)} "
             f"layers, so which keys they close is not known: expected one a layer; "
             f"{INSTEAD_OF_A_BRIDGE}"
         )
     keys: list[Tensor] = []
-    for visible in found.values():
+    for visible in seen:
         # most layers see the same keys: they share one tensor
         keys.append(next((other for other in keys if other.equal(visible)), visible))
     return tuple(keys)

@@ -384,6 +384,9 @@ class Tap(TorchFunctionMode):
         # products of vectors and matrices are no attention
         if not all(isinstance(t, Tensor) and t.ndim > 2 for t in (left, right)):
             return func(*args, **kwargs)
+        # nor is it known what one of three tensors is
+        if operands.equation and operands.equation.count(",") > 1:
+            return func(*args, **kwargs)
         number = self.n_products
         self.n_products += 1
         # a pattern on the right: some models write values first

@@ -145,6 +145,20 @@ class Plain(nn.Module):
         return F.softmax(scores, dim=-1) @ v
 
 
+def test_products_of_three_tensors_go_through():
+    """Which of them are queries and keys is not known, and they ended in a ValueError."""
+    (q, k, v), scale = torch.randn(3, 2, 3, 5, 4), torch.rand(3)
+
+    def attend():
+        pattern = torch.einsum("bhqd,bhkd,h->bhqk", q, k, scale).softmax(-1)
+        return torch.einsum("bhqk,bhkd,h->bhqd", pattern, v, scale)
+
+    with Tap() as tap:
+        found = attend()
+    assert found.equal(attend())
+    assert [call.is_read for call in tap.calls] == [False]
+
+
 WAYS = ["sdpa", "behind", "einsum", "baddbmm", "where", "method", "fill", "subtract", "add"]
 
 
