@@ -34,7 +34,7 @@ from infoflow_lens.hooks.model.states import StateFinder, count_sums
 from infoflow_lens.hooks.model.tap import AttentionCall, split_heads
 
 
-@dataclass
+@dataclass(eq=False)
 class Anatomy:
     """What one run of a model showed.
 

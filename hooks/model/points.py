@@ -148,19 +148,26 @@ def cache_by_mode(find: Callable[[nn.Module], FoundT]) -> Callable[[nn.Module], 
     """Cache a function that runs a model to find something out, for each mode of the model.
 
     Users may switch the mode: masks, for example, are the lowest numbers of a precision, so they
-    are others in another one.
+    are others in another one. Of an opened model they may change the modules.
     """
     known: WeakKeyDictionary[nn.Module, tuple[Any, FoundT]] = WeakKeyDictionary()
 
     @functools.wraps(find)
     def call(model: nn.Module) -> FoundT:
+        refresh(model)
         precision = next((parameter.dtype for parameter in model.parameters()), None)
-        mode = len(hook_points(model)), getattr(model, "compatibility_mode", None), precision
+        kind = getattr(model, "compatibility_mode", None)
+        mode = len(hook_points(model)), kind, precision, getattr(model, "anatomy", None)
         if model not in known or known[model][0] != mode:
             known[model] = (mode, find(model))
         return known[model][1]
 
     return call
+
+
+def refresh(model: nn.Module) -> None:
+    """Let an opened model see whether it has changed."""
+    getattr(model, "refresh", lambda: None)()
 
 
 def hook_name(model: nn.Module, name: str) -> str:
@@ -315,8 +322,7 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
             "reads token ids: expected integers [batch, pos]"
         )
     else:
-        refresh: Callable[[], None] = getattr(model, "refresh", lambda: None)
-        refresh()  # of an opened model, whose embeddings may have another size by now
+        refresh(model)  # its embeddings may have another size by now
         vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
         if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
             remedy = (

@@ -1,5 +1,7 @@
 """Passes that begin at a block give what whole passes give, and leave out what stands before."""
 
+import copy
+
 import pytest
 import torch
 
@@ -63,6 +65,17 @@ def test_states_again_from_a_layer_are_those_of_the_pass(opened):
     seen = call(opened, batch, [point, *after]).activations
     again = Rerun(opened, LAYER, (LAYER,), "resid_post", batch)(seen[point])
     torch.testing.assert_close(again[0], seen[after[0]])
+
+
+def test_a_block_that_was_replaced_runs_where_passes_start():
+    """What is known of the blocks is found anew: the next one stood still in the place of it."""
+    plain = zoo.build("gpt2").eval()
+    model, batch, point = open_model(plain), Batch(zoo.tokens(3, 7)), "blocks.1.hook_resid_pre"
+    for _ in range(2):
+        whole = call(model, batch, [point], output=True)
+        again = call(model, batch, start=(point, whole.activations[point]), output=True)
+        torch.testing.assert_close(again.output, whole.output)
+        plain.transformer.h[0] = copy.deepcopy(plain.transformer.h[0])
 
 
 @pytest.mark.parametrize(("name", "expected"), [("llama", True), ("bloom", False)])
