@@ -145,7 +145,7 @@ class WeightState:
     def __init__(self, model: nn.Module) -> None:
         # weak references: a record of its weights keeps no model alive
         self._model = weakref.ref(model)
-        self._n_parameters = _parameter_count(model)
+        self._owners = _owners(model)
         self._tensors = [
             (weakref.ref(module), kind, name, weakref.ref(tensor), _mark(tensor))
             for module in model.modules()
@@ -175,7 +175,7 @@ class WeightState:
     def has_same_counters(self) -> bool:
         """Say whether no tensor was written, added or replaced since, by PyTorch's counters."""
         model = self._model()
-        if model is None or _parameter_count(model) != self._n_parameters:
+        if model is None or _owners(model) != self._owners:
             return False
         for module, kind, name, given, mark in self._tensors:
             tensor = getattr(module(), kind, {}).get(name)
@@ -202,8 +202,9 @@ class WeightState:
         return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in by_device.values())
 
 
-def _parameter_count(model: nn.Module) -> int:
-    return sum(len(module._parameters) for module in modules_of(model))
+def _owners(model: nn.Module) -> list[tuple[int, int]]:
+    """List the modules that have weights, by identity, and how many; one may be replaced."""
+    return [(id(m), len(m._parameters)) for m in modules_of(model) if m._parameters]
 
 
 _SAMPLED = 256  # numbers of a tensor; more than a layer has heads

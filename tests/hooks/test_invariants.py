@@ -514,7 +514,7 @@ def is_refused(probe, name):
     )
 
 
-CHANGES = ("step", "data", "load_state_dict", "double", "new parameter")
+CHANGES = ("step", "data", "load_state_dict", "double", "new parameter", "new module")
 CHANGED = [
     *product(("hosted, vector tokens", "bridge, gpt2", "token ids"), CHANGES, (PositionsProbe,)),
     *(("token ids", CHANGES[i % len(CHANGES)], kind) for i, kind in enumerate(MAKES)),
@@ -543,6 +543,11 @@ def test_changed_weights_are_refused(name, by, kind, folders):
                 m for m in model.modules() if any(p is weight for p in m._parameters.values())
             )
             key = next(k for k, p in owner._parameters.items() if p is weight)
+            if by == "new module":  # the one before is still there, as an ablation keeps it
+                before, owner = owner, copy.deepcopy(owner)
+                for parent in list(model.modules()):
+                    for place in [k for k, m in parent._modules.items() if m is before]:
+                        parent._modules[place] = owner
             setattr(owner, key, torch.nn.Parameter(weight * 2))
         if by == "data":
             model(x)
