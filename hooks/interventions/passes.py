@@ -24,7 +24,7 @@ from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
     cache_by_mode,
-    is_bridge,
+    has_own_attention,
     layer_count,
     pattern_hook,
 )
@@ -48,7 +48,7 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     Raises:
         InfoFlowError: naming the layer.
     """
-    if not is_bridge(model):
+    if has_own_attention(model):
         return
     some = batch.take(slice(0, 1)).cut(_EXAMPLE)
     output = output_of(model, some)

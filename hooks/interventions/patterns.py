@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.hooks.model.call import NamedHook, catching
-from infoflow_lens.hooks.model.points import is_bridge, pattern_hook, scores_hook, takes_model
+from infoflow_lens.hooks.model.points import (
+    has_own_attention,
+    pattern_hook,
+    scores_hook,
+    takes_model,
+)
 from infoflow_lens.hooks.model.semantics import visibility
 
 Ideal = Literal["own_position", "global", "specific_position", "max_position", "top_k"]
@@ -189,7 +194,7 @@ class SeenKeys:
         self._model, self._layer = model, layer
         self._scores: Tensor | None = None
         self.hooks: list[NamedHook] = []
-        if not is_bridge(model):
+        if has_own_attention(model):
             self.hooks = [(scores_hook(model, layer), self._see)]
 
     def _see(self, activation: Tensor, hook: Any) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,7 @@ from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
     check_inputs,
-    is_bridge,
+    has_own_attention,
     is_causal,
     layer_count,
     reads_vectors,
@@ -139,6 +139,7 @@ class Batches:
         shortest: tokens of the shortest; 1 if unknown.
         rows: the sequences.
         columns: what else the model's forward takes for each token, by name, a row each.
+        is_single: whether one text or row was given, as a stream gives them.
     """
 
     rows: Rows
@@ -154,8 +155,9 @@ class Batches:
         sequences: Tensor | Sequence[Tensor],
         name: str = "inputs",
         columns: Mapping[str, Sequence[Tensor]] | None = None,
+        is_single: bool = False,
     ) -> None:
-        self._model, self._name = model, name
+        self._model, self._name, self.is_single = model, name, is_single
         self.rows, self.columns = sequences, dict(columns or {})
         # sequences on disk know their extent, and are not read for it
         self.extent = getattr(sequences, "extent", None) or _extent(sequences)
@@ -278,20 +280,19 @@ class _LoadedBatches(Batches):
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
         for read in self._parts(batch_size):
             if skip < len(read.rows):
-                part = Batches(self._reader.model, read.rows, columns=read.columns)
-                yield from part.batches(batch_size, skip)
+                yield from read.batches(batch_size, skip)
             skip = max(0, skip - len(read.rows))
 
-    def _parts(self, batch_size: int) -> Iterator["_Read"]:
+    def _parts(self, batch_size: int) -> Iterator[Batches]:
         """Batches as the loader makes them; single rows, as of streams, are put together."""
         for (single, names), read in groupby(self._read(), lambda r: (r.is_single, [*r.columns])):
             if not single:
                 yield from read
             while single and (some := list(islice(read, batch_size))):
                 columns = {name: [one.columns[name][0] for one in some] for name in names}
-                yield _Read([one.rows[0] for one in some], single, columns)
+                yield Batches(self._reader.model, [one.rows[0] for one in some], columns=columns)
 
-    def _read(self) -> Iterator["_Read"]:
+    def _read(self) -> Iterator[Batches]:
         seen = 0
         for loaded in self._loader:
             read = self._reader.read(loaded, first=seen, loader=self._loader)
@@ -465,7 +466,7 @@ def read_inputs(
     reader = _Reader(model, name, column, max_length)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
-        return Batches(model, read.rows, name, read.columns)
+        return read
     # what holds no sequences itself may give them batch by batch
     if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
         raise InfoFlowError(
@@ -480,14 +481,6 @@ def read_inputs(
     return _LoadedBatches(reader, inputs)
 
 
-class _Read(NamedTuple):
-    """Sequences, one tensor where they are of one length; and what belongs to each, by name."""
-
-    rows: Tensor | list[Tensor]
-    is_single: bool
-    columns: Mapping[str, list[Tensor]] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class _Reader:
     """Makes sequences of what a user has; arguments as for :func:`read_inputs`."""
@@ -499,7 +492,7 @@ class _Reader:
 
     def read(
         self, given: Any, mask: Any = None, first: int = 0, loader: Any = None
-    ) -> _Read | None:
+    ) -> Batches | None:
         """Sequences, checked, without padding; None for what holds no sequences, as a loader.
 
         Args:
@@ -534,7 +527,7 @@ class _Reader:
         if isinstance(given, Tensor) and (given.ndim < 2 or (mask is None and not more)):
             rows = given[:, : self.max_length] if given.ndim == 2 else given
             check_inputs(self.model, rows, self.name)
-            return _Read(rows, is_single)
+            return Batches(self.model, rows, self.name, is_single=is_single)
         # a loader, or something else that gives batches one by one
         if not isinstance(given, Tensor) and not _is_list_of_sequences(given):
             return None
@@ -552,7 +545,8 @@ class _Reader:
         sequences, columns = self._sequences(given, mask, more, first)
         self._check(sequences, first)
         same = len({len(row) for row in sequences}) == 1
-        return _Read(torch.stack(sequences) if same else sequences, is_single, columns)
+        whole = torch.stack(sequences) if same else sequences
+        return Batches(self.model, whole, self.name, columns, is_single)
 
     def _check(self, rows: list[Tensor], first: int) -> None:
         """Refuse sequences that the model cannot read, naming the first of them.
@@ -952,7 +946,7 @@ def call_inputs(
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
     mask = next((kwargs[name] for name in MASKS if kwargs.get(name) is not None), None)
-    if is_bridge(model):
+    if not has_own_attention(model):
         _refuse_key_cache(kwargs, given, mask)
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)

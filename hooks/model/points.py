@@ -208,9 +208,13 @@ def reads_vectors(model: nn.Module) -> bool:
     return bool(getattr(model, "reads_vectors", False))
 
 
-def is_bridge(model: nn.Module) -> bool:
-    """Say whether the model is a TransformerBridge, around a model of another library."""
-    return hasattr(model, "boot_transformers")  # of the model: it may be wrapped
+def has_own_attention(model: nn.Module) -> bool:
+    """Say whether attention is TransformerLens's or ours, or is shown by the tap.
+
+    Then closed keys have scores of -inf, and the model goes on with what hooks change. A
+    TransformerBridge shows instead what the model of another library does, and may lose edits.
+    """
+    return not hasattr(model, "boot_transformers")  # of the model: it may be wrapped
 
 
 def starts_at_layers(model: nn.Module) -> bool:
@@ -220,7 +224,7 @@ def starts_at_layers(model: nn.Module) -> bool:
     the same, and give other logits for some architectures.
     """
     return (
-        not is_bridge(model)
+        has_own_attention(model)
         and "start_at_layer" in inspect.signature(type(model).forward).parameters
     )
 

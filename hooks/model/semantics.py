@@ -1,8 +1,7 @@
 """What a model's hook points carry and which keys its queries see, found once by running it."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,9 +19,9 @@ from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
     cache_by_mode,
+    has_own_attention,
     hook_name,
     hook_points,
-    is_bridge,
     layer_count,
     pattern_hook,
     scores_hook,
@@ -53,29 +52,23 @@ class HookSemantics:
     adds: bool | None
 
 
-@dataclass
-class _Known:
-    """What has been found of one model."""
-
-    semantics: HookSemantics
-    visible: dict[int, tuple[Bool[Tensor, "query key"], ...]] = field(default_factory=dict)
-
-
 def hook_semantics(model: nn.Module) -> HookSemantics:
     """Find what the hook points of `model` carry.
 
     TransformerLens's own attention shows its scores. A bridge shows what the module that it wraps
     gives, so it is run once on a few tokens. The values of other passes never decide.
     """
-    if is_bridge(model):
-        return _observe(model).semantics
-    points = hook_points(model)
-    scores, pattern = (
-        [f"blocks.{layer}.attn.{name}" in points for layer in range(layer_count(model))]
-        for name in ("hook_attn_scores", "hook_pattern")
-    )
-    carried: list[Carried] = ["scores" if has else "missing" for has in scores]
-    return HookSemantics(tuple(carried), tuple(pattern), adds=True)
+    if not has_own_attention(model):
+        return _observe(model)
+    points, names = hook_points(model), _attention_points(model)
+    carried: list[Carried] = ["scores" if one in points else "missing" for one, _ in names]
+    return HookSemantics(tuple(carried), tuple(other in points for _, other in names), adds=True)
+
+
+def _attention_points(model: nn.Module) -> list[tuple[str, str]]:
+    """Name the points of scores and of the pattern, layer by layer."""
+    blocks = [f"blocks.{layer}.attn." for layer in range(layer_count(model))]
+    return [(block + "hook_attn_scores", block + "hook_pattern") for block in blocks]
 
 
 def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"], ...] | None:
@@ -90,41 +83,32 @@ def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"],
     Raises:
         InfoFlowError: if the attention of some layer is not seen.
     """
-    if not is_bridge(model):
+    if has_own_attention(model):
         return None
-    known = _observe(model)
-    length = n_pos
+    known, length = _known_keys(model), n_pos
     if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
         n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
         length = 1 << max(0, n_pos - 1).bit_length()
         length = max(n_pos, min(length, n_ctx or length))
-    if length not in known.visible:
-        known.visible[length] = _visible(model, length)
-    return known.visible[length]
+    if length not in known:
+        known[length] = _visible(model, length)
+    return known[length]
 
 
 @cache_by_mode
-def _observe(model: nn.Module) -> _Known:
-    return _Known(_semantics(model))
+def _known_keys(model: nn.Module) -> dict[int, tuple[Bool[Tensor, "query key"], ...]]:
+    """Hold what has been found of a model, by length."""
+    return {}
 
 
-@contextmanager
-def _suspend_user_hooks(model: nn.Module) -> Iterator[None]:
-    with eval_mode(model), without_user_hooks(model):
-        yield
-
-
-def _semantics(model: nn.Module) -> HookSemantics:
-    points = hook_points(model)
-    attention = [
-        (f"blocks.{layer}.attn.hook_attn_scores", f"blocks.{layer}.attn.hook_pattern")
-        for layer in range(layer_count(model))
-    ]
+@cache_by_mode
+def _observe(model: nn.Module) -> HookSemantics:
+    points, attention = hook_points(model), _attention_points(model)
     parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
     wanted = [name for pair in attention for name in pair if name in points] + parts
     # two sequences of a few tokens show what fires, and cost nothing beside a batch
     tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
-    with _suspend_user_hooks(model):
+    with eval_mode(model), without_user_hooks(model):
         caught = call(model, tokens, wanted, output=True).activations
     scores = tuple(_classify_scores(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)
@@ -161,7 +145,7 @@ def _visible(model: nn.Module, length: int) -> tuple[Bool[Tensor, "query key"], 
             found[attention.number] = attention.visible().any(dim=(0, 1))
             read.update({attention.number} if site == "z" else ())
 
-    with _suspend_user_hooks(model), suspend_compiler(), Tap(look, batch=1):
+    with eval_mode(model), without_user_hooks(model), suspend_compiler(), Tap(look, batch=1):
         call(model, tokens, output=True)
     seen = [keys for number, keys in found.items() if number in read or not read]
     if len(seen) != layer_count(model):
@@ -201,7 +185,7 @@ def find_keys_in_use(
     highest = attention.amax(dim=1)
     if by_weight:
         return highest > 0
-    if not is_bridge(model):
+    if has_own_attention(model):
         return highest > -torch.inf
     least = attention.clamp(min=torch.finfo(attention.dtype).min).min()
     # between masks, which a model may divide and rounding moves, and scores
@@ -238,7 +222,7 @@ def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
     """
     known = hook_points(model)
     middle = f"blocks.{layer}.hook_resid_mid"
-    if not is_bridge(model) and middle in known:
+    if has_own_attention(model) and middle in known:
         return (middle,)
     attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
     # with a norm in between, attention's own output is the state
