@@ -42,16 +42,11 @@ def tokenize(
     Raises:
         InfoFlowError: for an empty text, or a model without a tokenizer.
     """
+    _tokenizer_of(model, name, first)
     for index, text in enumerate(texts, first):
-        if getattr(model, "tokenizer", None) is None:
-            raise _no_tokenizer(name, index)
         if not isinstance(text, str) or not text:
             raise InfoFlowError(f"{name}[{index}] is {text!r}: expected a text that is not empty")
-        if any("\ud800" <= mark <= "\udfff" for mark in text):
-            raise InfoFlowError(
-                f"{name}[{index}] holds half a character (a surrogate, U+D800 to U+DFFF): expected "
-                "Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
-            )
+        _check_is_unicode(text, name, index)
     # one token more than the model takes, so that a text that is too long is refused
     kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
     length = max(_LONG_TEXT, 16 * kept)
@@ -85,9 +80,9 @@ def tokenize_pairs(
         InfoFlowError: for a model without a tokenizer, or one that puts nothing between two texts,
             and for a length that leaves nothing of them.
     """
-    tokenizer: Any = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise _no_tokenizer(name, 0)
+    tokenizer = _tokenizer_of(model, name)
+    for index, pair in enumerate(pairs):
+        _check_is_unicode("".join(pair), name, index)
     count = tokenizer.num_special_tokens_to_add
     if count(pair=True) <= count(pair=False):
         raise InfoFlowError(
@@ -118,9 +113,9 @@ def tokenize_chats(
     Raises:
         InfoFlowError: for a model without a tokenizer, or one that has no template.
     """
-    tokenizer: Any = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise _no_tokenizer(name, 0)
+    tokenizer = _tokenizer_of(model, name)
+    for index, chat in enumerate(chats):
+        _check_is_unicode("".join(str(message.get("content")) for message in chat), name, index)
     if not getattr(tokenizer, "chat_template", None):
         raise InfoFlowError(
             f"{name} holds chat messages, and the tokenizer has no chat template: expected texts "
@@ -144,11 +139,22 @@ def _find_end(model: nn.Module) -> Int[Tensor, " pos"]:
     return row[-n_end:] if is_read else row[:0]
 
 
-def _no_tokenizer(name: str, index: int) -> InfoFlowError:
-    return InfoFlowError(
-        f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; tokenise "
-        "first, or load the model with its tokenizer"
-    )
+def _tokenizer_of(model: nn.Module, name: str, index: int = 0) -> Any:
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise InfoFlowError(
+            f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; "
+            "tokenise first, or load the model with its tokenizer"
+        )
+    return tokenizer
+
+
+def _check_is_unicode(text: str, name: str, index: int) -> None:
+    if any("\ud800" <= mark <= "\udfff" for mark in text):
+        raise InfoFlowError(
+            f"{name}[{index}] holds half a character (a surrogate, U+D800 to U+DFFF): expected "
+            "Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
+        )
 
 
 def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:

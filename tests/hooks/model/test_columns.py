@@ -348,6 +348,15 @@ CHAT = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "
 TEMPLATE = "<bos>{% for m in messages %} {{ m['content'] }} <eos>{% endfor %}"
 
 
+def test_half_a_character_in_pairs_and_chats_is_named():
+    """It ended in a TypeError of the tokenizer."""
+    model = with_separators(zoo.build("bert"))
+    model.tokenizer.chat_template = TEMPLATE
+    for given in ([*PAIRS, ("w5", "w6 \ud800")], [CHAT, CHAT, [{**CHAT[0], "content": "\udfff"}]]):
+        with pytest.raises(InfoFlowError, match=r"inputs\[2\] holds half a character"):
+            read_inputs(model, given)
+
+
 def test_chats_go_through_the_model_s_template_and_have_one_bos():
     model = with_separators(zoo.build("llama"))
     tokenizer = model.tokenizer
