@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from types import MappingProxyType
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
+    cache_by_mode,
     check_inputs,
     has_own_attention,
     is_causal,
@@ -350,21 +350,16 @@ def check_accepts_padding(model: nn.Module, lengths: Int[Tensor, " batch"] | Non
         )
 
 
+@cache_by_mode
 def depends_on_length(model: nn.Module) -> bool:
     """Say whether what the model gives for a position depends on the length of its batch.
 
     These are the kinds of rotary embedding for which transformers writes the frequencies anew in
-    every pass. It is looked for once in a model, as every pass asks.
+    every pass.
     """
-    if model not in _depends_on_length:
-        types = [getattr(module, "rope_type", None) for module in model.modules()]
-        kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
-        found = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
-        _depends_on_length[model] = found
-    return _depends_on_length[model]
-
-
-_depends_on_length: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+    types = [getattr(module, "rope_type", None) for module in model.modules()]
+    kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
+    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
 
 
 def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
