@@ -142,9 +142,13 @@ class Streams:
         for points, state in zip(self._names, states, strict=True):
             part = {what: caught.activations[name].detach()[0] for what, name in points.items()}
             rows = part["pattern"].float().sum(dim=-1)
+            sink = (1 - rows).clamp(min=0)
+            # what weights lack to 1 by rounding is no sink: it would count where all scores fall
+            least = _ROUNDINGS * torch.finfo(part["pattern"].dtype).eps
+            sink = sink * (sink.amax(dim=-1, keepdim=True) > least)
             entered = caught.activations[state].detach()[0]
             four = {what: part[what] for what in "qkvz"}
-            scores, sink = part["scores"].float(), (1 - rows).clamp(min=0)
+            scores = part["scores"].float()
             found.append(LayerRun(entered, **four, scores=scores, sink=sink))
         return found
 

@@ -41,6 +41,7 @@ from infoflow_lens.hooks.readouts import (
     logits_of,
 )
 from infoflow_lens.hooks.shares.measure import measure_shares
+from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import open_model
 from tests.reference import contributions, zoo
 from tests.reference.path_patching import TwoTexts
@@ -607,6 +608,22 @@ def test_texts_that_are_as_long_as_something_is_wide_have_paths(length):
     plain = TwoTexts(zoo.build("llama"), *two_texts(length, (0,)), difference)
     as_plain = [(tuple(w), r and tuple(r), kind) for w, r, kind in paths]
     assert share(streams, [(paths, False)]) == near([plain.share(as_plain)])
+
+
+@pytest.mark.parametrize("other", [115, 396, 707])
+def test_weights_that_lack_rounding_to_1_have_no_sink(other):
+    """Heads that look at the first token alone: without it what rounding lacks outweighs all."""
+    model = load_any("stdlib-2l", backend="opened").model
+    clean = model.tokenizer("The keys", return_tensors="pt")["input_ids"][0]
+    instead = torch.cat([clean.new_tensor([other]), clean[1:]])
+    streams = Streams(Question(model, clean, instead, READOUT))
+    for layer, run in enumerate(streams.other):
+        for head, z in enumerate(run.z[-1]):
+            changes = {s: dict(enumerate(getattr(run, s)[:, head])) for s in "kv"}
+            found = streams.attend(
+                streams.clean[layer], layer, head, len(clean) - 1, q=run.q[-1, head], **changes
+            )
+            torch.testing.assert_close(found, z, atol=1e-3 * float(run.z.abs().max()), rtol=1e-3)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
