@@ -226,7 +226,7 @@ FIGURES = {  # by the file that draws
 FIXED = {
     "hooks/interventions/heads.py",
     "infoflow_lens/report/figures.py",
-    "infoflow_lens/probing/parts/routes.py",
+    "infoflow_lens/probing/parts/tokens.py",
 }  # all words ours
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import infoflow_lens.probing.parts.routes
+import infoflow_lens.probing.parts.tokens
 from infoflow_lens import (
     Flow,
     InfoFlowError,
@@ -138,7 +138,7 @@ SAVED = [*RESULTS, *OTHERS]
 
 def test_everything_that_can_be_saved_is_here(made):
     assert set(made) == set(SAVED)
-    assert infoflow_lens.probing.parts.routes.RoutesComparison.__name__ in SAVED
+    assert infoflow_lens.probing.parts.tokens.RoutesComparison.__name__ in SAVED
 
 
 def same(one, other):

@@ -7,7 +7,7 @@ import torch
 
 from infoflow_lens.hooks import PositionsResult
 from infoflow_lens.probing.findings import Findings
-from infoflow_lens.probing.parts.recovery import too_few_rows
+from infoflow_lens.probing.parts.tokens import too_few_rows
 from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.report.charts import Table
 

@@ -1,6 +1,6 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,16 @@ def possible_parts(
     Raises:
         InfoFlowError: for one that is asked for and that the model cannot give, with the reason.
     """
-    possible: dict[str, Part] = {}
-    for name in part_names():
-        if config.probes is not None and name not in config.probes:
-            continue
-        part = load_part(name)
-        if config.probes is None and not part.by_default:
-            continue
-        why = _why_not(name, part, capabilities, possible)
-        if why:
-            _leave_out(name, why, config, say, if_possible)
-        else:
-            possible[name] = part
-    return possible
+    asked = {
+        name: load_part(name)
+        for name in part_names()
+        if config.probes is None or name in config.probes
+    }
+    if config.probes is None:
+        asked = {name: part for name, part in asked.items() if part.by_default}
+    return _choose(
+        asked, lambda name, part: _why_not(name, part, capabilities), config, say, if_possible
+    )
 
 
 def parts_with_enough_data(
@@ -70,18 +67,14 @@ def parts_with_enough_data(
         InfoFlowError: for a part that is asked for and that the sequences are too few for; for
             settings that a part refuses.
     """
-    enough: dict[str, Part] = {}
-    for name, part in parts.items():
-        # a part is left out with what it builds on
-        why = part.lacking_of_data(context) or _missing(name, part, enough)
-        if why:
-            _leave_out(name, why, context.config, say, if_possible)
-            continue
+    enough = _choose(
+        parts, lambda name, part: part.lacking_of_data(context), context.config, say, if_possible
+    )
+    for part in enough.values():
         part.check(context)
         extent = (context.batches if part.sequences == "all" else context.detail).extent
         if extent is not None:
             check_extent(context.model, list(_probes_of(part, context).values()), extent)
-        enough[name] = part
     named = [name for part in enough.values() for name in _probes_of(part, context)]
     check_names(context.config.single_settings(), named)
     return enough
@@ -100,33 +93,41 @@ def code_of_own(parts: Mapping[str, Part], context: RunContext) -> dict[str, str
     return {name: code_digest(kind) for name, kind in kinds.items() if is_own(kind)}
 
 
-def _leave_out(name: str, why: str, config: ProbingConfig, say: Say, if_possible: bool) -> None:
-    """Say that a part is left out, or refuse it where it was asked for."""
-    if config.probes is not None and not if_possible:
-        rest = ",".join(other for other in config.probes if other != name) or "other probes"
-        raise InfoFlowError(f"{why}. Ask for {rest}")
-    say(f"left out: {why}")
+def _choose(
+    parts: Mapping[str, Part],
+    lacking: Callable[[str, Part], str],
+    config: ProbingConfig,
+    say: Say,
+    if_possible: bool,
+) -> dict[str, Part]:
+    """Choose the parts that lack nothing; say which are left out, or refuse those asked for."""
+    chosen: dict[str, Part] = {}
+    for name, part in parts.items():
+        why = lacking(name, part)
+        # a part is left out with what it builds on
+        missing = [other for other in part.after if other not in chosen]
+        if not why and missing:
+            why = f"{name} needs {', '.join(missing)}, which is not measured"
+        if not why:
+            chosen[name] = part
+        elif config.probes is None or if_possible:
+            say(f"left out: {why}")
+        else:
+            rest = ",".join(other for other in config.probes if other != name) or "other probes"
+            raise InfoFlowError(f"{why}. Ask for {rest}")
+    return chosen
 
 
-def _why_not(
-    name: str, part: Part, capabilities: ModelCapabilities, possible: Mapping[str, Part]
-) -> str:
-    reason = part.lacking_of_model(capabilities)
-    if reason:
-        return f"{name} cannot be measured on this {capabilities.kind}: {reason}"
-    reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
-    lacking = [layer for layer, reason in reasons.items() if reason]
-    if lacking:
-        return (
-            f"{name} cannot be measured in layers {', '.join(lacking)} of this "
-            f"{capabilities.kind}: {reasons[lacking[0]]}"
-        )
-    return _missing(name, part, possible)
-
-
-def _missing(name: str, part: Part, possible: Mapping[str, Part]) -> str:
-    missing = [other for other in part.after if other not in possible]
-    return f"{name} needs {', '.join(missing)}, which is not measured" if missing else ""
+def _why_not(name: str, part: Part, capabilities: ModelCapabilities) -> str:
+    """Say why a part cannot be measured on a model; empty if it can."""
+    where, reason = "on", part.lacking_of_model(capabilities)
+    if not reason:
+        reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
+        lacking = [layer for layer, reason in reasons.items() if reason]
+        where = f"in layers {', '.join(lacking)} of"
+        reason = reasons[lacking[0]] if lacking else ""
+    what = f"{name} cannot be measured {where} this {capabilities.kind}: {reason}"
+    return what if reason else ""
 
 
 def measure_parts(

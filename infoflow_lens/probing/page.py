@@ -12,7 +12,7 @@ from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
-from infoflow_lens.probing.parts.routes import RoutesComparison, RoutesPart
+from infoflow_lens.probing.parts.tokens import RoutesComparison, RoutesPart
 from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section

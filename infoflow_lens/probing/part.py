@@ -227,8 +227,9 @@ def load_part(name: str) -> Part:
     if name in registry.registered.get({}):
         return registry.registered.get({})[name]
     if name in registry.PARTS:
-        module = import_module(f"infoflow_lens.probing.parts.{name}")
-        made: Part = getattr(module, registry.PARTS[name])()
+        room, kind_name = registry.PARTS[name].split(".")
+        module = import_module(f"infoflow_lens.probing.parts.{room}")
+        made: Part = getattr(module, kind_name)()
         return made
     others = plugins.find_entry_points(registry.GROUP, registry.PARTS)
     if name not in others:

@@ -12,14 +12,14 @@ GROUP = "infoflow_lens.probes"  # of entry points
 
 # in the order of the report; imported when they are asked for
 PARTS = {
-    "labels": "LabelsPart",
-    "mechanisms": "MechanismsPart",
-    "sufficiency": "SufficiencyPart",
-    "influence": "InfluencePart",
-    "positions": "PositionsPart",
-    "recovery": "RecoveryPart",
-    "routes": "RoutesPart",
-    "top_k": "TopKPart",
+    "labels": "heads.LabelsPart",
+    "mechanisms": "heads.MechanismsPart",
+    "sufficiency": "heads.SufficiencyPart",
+    "influence": "tokens.InfluencePart",
+    "positions": "tokens.PositionsPart",
+    "recovery": "tokens.RecoveryPart",
+    "routes": "tokens.RoutesPart",
+    "top_k": "heads.TopKPart",
 }
 
 

@@ -17,7 +17,7 @@ from infoflow_lens import (
 from infoflow_lens.hooks import Probe
 from infoflow_lens.probing.own_settings import OwnSetting, apply_settings
 from infoflow_lens.probing.part import name_of
-from infoflow_lens.probing.parts.recovery import too_few_rows
+from infoflow_lens.probing.parts.tokens import too_few_rows
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo
 

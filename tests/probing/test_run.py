@@ -31,7 +31,7 @@ from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import stream_data, stream_texts
 from infoflow_lens.probing.page import build_report
-from infoflow_lens.probing.parts import mechanisms as mechanisms_part
+from infoflow_lens.probing.parts import heads
 from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.probing.registry import part_names
@@ -248,7 +248,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
         patch.setattr(shard, "run_shard", None)
-        patch.setattr(mechanisms_part, "measure_mechanisms", None)
+        patch.setattr(heads, "measure_mechanisms", None)
         run(out, only)
 
 
@@ -332,7 +332,7 @@ def test_finished_parts_stay_when_a_later_one_fails(tmp_path, config, monkeypatc
     def fail(*args, **kwargs):
         raise InfoFlowError("mechanisms fail")
 
-    monkeypatch.setattr(mechanisms_part, "measure_mechanisms", fail)
+    monkeypatch.setattr(heads, "measure_mechanisms", fail)
     with pytest.raises(InfoFlowError, match="mechanisms fail"):
         run(tmp_path, config)
     assert (tmp_path / "positions.safetensors").is_file()

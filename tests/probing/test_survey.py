@@ -11,11 +11,13 @@ import torch
 from infoflow_lens import InfoFlowError, save_model
 from infoflow_lens.probing import measuring, room
 from infoflow_lens.probing import run as run_module
-from infoflow_lens.probing.parts.labels import LabelsPart
-from infoflow_lens.probing.parts.mechanisms import MechanismsPart
-from infoflow_lens.probing.parts.routes import RoutesPart
-from infoflow_lens.probing.parts.sufficiency import SufficiencyPart
-from infoflow_lens.probing.parts.top_k import TopKPart
+from infoflow_lens.probing.parts.heads import (
+    LabelsPart,
+    MechanismsPart,
+    SufficiencyPart,
+    TopKPart,
+)
+from infoflow_lens.probing.parts.tokens import RoutesPart
 from infoflow_lens.probing.survey import run_survey
 from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs import memory

@@ -278,6 +278,13 @@ def save(
     return folder
 
 
+def save_with_text(name: str, folder: Path, n_words: int) -> tuple[str, str]:
+    """Save a model, and a text of words that it knows; the paths of both."""
+    text = " ".join(f"w{(7 * i + i * i // 5) % 40 + 4}" for i in range(n_words))
+    (folder / "text.txt").write_text(text)
+    return str(save(name, folder / name)), str(folder / "text.txt")
+
+
 def bridge(source: str | Path, dtype: torch.dtype = torch.float32, **changes: object):
     """A TransformerBridge in evaluation mode, as users of TransformerLens make one.
 

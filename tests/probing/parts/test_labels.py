@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.parts import labels
+from infoflow_lens.probing.parts import heads
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import RunFolder
@@ -17,14 +17,8 @@ from tests.reference import zoo
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("labels")
-    zoo.save("gpt2", folder / "gpt2")
-    text = " ".join(f"w{(7 * i + i * i // 11) % 30 + 4}" for i in range(140))
-    (folder / "text.txt").write_text(text)
-    return ProbingConfig(
-        str(folder / "gpt2"), str(folder / "text.txt"), probes=("labels",), window=10, n=12,
-        n_detail=10, batch_size=3,
-    )  # fmt: skip
+    paths = zoo.save_with_text("gpt2", tmp_path_factory.mktemp("labels"), 140)
+    return ProbingConfig(*paths, probes=("labels",), window=10, n=12, n_detail=10, batch_size=3)
 
 
 def files_in(folder):
@@ -49,12 +43,12 @@ def test_after_a_stop_it_goes_on_inside_a_batch(config, whole, tmp_path, monkeyp
         if len(taken) == stop:
             raise KeyboardInterrupt
 
-    def watched(*given, label_heads=labels.label_heads, **options):
+    def watched(*given, label_heads=heads.label_heads, **options):
         resumed.append(options["resume"])
         return label_heads(*given, **options)
 
     monkeypatch.setattr(Checkpoint, "take", take)
-    monkeypatch.setattr(labels, "label_heads", watched)
+    monkeypatch.setattr(heads, "label_heads", watched)
     with pytest.raises(KeyboardInterrupt):
         run_probing(tmp_path, config, progress=False, n_threads=1)
     run_probing(tmp_path, config, progress=False, n_threads=1)

@@ -5,8 +5,7 @@ import torch
 
 from infoflow_lens.hooks import measure_mechanisms, measure_sufficiency
 from infoflow_lens.hooks.mechanisms import IDEALS
-from infoflow_lens.probing.parts.mechanisms import MechanismsPart
-from infoflow_lens.probing.parts.sufficiency import SufficiencyPart
+from infoflow_lens.probing.parts.heads import MechanismsPart, SufficiencyPart
 from tests.conftest import make_token_model
 
 

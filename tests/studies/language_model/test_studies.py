@@ -16,11 +16,8 @@ from tests.reference import zoo
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("given")
-    zoo.save("gpt2", folder / "small")
-    text = " ".join(f"w{(7 * i + i * i // 5) % 40 + 4}" for i in range(600))
-    (folder / "text.txt").write_text(text)
-    return (str(folder / "small"),), str(folder / "text.txt")
+    model, text = zoo.save_with_text("gpt2", tmp_path_factory.mktemp("given"), 600)
+    return (model,), text
 
 
 @pytest.mark.slow

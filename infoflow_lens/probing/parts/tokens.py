@@ -1,28 +1,198 @@
-"""Other measures of what states depend on, compared with the predicted sets."""
+"""Parts on tokens: where heads look, what states depend on, and what they can give back."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from infoflow_lens.agreement import explained
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks import (
+    AttendedProbe,
     AttendedResult,
     InfluenceResult,
+    JacobianInfluence,
+    PositionsProbe,
     PositionsResult,
+    Probe,
+    RecoveryProbe,
+    RecoveryResult,
+    ResampleInfluence,
     Result,
+    ShardedPositions,
     baselines,
 )
+from infoflow_lens.hooks.influence.resample import donors_from
+from infoflow_lens.hooks.probe import Split
 from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
-from infoflow_lens.report.charts import Lines, Table
+from infoflow_lens.report.charts import Chart, Lines, Table
+from infoflow_lens.report.heads import by_head
 from infoflow_lens.runs.checkpoint import Checkpoint
 
-if TYPE_CHECKING:
-    from infoflow_lens.report.charts import Chart
+_DIRECTIONS = 16  # of an estimate
+_EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
+
+
+class InfluencePart(Part):
+    """Influence on states, and attention on the same sequences, from which it is predicted."""
+
+    title = "What states depend on"
+    sequences = "detail"
+    edits = ("hook_resid_pre",)
+    fixed: ClassVar[Mapping[str, Sequence[str]]] = {
+        "influence": ("state", "source_layer", "layers"),
+        "influence_positions": ("ranks", "without"),
+    }
+
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
+        """Return the probe of influence, and the probes of attention from which it is predicted."""
+        return {
+            "influence_attended": AttendedProbe(),
+            "influence_positions": PositionsProbe(
+                context.config.ranks, without=context.config.without, spread=True
+            ),
+            "influence": _influence_probe(context),
+        }
+
+    def figures(self, result: Any) -> Sequence[Chart]:
+        """Return no figures: the report shows influence beside the predictions."""
+        return ()
+
+
+def _influence_probe(context: RunContext) -> Probe[Any]:
+    """The probe for the kind of influence in the settings; "auto" is exact where that is cheap."""
+    config, longest = context.config, context.detail.longest or 1
+    if config.influence == "resample":
+        return ResampleInfluence(
+            donors_from(context.batches, config.n_detail, longest), "median", state="resid_post"
+        )
+    affordable = longest * context.width <= _EXACT_UP_TO
+    if config.influence == "exact" or (config.influence == "auto" and affordable):
+        return JacobianInfluence("resid_post", seed=config.seed)
+    return JacobianInfluence("resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed)
+
+
+AnyPositions = PositionsResult | ShardedPositions
+
+
+class PositionsPart(Part):
+    """The keys of the largest scores."""
+
+    title = "Where heads look, and why"
+    text = (
+        "The share of first choices that no rule of positions explains, so that must come from the "
+        "tokens, and the entropy of the attention rows."
+    )
+
+    fixed: ClassVar[Mapping[str, Sequence[str]]] = {"positions": ("ranks",)}
+
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
+        """Return the probe of ranked positions, with the spread of the attention rows."""
+        config = context.config
+        return {"positions": PositionsProbe(config.ranks, without=config.without, spread=True)}
+
+    def table(self, result: AnyPositions) -> "pd.DataFrame":
+        """Return a row for each head."""
+        return result.summary()
+
+    def figures(self, result: AnyPositions) -> Sequence[Chart]:
+        """Return two heat maps over heads; one if the spread was not measured."""
+        found = result.summary()
+        labels = {"by_content": "explained by tokens alone", "entropy": "entropy (nats)"}
+        return by_head(found, {name: text for name, text in labels.items() if name in found})
+
+    def facts(self, result: AnyPositions) -> Sequence[tuple[str, str]]:
+        """Count the sequences that were seen."""
+        return (("sequences", str(result.n_sequences)),)
+
+
+_WIDE, _SKETCH = 256, 64
+
+
+def too_few_rows(result: RecoveryResult) -> tuple[int, ...]:
+    """Return the layers whose maps had no more rows than features, so that they can fit any target.
+
+    None where a penalty keeps the maps from that.
+    """
+    if result.record.config.get("ridge") is not None:
+        return ()
+    pairs = zip(result.n_features, result.n_fit, strict=False)  # not known of older results
+    return tuple(layer for layer, (features, rows) in enumerate(pairs) if rows <= features)
+
+
+class RecoveryPart(Part):
+    """Linear maps from states to attended tokens, and their errors."""
+
+    title = "Can the state give the attended token back?"
+    text = (
+        "The fraction of variance unexplained by a linear map from the state to the token that a "
+        "head attends to at each rank, on held-out sequences: 0 is perfect, 1 is knowing nothing."
+    )
+
+    def lacking_of_data(self, context: RunContext) -> str:
+        """Why the sequences are too few: maps are fitted on some and judged on others."""
+        n, split = context.batches.n_sequences or 0, Split()
+        if split.n_held_out(n):
+            return ""
+        return (
+            f"recovery fits its maps on some sequences and judges them on every "
+            f"{split.every}th, and of {n} none is left to judge on: expected at least "
+            f"{split.every}; give more text"
+        )
+
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
+        """Return the probe of maps from the post-attention state.
+
+        For wide models its targets are sketched, and the maps are not kept.
+        """
+        config, wide = context.config, context.width > _WIDE
+        sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
+        probe = RecoveryProbe(
+            config.ranks, without=config.without, sketch=sketch, maps=not wide, seed=config.seed
+        )
+        return {"recovery": probe}
+
+    def figures(self, result: RecoveryResult) -> Sequence[Chart]:
+        """Fraction of variance unexplained over layers and heads, a panel for each rank."""
+        frame = result.to_frame()
+        wide = frame.pivot_table(
+            index=["layer", "head"], columns="rank", values="fvu", dropna=False
+        )
+        labels = {rank: f"rank {rank}" for rank in result.ranks}
+        wide = wide.reset_index().rename(columns=labels)
+        wide.loc[wide["layer"].isin(too_few_rows(result)), list(labels.values())] = math.nan
+        titles = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
+        return by_head(wide, titles, most=1.0)
+
+    def remarks(self, result: RecoveryResult) -> str:
+        """Return the layers that are not shown because their maps fit any target."""
+        layers = too_few_rows(result)
+        if not layers:
+            return ""
+        return (
+            f"Not shown: layers {', '.join(map(str, layers))}, where the maps were fitted on "
+            f"{min(result.n_fit[layer] for layer in layers)} rows, fewer than features, so that "
+            "their errors say nothing; give more sequences."
+        )
+
+    def sentences(self, result: RecoveryResult) -> Sequence[str]:
+        """Return the head whose token is recovered with the smallest error."""
+        frame = result.to_frame().dropna(subset="fvu").sort_values("fvu")
+        frame = frame[~frame["layer"].isin(too_few_rows(result))]
+        if frame.empty and too_few_rows(result):
+            return (f"recovery: {self.remarks(result)}",)
+        if frame.empty or frame["fvu"].iloc[0] >= 1:
+            return ("recovery: no head gives its token back better than the mean does",)
+        best = frame.iloc[0]
+        return (
+            f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank "
+            f"{best['rank']:.0f} leaves {best['fvu']:.1%} of the variance unexplained",
+        )
+
 
 _LEFT_OUT = "gradient x input, and attention flow of more than two layers, are left out: "
 _LARGE = _LEFT_OUT + (
@@ -128,7 +298,7 @@ class RoutesPart(Part):
             ),
         )
 
-    def figures(self, result: RoutesComparison) -> Sequence["Chart"]:
+    def figures(self, result: RoutesComparison) -> Sequence[Chart]:
         """Return the last layer's methods at the sizes of the first sets; and AUROC over layers."""
         frame = result.to_frame()
         rows = frame[frame["size_of"] == frame["size_of"].iloc[0]]
