@@ -52,6 +52,12 @@ class Edit:
                 changes.setdefault(point, []).append(change)
         return cls(name, {point: _chain(several) for point, several in changes.items()})
 
+    def above(self, layer: int) -> "Edit":
+        """Make the same edit without what it changes below a layer."""
+        layers = {point: first_layer([point]) for point in self.at}  # None behind the blocks
+        kept = [point for point, at in layers.items() if at is None or at >= layer]
+        return Edit(self.name, {point: self.at[point] for point in kept})
+
     @property
     def first_layer(self) -> int:
         """Find the lowest layer that is edited; -1 for what stands before the blocks."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import nan
 from typing import Any, ClassVar
@@ -476,8 +476,10 @@ class _Labelling:
         with torch.no_grad():
             for plain_run, end in zip(texts, ends[1:], strict=True):
                 if end <= probe.n_sequences:
-                    plain_run.is_counted = True
+                    plain_run.is_counted, plain_run.caught = True, None
                     continue
+                if plain_run.is_stale:
+                    self._reach_again(plain_run)
                 probe.add(probe.measure(plain_run), len(plain_run.plain))
                 self._kept.keep(**{name: probe.state_dict()})
         result = probe.result()
@@ -507,19 +509,41 @@ class _Labelling:
             self.replacements[head] = self.labels[head].replacement
 
     def repair(self, texts: Sequence[PlainRun]) -> int:
-        """Try the other family for the worthiest heads while all are replaced; keep what helps."""
+        """Try the other family for the worthiest heads while all are replaced; keep what helps.
+
+        Below the head that is tried nothing changes: where it can, a pass begins at its layer, with
+        what entered there when all were replaced.
+        """
+        tried = self.worth_order[::-1][: self.worthiest]
+        starts = {layer for layer, _ in tried}.intersection(*(text.states for text in texts))
+        texts = [replace(text, catches=sorted(starts)) for text in texts]
 
         def joint(name: str, assignment: Mapping[Head, HeadIdeal]) -> float:
             return float(self.replace(name, texts, {"all": assignment}).damage()[0])
 
-        reached, n_changed = joint("labels", self.replacements), 0
-        for head in self.worth_order[::-1][: self.worthiest]:
+        reached, n_changed, is_better = joint("labels", self.replacements), 0, True
+        for head in tried:
+            for text in texts:
+                if is_better:
+                    text.states = {**text.states, **(text.caught or {})}
+                    text.is_stale = text.caught is None  # measured by a run that was stopped
+                text.first = head[0] if head[0] in starts else None
             trial = {**self.replacements, head: self.labels[head].other}
             damage = joint(f"repair {head[0]}.{head[1]}", trial)
-            if damage < reached:
+            is_better = damage < reached
+            if is_better:
                 self.replacements, reached = trial, damage
                 n_changed += 1
         return n_changed
+
+    def _reach_again(self, text: PlainRun) -> None:
+        """Make anew what enters the layers of a text where a run that was stopped had it."""
+        probe = AllHeads(assignments={"all": self.replacements}, **self.asked)
+        probe.prepare(self.model, self.fingerprint)
+        first, text.first = text.first, None
+        probe.measure(text)
+        text.states, text.first = {**text.states, **(text.caught or {})}, first
+        text.is_stale = False
 
     def replace_all(self, texts: Sequence[PlainRun], seed: int) -> InterventionResult:
         """Replace all heads at once by their labels, by one ideal for all, and at random."""

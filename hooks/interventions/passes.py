@@ -1,5 +1,6 @@
 """Passes of edited models: whether edits reach the output, and where a pass may begin."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import (
+    Caught,
     Edits,
     block_starts,
     call,
@@ -69,16 +71,33 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
 
 
 def run_from(
-    model: nn.Module, layer: int, entering: Tensor, example: Tensor, edit: Edits = ()
-) -> Tensor:
-    """The output from what enters a layer; sequences without padding, or padded on the right.
+    model: nn.Module,
+    layer: int,
+    entering: Tensor,
+    example: Tensor,
+    edit: Edits = (),
+    want: Sequence[str] = (),
+) -> Caught:
+    """Run from what enters a layer; sequences without padding, or padded on the right.
 
     Where the model has to run whole, its lower layers run `example`, one other sequence, alone.
+
+    Args:
+        model: the model.
+        layer: where the pass begins.
+        entering: what enters there.
+        example: another sequence.
+        edit: hooks.
+        want: hook points that are caught beside the output.
     """
     visibility(model, entering.shape[1])  # asked in the pass, it would start where this one does
-    start = (f"blocks.{layer}.hook_resid_pre", entering)
-    output: Tensor = call(model, Batch(example), edit=edit, start=start, output=True).output
-    return output
+    start = (entering_point(layer), entering)
+    return call(model, Batch(example), want, edit=edit, start=start, output=True)
+
+
+def entering_point(layer: int) -> str:
+    """Name the hook point of what enters a layer."""
+    return f"blocks.{layer}.hook_resid_pre"
 
 
 def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
@@ -108,7 +127,7 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     layers = range(layer_count(model))
     if can_start(model):
         return frozenset(layers)
-    names = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
+    names = [entering_point(layer) for layer in layers]
     if not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
         return frozenset()
     is_opened = hasattr(model, "anatomy")
@@ -124,7 +143,7 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
         if is_opened and not block_starts(model).can_start(layer):
             continue  # it would run whole
         with suppress(RuntimeError):  # shapes that do not fit
-            again = run_from(model, layer, caught.activations[name], example_of(whole))
+            again = run_from(model, layer, caught.activations[name], example_of(whole)).output
             if again.shape == caught.output.shape and (again - caught.output).abs().max() <= most:
                 found.add(layer)
     return frozenset(found)

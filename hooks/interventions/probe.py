@@ -23,6 +23,7 @@ from infoflow_lens.hooks.interventions.edits import Edit, stack_edits
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.passes import (
     check_edits_reach,
+    entering_point,
     example_of,
     layer_with_later_keys,
     layers_to_start,
@@ -30,6 +31,7 @@ from infoflow_lens.hooks.interventions.passes import (
     sequences_at_once,
 )
 from infoflow_lens.hooks.model.call import (
+    Caught,
     call,
     gives_logits,
     restore_module_tensors,
@@ -304,13 +306,14 @@ class Intervention(Probe[InterventionResult]):
         source = _Source.find(seen)
         if self._starts is None:
             check_edits_reach(model, source.batch.take(slice(0, 1)))
-        starts = self._layers_to_start(seen)
-        entering = {layer: f"blocks.{layer}.hook_resid_pre" for layer in sorted(starts)}
-        plain = source.run(self._plain_needs(model) | Needs(tuple(entering.values())))
+        starts = sorted(self._layers_to_start(seen))
+        needs = self._plain_needs(model) | Needs(tuple(map(entering_point, starts)))
+        plain = source.run(needs)
         check_finite(plain.output, "the output", seen.first)
         _check_again(seen, plain)
         plain = plain.renumber(seen.indices, seen.held_out, seen.turns)
-        return PlainRun(source, plain, _judge_of(self, plain, source), entering)
+        states = {layer: plain.activation(entering_point(layer)) for layer in starts}
+        return PlainRun(source, plain, _judge_of(self, plain, source), states)
 
     def measure(self, plain_run: "PlainRun") -> Mapping[str, Any]:
         """Measure the edits on a plain pass that is there: what `update` returns.
@@ -319,9 +322,11 @@ class Intervention(Probe[InterventionResult]):
             InfoFlowError: for edits that cannot be made.
         """
         source, plain, judge = plain_run.source, plain_run.plain, plain_run.judge
-        entering = plain_run.entering
+        states, first = plain_run.states, plain_run.first
         n, model = len(plain), source.model
         edits = self._check_edits(self.edits(plain), model)
+        if first is not None:
+            edits = [edit.above(first) for edit in edits]
         work = 0.0 if plain_run.is_counted else float(n)
         plain_run.is_counted = True
         lost: list[Tensor] = []
@@ -330,13 +335,16 @@ class Intervention(Probe[InterventionResult]):
         rows = self.rows or sequences_at_once(model, source.batch.tokens.shape[1], n_heads)
         together = max(1, rows // n)
         done = 0
-        for layer, group in groupby(edits, lambda edit: _start_of(edit, entering)):
+        for layer, group in groupby(edits, lambda edit: _start_of(edit, states, first)):
             every = list(group)
-            for first in range(0, len(every), together):
-                some = every[first : first + together]
-                state = None if layer is None else plain.activation(entering[layer])
-                output = source.run_copies(stack_edits(some, n), len(some), layer, state)
-                found = judge.measure(output)
+            catches = [i for i in plain_run.catches if layer is None or i > layer]
+            for start in range(0, len(every), together):
+                some = every[start : start + together]
+                state = None if layer is None else states[layer]
+                want = list(map(entering_point, catches))
+                caught = source.run_copies(stack_edits(some, n), len(some), layer, state, want)
+                plain_run.caught = {i: caught.activations[entering_point(i)] for i in catches}
+                found = judge.measure(caught.output)
                 lost.append(_check_numbers(found[0], some))
                 rise.append(found[1])
                 work += len(some) * n * (1 - (layer or 0) / plain.n_layers)
@@ -432,15 +440,24 @@ class PlainRun:
         source: what passes begin with.
         plain: the plain pass.
         judge: what is lost of outputs.
-        entering: by the layer where a pass may start, the hook point of what enters there.
+        states: by the layer where a pass may start, what enters there.
         is_counted: whether the plain pass is in the work already.
+        first: the layer where every pass starts, if `states` are of a pass in which all that is
+            edited below was edited already; None where each starts at its first edit.
+        catches: the layers of which passes of one edit leave what enters in `caught`.
+        caught: that, by layer, of the last pass.
+        is_stale: whether `states` are to be made anew.
     """
 
     source: "_Source"
     plain: Pass
     judge: "_Judge"
-    entering: Mapping[int, str]
+    states: Mapping[int, Tensor]
     is_counted: bool = False
+    first: int | None = None
+    catches: Sequence[int] = ()
+    caught: Mapping[int, Tensor] | None = None
+    is_stale: bool = False
 
 
 def _check_again(seen: Pass, plain: Pass) -> None:
@@ -479,8 +496,10 @@ def _check_numbers(
     return lost
 
 
-def _start_of(edit: Edit, starts: Mapping[int, str]) -> int | None:
+def _start_of(edit: Edit, starts: Mapping[int, Tensor], first: int | None) -> int | None:
     """Find the layer where the pass of an edit starts; None for a whole pass."""
+    if first is not None:
+        return first
     return edit.first_layer if edit.first_layer in starts else None
 
 
@@ -517,15 +536,16 @@ class _Source:
         """Run the plain pass."""
         return run(self.model, self.batch, needs, start=self.start, output=True)
 
-    def run_copies(self, hooks: Any, n: int, layer: int | None, state: Tensor | None) -> Tensor:
+    def run_copies(
+        self, hooks: Any, n: int, layer: int | None, state: Tensor | None, want: Sequence[str]
+    ) -> Caught:
         """Run copies of the batch with hooks, from a layer on if one is given."""
         if layer is not None and state is not None:
             entering = torch.cat([state] * n)
-            return run_from(self.model, layer, entering, example_of(self.batch), hooks)
+            return run_from(self.model, layer, entering, example_of(self.batch), hooks, want)
         copies = self.batch.take(torch.arange(len(self.batch)).repeat(n))
         start = self.start and (self.start[0], torch.cat([self.start[1]] * n))
-        output: Tensor = call(self.model, copies, edit=hooks, start=start, output=True).output
-        return output
+        return call(self.model, copies, want, edit=hooks, start=start, output=True)
 
 
 Losses: TypeAlias = Float[Tensor, "copy sequence"]

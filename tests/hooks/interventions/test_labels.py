@@ -12,7 +12,9 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks import AllHeads, HeadIdeals, HeadLabels, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.estimate import estimate_ideals
+from infoflow_lens.hooks.interventions.heads import _Labelling
 from infoflow_lens.hooks.interventions.labels import label_head
+from infoflow_lens.hooks.interventions.probe import Intervention
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.hooks.interventions.test_interventions import idealised, run_by_hand
 from tests.reference import zoo
@@ -280,6 +282,33 @@ def test_a_run_that_was_stopped_goes_on_inside_a_batch_to_the_same_bits(kept, st
     again = label_small(kind, resume=reached[-1], after=more.append)
     assert len(more) == len(states) - stop  # nothing is measured twice
     assert bytes_of(again, tmp_path / "again") == bytes_of(whole, tmp_path / "whole")
+
+
+def test_what_is_repaired_above_begins_there_with_the_same_bits(monkeypatch, tmp_path):
+    """Where no pass may start at a layer all of them run whole, also after every stop."""
+    states, seen = [], []
+    settings = {"worthiest": zoo.N_LAYERS * zoo.N_HEADS, "after": states.append}
+    found = label_small(**settings)
+    assert found.n_repaired
+    rounds = ["labels", *(name for name in states[-1] if name.startswith("repair"))]
+    ends = [max(i for i, at in enumerate(states) if name not in at) for name in rounds]
+    expected, made = bytes_of(found, tmp_path / "found"), []
+    monkeypatch.setattr(
+        _Labelling, "_reach_again",
+        lambda self, text, again=_Labelling._reach_again: made.append(again(self, text)),
+    )  # fmt: skip
+    for stop in ends[2::4]:
+        again = label_small(**{**settings, "resume": states[stop], "after": seen.append})
+        assert bytes_of(again, tmp_path / "again") == expected
+    assert made  # what enters upper layers, which the run before knew
+    monkeypatch.setattr(Intervention, "_layers_to_start", lambda self, seen: frozenset())
+    whole = label_small(**settings)
+    for name in ("damage", "rise", "shares", "worth", "idle"):
+        assert getattr(whole, name).equal(getattr(found, name))
+    assert (whole.labels, whole.replacements) == (found.labels, found.replacements)
+    above = sum(name.startswith(f"repair {zoo.N_LAYERS - 1}.") for name in rounds)
+    assert above > 1
+    assert whole.forwards - found.forwards > above * (zoo.N_LAYERS - 1) / zoo.N_LAYERS
 
 
 def test_batches_of_another_size_may_go_on(kept):
