@@ -21,7 +21,8 @@ from torch import Tensor
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens.hooks import measure_mechanisms
-from infoflow_lens.hooks.mechanisms import IDEALS, MechanismsResult
+from infoflow_lens.hooks.interventions.patterns import IDEALS
+from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.studies.constructions import build_construction
 
 

@@ -31,12 +31,17 @@ from infoflow_lens.foundation.settings import (
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.damage import Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit
-from infoflow_lens.hooks.interventions.kept import Reached, identify
+from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import fill_with_mean
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
-from infoflow_lens.hooks.mechanisms.driver import Reading, Rounds
+from infoflow_lens.hooks.mechanisms.driver import (
+    NextTokenResult,
+    measure_round,
+    read_again,
+    read_calibration,
+)
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
     EdgeMethod,
@@ -46,7 +51,6 @@ from infoflow_lens.hooks.mechanisms.edges import (
     open_edges,
     rank_edges,
 )
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
 from infoflow_lens.hooks.model.points import pattern_hook, takes_model
 from infoflow_lens.hooks.passes.run import run, run_probes
@@ -283,9 +287,8 @@ def measure_edge_budget(
             do not reach the output.
     """
     chosen = _check_budgets(budgets)
-    reading = Reading(attention_mask, column, max_length, batch_size, progress)
-    batches = reading.batches(model, inputs)
-    others = reading.calibration(model, calibration, batches)
+    batches = read_again(model, inputs, attention_mask, column, max_length)
+    others = read_calibration(model, calibration, batches, column, max_length)
     judge: Judge
     if metric == "loss":
         judge = NextTokenLoss(read=read)
@@ -312,7 +315,7 @@ def measure_edge_budget(
         "n_calibration": others.n_sequences,
     }
     identity = identify(model, settings, inputs=batches, calibration=others)
-    rounds = Rounds(model, batches, reading, identity, resume, after)
+    kept = KeptNumbers(identity, resume, after)
     (means,) = run_probes(
         model, others, [MeanPatternsProbe("patterns")], batch_size=batch_size, progress=False
     )
@@ -323,7 +326,9 @@ def measure_edge_budget(
             return _keep_edges(EdgeScores(plain, judge, patterns, others, seed), name, some)
 
         probe = EditsOfPass(make, rows=1, through_hooks=True, **judged)
-        return rounds.run(name, probe)
+        return measure_round(
+            kept, model, batches, name, probe, batch_size=batch_size, progress=progress
+        )
 
     none = measure("none", ())
     bare = none.bare if metric == "loss" else torch.zeros_like(none.bare)

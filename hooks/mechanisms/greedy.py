@@ -14,7 +14,7 @@ from infoflow_lens.hooks.interventions.damage import Metric, Read
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
 from infoflow_lens.hooks.interventions.patterns import IDEALS, Ideal, name_ideal
 from infoflow_lens.hooks.interventions.probe import InterventionResult
-from infoflow_lens.hooks.mechanisms.driver import Reading
+from infoflow_lens.hooks.mechanisms.driver import read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import takes_model
@@ -76,8 +76,7 @@ def replace_greedily(
     Raises:
         InfoFlowError: for a negative budget or bad inputs.
     """
-    reading = Reading(attention_mask, column, max_length, batch_size, progress)
-    batches = reading.batches(model, inputs)
+    batches = read_again(model, inputs, attention_mask, column, max_length)
     candidates = []
     for layer, names in enumerate(mechanisms.mechanisms()):
         for head, name in enumerate(names):

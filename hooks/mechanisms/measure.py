@@ -26,7 +26,7 @@ from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identif
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.passes import real_queries, sequences_at_once
 from infoflow_lens.hooks.interventions.patterns import IDEALS, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import Reading
+from infoflow_lens.hooks.mechanisms.driver import read_again, read_calibration
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
@@ -104,11 +104,10 @@ def measure_mechanisms(
         InfoFlowError: for bad inputs or settings, a calibration that is shorter than the inputs, a
             model whose patterns cannot be replaced, or progress of other settings or another model.
     """
-    reading = Reading(attention_mask, column, max_length, batch_size, progress)
-    batches = reading.batches(model, inputs)
+    batches = read_again(model, inputs, attention_mask, column, max_length)
     others = None
     if calibration is not None:
-        others = reading.calibration(model, calibration, batches)
+        others = read_calibration(model, calibration, batches, column, max_length)
     damage = metric_of(model, metric, read, batches.shortest)
     settings = {
         "metric": damage.name,

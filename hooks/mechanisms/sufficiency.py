@@ -22,12 +22,11 @@ from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
-from infoflow_lens.hooks.interventions.kept import Reached, identify
+from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import Reading, Rounds
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
+from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import takes_model
@@ -235,8 +234,7 @@ def measure_sufficiency(
             names of others that are taken, sequences that are longer than the mean patterns, a
             model without next tokens, or one in which edited patterns do not reach the output.
     """
-    reading = Reading(attention_mask, column, max_length, batch_size, progress)
-    batches = reading.batches(model, inputs)
+    batches = read_again(model, inputs, attention_mask, column, max_length)
     loss = NextTokenLoss(last)
     loss.check(model, batches.shortest)
     weights = model_fingerprint(model)
@@ -291,14 +289,16 @@ def measure_sufficiency(
     replaced = [(name, sorted(given.items())) for name, given in assignments.items()]
     known = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
     identity = identify(model, known, inputs=batches)
-    rounds = Rounds(model, batches, reading, identity, resume, after)
+    kept = KeptNumbers(identity, resume, after)
     (own,) = run_probes(
         model, batches, [MeanPatternsProbe("outputs")], batch_size=batch_size, progress=False
     )
     outputs = tuple(mean.expand(longest, -1, -1) for mean in own.mean_outputs())
     means = replace(mechanisms.means(), outputs=outputs)
     probe = AllHeads(means, assignments, readout=loss, rows=1, through_hooks=True)
-    found = rounds.run("replaced", probe)
+    found = measure_round(
+        kept, model, batches, "replaced", probe, batch_size=batch_size, progress=progress
+    )
     values = found.values()
     missing = torch.full_like(found.bare, torch.nan)
     rows = [[values.get(f"{name} {n}", missing) for n in counts] for name in names]

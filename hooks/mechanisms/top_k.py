@@ -20,12 +20,11 @@ from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.edits import Edit
-from infoflow_lens.hooks.interventions.kept import Reached, identify
+from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
 from infoflow_lens.hooks.interventions.probe import EditsOfPass
-from infoflow_lens.hooks.mechanisms.driver import Reading, Rounds
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenResult
+from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
 from infoflow_lens.hooks.passes.view import Pass
@@ -141,8 +140,7 @@ def measure_top_k(
         InfoFlowError: for k below 1, a tolerance that is not positive, a model without next
             tokens, or one in which edited patterns do not reach the output.
     """
-    reading = Reading(attention_mask, column, max_length, batch_size, progress)
-    batches = reading.batches(model, inputs)
+    batches = read_again(model, inputs, attention_mask, column, max_length)
     loss = NextTokenLoss(last)
     loss.check(model, batches.shortest)
     n_pos = batches.longest or 0
@@ -159,9 +157,7 @@ def measure_top_k(
         "last": last,
         "seed": seed,
     }
-    rounds = Rounds(
-        model, batches, reading, identify(model, settings, inputs=batches), resume, after
-    )
+    kept = KeptNumbers(identify(model, settings, inputs=batches), resume, after)
     n = batches.n_sequences or 0
     losses = torch.full((len(kinds), n_layers + 1, len(chosen), n), torch.nan).double()
     # where to look, of each kind and layer: from one place in `chosen` to before another
@@ -176,7 +172,10 @@ def measure_top_k(
         points = tuple((kind, layer, chosen[at]) for kind, layer, at in places)
         make = partial(_keep_few, points, seed)
         probe = EditsOfPass(make, readout=loss, rows=1, through_hooks=True)
-        found = rounds.run(f"round {n_rounds}", probe)
+        found = measure_round(
+            kept, model, batches, f"round {n_rounds}", probe,
+            batch_size=batch_size, progress=progress,
+        )  # fmt: skip
         values, most, n_rounds = found.values(), (1 + tolerance) * found.bare.sum(), n_rounds + 1
         for kind, layer, at in places:
             lost = losses[kinds.index(kind), layer, at] = values[f"{kind} {layer} {chosen[at]}"]

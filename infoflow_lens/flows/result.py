@@ -32,7 +32,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.passes.ranking import mark_places
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
-from infoflow_lens.hooks.why import WhyAll
+from infoflow_lens.hooks.why.result import WhyAll
 from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,

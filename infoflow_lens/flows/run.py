@@ -46,7 +46,8 @@ from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens
-from infoflow_lens.hooks.why import WhyAll, measure_why_all
+from infoflow_lens.hooks.why.measure import measure_why_all
+from infoflow_lens.hooks.why.result import WhyAll
 from infoflow_lens.models.loading import LoadedModel
 
 _MOST_REASONS = 20_000  # heads times positions: half a megabyte of a page [chosen]

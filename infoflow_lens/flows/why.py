@@ -9,8 +9,8 @@ from torch import nn
 from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs
-from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
-from infoflow_lens.hooks.why.result import STRONGEST
+from infoflow_lens.hooks.why.measure import measure_why, measure_why_all
+from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
 from infoflow_lens.models.loading import LoadedModel
 
 

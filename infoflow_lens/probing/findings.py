@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from infoflow_lens.agreement import Agreement, CoverageCurve, Explained
+from infoflow_lens.agreement import Agreement, CoverageCurve, Explained, explained
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import (
@@ -19,9 +19,31 @@ from infoflow_lens.hooks import (
     ShardedPositions,
 )
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.overview import Rows, explain_layers
 from infoflow_lens.probing.part import Part
 from infoflow_lens.theory import InformationSets
+
+Rows = Mapping[tuple[str, str], Explained]  # by (states, rule)
+
+
+def explain_layers(
+    predicted: Mapping[str, InformationSets],
+    influence: InfluenceResult,
+    without: tuple[int, ...] = (),
+) -> Rows:
+    """Measure how much of the influence lies inside the sets, by (states, rule).
+
+    The last state comes first, then every layer; within each the max-position rule comes first.
+    """
+    rules = sorted(predicted, key=lambda name: name != "max_position")
+    rows = {}
+    for rule in rules:
+        row = explained(predicted[rule], influence, last=True, without=without)
+        rows[row.states, rule] = row
+    for index in range(len(influence.layers)):
+        for rule in rules:
+            row = explained(predicted[rule], influence, index, without=without)
+            rows[row.states, rule] = row  # the first one again where the last alone was measured
+    return rows
 
 
 @dataclass(frozen=True, repr=False)

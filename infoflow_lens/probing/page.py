@@ -8,9 +8,8 @@ import torch
 
 from infoflow_lens.agreement import CoverageCurve, Explained, explain_positions
 from infoflow_lens.hooks import PositionsResult
-from infoflow_lens.probing.findings import Findings
+from infoflow_lens.probing.findings import Findings, Rows
 from infoflow_lens.probing.heads import examples, heads_table
-from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.parts.tokens import RoutesComparison, RoutesPart
 from infoflow_lens.probing.picture import build_flow_view
@@ -127,6 +126,43 @@ def _compare_baselines(result: Findings) -> str:
         f"Of all measures at the same set size, {rank.best} is nearest to influence (AUROC "
         f"{rank.most:.3f}; the set {rank.own:.3f})."
     )
+
+
+_COLUMNS = {
+    "states": "which states",
+    "rule": "what each head is taken to pass on",
+    "measured": "states whose influence was measured",
+    "could be wrong": "of these, states whose predicted set is neither empty nor everything",
+    "tokens in the set": "the mean size of the predicted set, of the other tokens",
+    "influence inside": "share of the influence of other tokens inside the predicted set",
+    "chance": "what a random set of the same size would hold",
+    "AUROC": "does influence rank predicted tokens above the others? .5 is chance",
+}
+
+
+def overview_table(rows: Rows) -> Table:
+    """Return the table of all rules: the first row, and the rows that have a meaning."""
+    cells: list[list[object]] = []
+    reasons: dict[tuple[int, int], str] = {}
+    first = next(iter(rows), None)
+    # the first row stays, so that the reader sees why it says nothing
+    kept = {at: row for at, row in rows.items() if not row.reason() or at == first}
+    for index, ((states, rule), row) in enumerate(kept.items()):
+        size = f"{row.size:.1f} of {row.others:.1f}" if row.n_states else ""
+        cells.append(
+            [states, rule, row.n_states, row.n_informative, size, row.inside, row.chance, row.auroc]
+        )
+        if row.reason():
+            reasons |= {(index, column): row.reason() for column in (5, 6, 7)}
+    left = [f"{states} by {rule}" for states, rule in rows if (states, rule) not in kept]
+    caption = ""
+    if left:
+        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        caption = (
+            f"{len(left)} more rows are left out, as nothing can be said where every set is empty "
+            f"or holds everything: {some}; explained.csv has them"
+        )
+    return Table(_COLUMNS, cells, reasons, caption)
 
 
 def _charts(part: Part, result: Any) -> Iterator[Any]:

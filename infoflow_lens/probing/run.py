@@ -108,89 +108,72 @@ def run_probing(
         RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
         nullcontext() if n_threads is None else threads(n_threads),
     ):
-        return _run(
-            folder, config, progress, say, loaded, batches, if_possible, ready, last, executor
+        out, in_memory = folder.path, loaded is not None or batches is not None
+        folder.check(settings_identity(config))
+        with nullcontext() if progress else hide_library_bars():
+            if loaded is None:
+                loaded = load_any(
+                    config.model, device=config.device, dtype=config.dtype, backend=config.backend
+                )
+            model = loaded.model
+            tokenizer = tokenizer_fingerprint(loaded.tokenizer)
+            configuration = configuration_fingerprint(model)
+            made_from = None
+            if batches is None:
+                made_from = sequences_identity(config, configuration, tokenizer)
+            stored = find_sequences(folder, made_from)
+            coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
+            begin = next(coming) if stored is None else stored.sequences
+            capabilities = inspect_model(model, begin[0][None])
+            parts = possible_parts(capabilities, config, say, if_possible)
+            if stored is None:
+                stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
+        say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
+        # refused before the folder is claimed, so that other settings may be tried in it
+        batches = Batches(model, stored.sequences, name=config.data)
+        identity = model_identity(model, batches)
+        record = RunRecord(
+            config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
+            seed=config.seed,
+            model_fingerprint=identity["model"],
+            configuration_fingerprint=configuration,
+            weight_processing=capabilities.normalization,
         )
-
-
-def _run(
-    folder: RunFolder,
-    config: ProbingConfig,
-    progress: bool,
-    say: Say,
-    loaded: LoadedModel | None,
-    batches: Batches | None,
-    if_possible: bool,
-    ready: Callable[[RunContext], None],
-    last: Callable[[ProbingResult], None],
-    executor: Executor,
-) -> ProbingResult:
-    out, in_memory = folder.path, loaded is not None or batches is not None
-    folder.check(settings_identity(config))
-    with nullcontext() if progress else hide_library_bars():
-        if loaded is None:
-            loaded = load_any(
-                config.model, device=config.device, dtype=config.dtype, backend=config.backend
-            )
-        model = loaded.model
-        tokenizer = tokenizer_fingerprint(loaded.tokenizer)
-        configuration = configuration_fingerprint(model)
-        made_from = None
-        if batches is None:
-            made_from = sequences_identity(config, configuration, tokenizer)
-        stored = find_sequences(folder, made_from)
-        coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
-        begin = next(coming) if stored is None else stored.sequences
-        capabilities = inspect_model(model, begin[0][None])
-        parts = possible_parts(capabilities, config, say, if_possible)
-        if stored is None:
-            stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
-    say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
-    # refused before the folder is claimed, so that other settings may be tried in it
-    batches = Batches(model, stored.sequences, name=config.data)
-    identity = model_identity(model, batches)
-    record = RunRecord(
-        config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
-        seed=config.seed,
-        model_fingerprint=identity["model"],
-        configuration_fingerprint=configuration,
-        weight_processing=capabilities.normalization,
-    )
-    context = RunContext(config, model, capabilities, batches, progress, executor)
-    ready(context)
-    parts = parts_with_enough_data(parts, context, say, if_possible)
-    code = code_of_own(parts, context)
-    folder.claim(run_identity(config, identity, stored.digest, tokenizer, code))
-    if not folder.holds("record.json"):
-        write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
-    stored = stored.settle(folder, made_from)
-    batches = Batches(model, stored.sequences, name=config.data)
-    context = replace(context, batches=batches)
-    try:
-        found = measure_parts(folder, parts, context, say)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"what is finished is kept in {str(out)!r}; go on with {executor.again}"
-        ) from None
-    agreement, predicted, curve = compare_with_influence(found, config.without)
-    result = ProbingResult(
-        out=out,
-        config=config,
-        capabilities=capabilities,
-        parts=parts,
-        found=found,
-        agreement=agreement,
-        curve=curve,
-        texts=readable_tokens(model, batches.first(config.n_shown).sequences()),
-        predicted=predicted,
-        record=record,
-    )
-    write_tables(out, result)
-    result.report(out / "report.html")
-    last(result)
-    if not in_memory:
-        write_output(folder, config.output_settings(), config.sources(), result.to_output())
-    return result
+        context = RunContext(config, model, capabilities, batches, progress, executor)
+        ready(context)
+        parts = parts_with_enough_data(parts, context, say, if_possible)
+        code = code_of_own(parts, context)
+        folder.claim(run_identity(config, identity, stored.digest, tokenizer, code))
+        if not folder.holds("record.json"):
+            write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
+        stored = stored.settle(folder, made_from)
+        batches = Batches(model, stored.sequences, name=config.data)
+        context = replace(context, batches=batches)
+        try:
+            found = measure_parts(folder, parts, context, say)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"what is finished is kept in {str(out)!r}; go on with {executor.again}"
+            ) from None
+        agreement, predicted, curve = compare_with_influence(found, config.without)
+        result = ProbingResult(
+            out=out,
+            config=config,
+            capabilities=capabilities,
+            parts=parts,
+            found=found,
+            agreement=agreement,
+            curve=curve,
+            texts=readable_tokens(model, batches.first(config.n_shown).sequences()),
+            predicted=predicted,
+            record=record,
+        )
+        write_tables(out, result)
+        result.report(out / "report.html")
+        last(result)
+        if not in_memory:
+            write_output(folder, config.output_settings(), config.sources(), result.to_output())
+        return result
 
 
 def _parts(

@@ -1,5 +1,6 @@
 """The settings of a survey; the options of `infoflow-lens survey` are made from them."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 from annotated_types import Ge
@@ -50,19 +51,8 @@ class SurveyConfig:
     def probing(self) -> ProbingConfig:
         """Return the probe run that the survey is."""
         return ProbingConfig(
-            model=self.model,
-            data=self.data,
+            **asdict(self),
             probes=part_names(),
-            column=self.column,
-            n=self.n,
-            window=self.window,
             ranks=tuple(range(1, min(_MOST_RANKS, self.window) + 1)),
             n_detail=self.n // 2,
-            threshold=self.threshold,
-            batch_size=self.batch_size,
-            n_shown=self.n_shown,
-            seed=self.seed,
-            device=self.device,
-            dtype=self.dtype,
-            backend=self.backend,
         )

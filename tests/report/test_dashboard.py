@@ -11,7 +11,7 @@ import torch
 from infoflow_lens.agreement import explained
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import InfluenceResult
-from infoflow_lens.probing.overview import overview_table
+from infoflow_lens.probing.page import overview_table
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table, render_chart
 from infoflow_lens.report.flow import fit_into_page
 from infoflow_lens.report.flow_view import FlowView

@@ -11,8 +11,8 @@ from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.estimate import estimate_batch
 from infoflow_lens.hooks.interventions.ideals import LayerMeans
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, name_ideal
-from infoflow_lens.hooks.mechanisms import IDEALS, measure_mechanisms
+from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, name_ideal
+from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms
 from infoflow_lens.hooks.model.inputs import Batch
 from tests.conftest import make_token_model, some_of
 

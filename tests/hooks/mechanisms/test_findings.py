@@ -9,13 +9,9 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens.hooks.interventions import passes, probe
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
-from infoflow_lens.hooks.mechanisms import (
-    IDEALS,
-    measure_mechanisms,
-    replace_greedily,
-    substituted,
-)
+from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, rescale, substituted
+from infoflow_lens.hooks.mechanisms.greedy import replace_greedily
+from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.conftest import make_token_model
 from tests.reference import zoo

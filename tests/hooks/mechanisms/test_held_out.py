@@ -5,8 +5,7 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks import measure_mechanisms
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without
-from infoflow_lens.hooks.mechanisms import IDEALS
+from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, mean_without
 from tests.conftest import make_token_model
 
 MEAN, MAX = IDEALS.index("specific_position"), IDEALS.index("max_position")

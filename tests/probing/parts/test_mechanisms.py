@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infoflow_lens.hooks import measure_mechanisms, measure_sufficiency
-from infoflow_lens.hooks.mechanisms import IDEALS
+from infoflow_lens.hooks.interventions.patterns import IDEALS
 from infoflow_lens.probing.parts.heads import MechanismsPart, SufficiencyPart
 from tests.conftest import make_token_model
 
