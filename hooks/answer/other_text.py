@@ -11,11 +11,15 @@ from infoflow_lens.hooks.answer.steps import guess_tokens
 from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.readouts import LogitDifference
 
-_PLACES, _GUESSES = 4, 6  # places whose tokens move the readout most, and guesses at each
-_LIKENESS = 10.0  # nats that a token with the same embedding is worth, beside one at right angles
+_PLACES, _FIRST = 4, 3  # places whose tokens move the readout most, and guesses at each
+_BEST, _MORE = 2, 6  # of these places, those with the best texts, and more guesses at each
+_POOL = 15  # guesses at a place that are thought of, by each kind of nearness
+_NEARNESS = 20.0  # nats that a guess with the same embedding is worth, beside one at right angles
+_LIKENESS = 10.0  # the same of a text that was run
 _BLANKS = "\u0120\u2581"  # what stands for a blank in the names of tokens
 _MARGIN = 1.0  # how far below 0 the readout is to fall
-_SHORT = 3.0  # nats that each logit less costs
+_SHORT = 5.0  # nats that each logit less costs
+_COMMON = 0.5  # of the nats by which the commoner one of the two tokens is rare
 
 
 def choose_likely_text(
@@ -24,10 +28,14 @@ def choose_likely_text(
     """Choose a text that reads like the one that is asked about, and of which `against` is said.
 
     At the places that move the readout most the model's guesses are ordered by their probability
-    and by how near their embeddings come to that of the token in their place. A word with a blank
+    and by how near their embeddings come to that of the token in their place, as they are and
+    without their mean. A word with a blank
     before it is not replaced by one without, which would join the word before. The first ones are
-    run. The best is the most probable text with the nearest token under which the model prefers
-    `against`.
+    run, then more at the places with the best texts, whose probability there counts half: nothing
+    but the first words stands before an early place. The best is the most probable text with
+    `against` behind it, with the nearest token, under which the model prefers `against`. A token
+    that the model finds probable at many places of the text is a common one, such as "the", and is
+    neither replaced nor put anywhere where rarer ones serve.
 
     Args:
         question: of which only the text is known.
@@ -40,28 +48,54 @@ def choose_likely_text(
     if embeddings is None:
         return None
     clean, guesses = question.clean.tokens[0], guess_tokens(question).log()
-    sizes = embeddings.norm(dim=1).float()
-    products = (embeddings[clean] @ embeddings.T).float()
-    likeness = (products / (sizes[clean, None] * sizes).clamp(min=1e-12)).cpu()  # cosines
-    worth = guesses + _LIKENESS * likeness
-    worth = worth.masked_fill(_find_unlike(question, len(embeddings)), -torch.inf)[1:]
+    likeness = _find_cosines(embeddings, clean)
+    guesses = guesses.masked_fill(_find_unlike(question, len(embeddings)), -torch.inf)
+    # parts of rare words lie near one another, and all on one side of the mean
+    apart = _find_cosines(embeddings - embeddings.mean(dim=0), clean)
+    is_near = torch.zeros_like(guesses, dtype=torch.bool)
+    for worth in (guesses + _LIKENESS * likeness, guesses + _NEARNESS * apart):
+        is_near.scatter_(1, worth.topk(min(_POOL, len(embeddings)), dim=1).indices, True)
+    guesses = guesses.masked_fill(~is_near, -torch.inf)
+    common = question.clean.logits.float().cpu().log_softmax(-1).median(dim=0).values.double()
+    tried: dict[tuple[int, int], float] = {}
+
+    def try_guesses(places: list[int], weight: float, n: int) -> None:
+        pairs = []
+        for place in places:
+            worth = weight * guesses[place] + _NEARNESS * likeness[place]
+            worth[[token for at, token in tried if at == place]] = -torch.inf
+            best = worth.topk(min(n, len(worth)))
+            pairs += [(place, token) for token in best.indices[best.values.isfinite()].tolist()]
+        if not pairs:
+            return
+        at, tokens = torch.tensor(pairs).T
+        texts = clean.repeat(len(pairs), 1)
+        texts[range(len(pairs)), at.to(clean.device)] = tokens.to(clean)
+        change, gain, chance = question.score_texts(texts)
+        short = (max(question.clean.value, 0.0) + change + _MARGIN).clamp(min=0)
+        commoner = torch.maximum(common[clean.cpu()[at]], common[tokens])
+        scores = gain + chance + _LIKENESS * likeness[at, tokens].double() - _SHORT * short
+        tried.update(zip(pairs, (scores - _COMMON * commoner).tolist(), strict=True))
+
     # the first token is not predicted
-    places = effect[1:].abs().nan_to_num(0).topk(min(_PLACES, len(worth))).indices
-    texts, like = [], []
-    for place in places.tolist():
-        best = worth[place].topk(min(_GUESSES, len(embeddings)))
-        for token in best.indices[best.values.isfinite()].tolist():
-            text = clean.clone()
-            text[place + 1] = token
-            texts.append(text)
-            like.append(float(likeness[place + 1, token]))
-    if not texts:
+    places = effect[1:].abs().nan_to_num(0).topk(min(_PLACES, len(effect) - 1)).indices + 1
+    try_guesses(places.tolist(), 1.0, _FIRST)
+    order = sorted(tried, key=tried.__getitem__, reverse=True)
+    try_guesses(list(dict.fromkeys(place for place, _ in order))[:_BEST], 0.5, _MORE)
+    if not tried:
         return None
-    rows = torch.stack(texts)
-    change, gain = question.score_texts(rows)
-    short = (max(question.clean.value, 0.0) + change + _MARGIN).clamp(min=0)
-    score = gain + _LIKENESS * torch.tensor(like, dtype=torch.float64) - _SHORT * short
-    return rows[int(score.argmax())]
+    place, token = max(tried, key=tried.__getitem__)
+    chosen = clean.clone()
+    chosen[place] = token
+    return chosen
+
+
+def _find_cosines(
+    table: Float[Tensor, "token d_model"], tokens: Int[Tensor, " pos"]
+) -> Float[Tensor, "pos token"]:
+    """Find the cosines of some embeddings with all."""
+    sizes = table.norm(dim=1).float().clamp(min=1e-6)
+    return ((table[tokens] @ table.T).float() / (sizes[tokens, None] * sizes)).cpu()
 
 
 def _find_unlike(question: Question, n_tokens: int) -> Bool[Tensor, "pos token"]:

@@ -353,29 +353,31 @@ class Question:
     @torch.no_grad()
     def score_texts(
         self, texts: Int[Tensor, "row pos"]
-    ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-        """Read what other texts change, and how much more probable the model finds their tokens.
+    ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"], Float[Tensor, " row"]]:
+        """Read what other texts change, and how probable the model finds them and `against`.
 
         Args:
-            texts: for a causal model that predicts the next token, read at the last position.
+            texts: for a causal model that predicts the next token, and a difference of logits at
+                the last position.
 
         Returns:
-            The change of the readout, and of the sum of the log-probabilities of all tokens but the
-            first.
+            The change of the readout; that of the sum of the log-probabilities of all tokens but
+            the first; and the log-probability of `against` behind the text, 0 where all logits are
+            that.
         """
         starts = [(0, self._first_position(text, ())) for text in texts]
-        found = torch.zeros(2, len(texts), dtype=torch.float64)
+        found = torch.zeros(3, len(texts), dtype=torch.float64)
         order = sorted(range(len(texts)), key=lambda row: starts[row])
         for these in self._batches(order, starts):
             _, first = _earliest(starts[row] for row in these)
             run = partial(self._score, texts[these], first)
-            numbers = self.measure_once(["scores", texts[these], first], run, 2 * len(these))
-            found[:, these] = numbers.view(2, -1)
+            numbers = self.measure_once(["chances", texts[these], first], run, 3 * len(these))
+            found[:, these] = numbers.view(3, -1)
         self._known_texts |= zip(map(tuple, texts.tolist()), found[0].tolist(), strict=True)
-        return found[0], found[1]
+        return found[0], found[1], found[2]
 
     def _score(self, texts: Int[Tensor, "row pos"], first: int) -> Float[Tensor, " number"]:
-        """Run texts from a position on; changes of the readout, then of log-probabilities."""
+        """Run texts from a position on; what :meth:`score_texts` gives, one after the other."""
         output = call(self.model, self._continue(texts, first), output=True).output
         self.forwards += len(texts) * (1 - first / self.n_pos)
         value = self._read_at(self.end - first).read(output).detach().double().cpu()
@@ -388,7 +390,11 @@ class Question:
         ):
             of_next = logits[:, :-1].gather(2, ids[:, max(first, 1) :, None])[..., 0]
             gains.append((of_next - logits[:, :-1].logsumexp(-1)).sum(1).double().cpu())
-        return torch.cat([value - self.clean.value, gains[0] - gains[1]])
+        against = getattr(self.readout, "against", None)
+        chance = torch.zeros_like(value)
+        if against is not None:
+            chance = LogProbability(against).read(rows).double().cpu()
+        return torch.cat([value - self.clean.value, gains[0] - gains[1], chance])
 
     def single_tokens(self) -> list[Span]:
         """Make a span of each token."""

@@ -451,19 +451,21 @@ def test_texts_are_as_probable_as_the_plain_model_finds_them(name):
     texts[0] = question.clean.tokens[0]
     texts[1:3, :4] = texts[0, :4]
     texts[3, :5] = texts[0, :5]
-    change, gain = question.score_texts(texts)
+    change, gain, chance = question.score_texts(texts)
     with torch.no_grad():
         logits = plain(texts).logits
     values = torch.stack([difference(row) for row in logits])
     assert change.tolist() == near((values - values[0]).tolist())
     logs = logits.double().log_softmax(-1)[:, :-1].gather(2, texts[:, 1:, None]).sum(dim=(1, 2))
     assert gain.tolist() == near((logs - logs[0]).tolist())
+    assert chance.tolist() == near(logits[:, -1].double().log_softmax(-1)[:, AGAINST].tolist())
 
 
 def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run(monkeypatch):
     """By brute force over all places and tokens, where as many are run as there are."""
     monkeypatch.setattr(other_text, "_PLACES", 5)
-    monkeypatch.setattr(other_text, "_GUESSES", zoo.N_VOCAB - 1)
+    for name in ("_FIRST", "_POOL"):
+        monkeypatch.setattr(other_text, name, zoo.N_VOCAB)
     plain = zoo.build("llama")
     clean = two_texts()[0]
     question = Question(open_model(plain), clean, None, READOUT)
@@ -482,8 +484,12 @@ def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run
     logs = logits.double().log_softmax(-1)[:, :-1].gather(2, texts[:, 1:, None]).sum(dim=(1, 2))
     table = plain.get_input_embeddings().weight.detach()
     like = torch.cosine_similarity(table[texts], table[clean], dim=-1).sum(dim=1) - 5
-    fall = value[0] - value
-    score = logs + 10 * like - 3 * (1 + max(float(value[0]), 0) - fall).clamp(min=0)
+    short = (1 + max(float(value[0]), 0) - value[0] + value).clamp(min=0)
+    said = logits[:, -1].double().log_softmax(-1)[:, AGAINST]
+    common = logits[0].log_softmax(-1).sort(dim=0).values[2]  # the third of six
+    commoner = common[torch.stack([texts, clean.expand_as(texts)])].amax(dim=0)[texts != clean]
+    score = logs + said + 10 * like - 5 * short
+    score[1:] -= 0.5 * commoner
     score[0] = -torch.inf
     assert chosen.equal(texts[score.argmax()])
 
