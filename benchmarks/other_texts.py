@@ -22,7 +22,10 @@ those of "like"; it gives `against` at least 5%, so that no warning is due, in a
 no fewer than "like"; their log-probability with `against` behind them is in the mean no lower; and
 whole circuits (kept and lost at least 70%) are found in no fewer.
 
-Refuted, and "like" stays, if one of these fails. A text is as probable as the model finds its
+Refuted, and "like" stays, if one of these fails. It held: six and five, five and four, -0.97 nats
+and -1.17, four and three; in five of the six both rules choose the same text.
+
+A text is as probable as the model finds its
 tokens but for the first. Circuits are those of quick answers, not pruned.
 """
 
