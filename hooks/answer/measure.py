@@ -109,7 +109,7 @@ def measure_answer(
         replaced = question.replace_tokens(spans, advance)
         bar = LEAST_GAP if isinstance(readout, LogitDifference) else 0.0
         tolerance = TOLERANCE * max(abs(question.gap), bar)
-        strips = {} if quick else measure_states(question, tolerance, advance)
+        strips = {} if quick else measure_states(question, tolerance, advance, spans)
         most = 10**9 if exact else _QUICK if quick else N_HEADS
         units = measure_units(question, most, advance=advance)
         circuit = Circuit([], {}, 0.0, 0.0, is_whole=False)
@@ -172,7 +172,7 @@ def measure_answer(
         strip_layers=tuple(strips),
         strips=torch.stack([*strips.values()])
         if strips
-        else torch.zeros(0, question.n_pos).double(),
+        else torch.zeros(0, len(replaced)).double(),
         units=torch.tensor(units.units),
         unit_estimate=units.estimate,
         unit_effect=units.effect,
@@ -260,8 +260,11 @@ def _choose_text(
     Returns:
         Token ids, and a note of how they were chosen.
     """
-    is_single = len(spans) == question.n_pos
-    likely = choose_likely_text(question, tokens.mean) if is_single else None
+    effect = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
+    for (start, stop), mean in zip(spans, tokens.mean.tolist(), strict=True):
+        if stop - start == 1:  # a part of a unit is not replaced alone
+            effect[start] = mean
+    likely = choose_likely_text(question, effect)
     if likely is not None and float(question.measure_texts(likely[None])[0]) <= -LEAST_GAP:
         said = "the other text was chosen, with one token replaced: see that it reads well"
         return likely, f"{said}, else give one of your own"

@@ -39,7 +39,7 @@ def choose_likely_text(
 
     Args:
         question: of which only the text is known.
-        effect: of each token, by which the places are chosen.
+        effect: of each token, by which the places are chosen; NaN of those that stay.
 
     Returns:
         Token ids, or None of models that predict no next token, or have no table of embeddings.
@@ -78,10 +78,11 @@ def choose_likely_text(
         tried.update(zip(pairs, (scores - _COMMON * commoner).tolist(), strict=True))
 
     # the first token is not predicted
-    places = effect[1:].abs().nan_to_num(0).topk(min(_PLACES, len(effect) - 1)).indices + 1
+    sizes, order = effect[1:].abs().nan_to_num(-1).sort(descending=True, stable=True)
+    places = 1 + order[sizes >= 0][:_PLACES]
     try_guesses(places.tolist(), 1.0, _FIRST)
-    order = sorted(tried, key=tried.__getitem__, reverse=True)
-    try_guesses(list(dict.fromkeys(place for place, _ in order))[:_BEST], 0.5, _MORE)
+    best = sorted(tried, key=tried.__getitem__, reverse=True)
+    try_guesses(list(dict.fromkeys(place for place, _ in best))[:_BEST], 0.5, _MORE)
     if not tried:
         return None
     place, token = max(tried, key=tried.__getitem__)

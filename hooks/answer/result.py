@@ -20,6 +20,7 @@ _AGREE = 0.8  # of the words in a place, from which on it is said what the place
 _UNLIKELY = 0.05  # an answer's chance, below which the other text calls for something else
 _NAMED = 5  # writers or readers of a line that are named
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
+_LONGEST = 32  # letters of a unit that is named
 _WORDS = {
     "query": "tells {} where to look",
     "key": "is found by {}",
@@ -61,7 +62,7 @@ class AnswerNumbers(Result):
         read_at: the position that is read.
         strip_layers: the layers at which states were exchanged; the last is what leaves the last
             layer, as the others are what enters theirs.
-        strips: [strip, pos], the effect of the state at each position.
+        strips: [strip, span], the effect of the states of each unit.
         units: int [unit, 2], layers and heads; head -1 is the MLP.
         unit_estimate, unit_effect: [unit]; NaN where it was not measured.
         places: int [path, 7]: layer, head and position of the writer (layer and head -1: the
@@ -107,7 +108,7 @@ class AnswerNumbers(Result):
     token_predicted: Float[Tensor, "order pos"]
     read_at: int
     strip_layers: tuple[int, ...]
-    strips: Float[Tensor, "strip pos"]
+    strips: Float[Tensor, "strip span"]
     units: Int[Tensor, "unit two"]
     unit_estimate: Float[Tensor, " unit"]
     unit_effect: Float[Tensor, " unit"]
@@ -137,14 +138,23 @@ class AnswerNumbers(Result):
         return tuple(i for i, (one, other) in enumerate(pairs) if one != other)
 
     @property
-    def shares(self) -> Float[Tensor, "strip pos"]:
-        """The share of the difference that moves with the state at each position."""
+    def shares(self) -> Float[Tensor, "strip span"]:
+        """The share of the difference that moves with the states of each unit."""
         return -self.strips / self.gap
 
     @property
     def has_units(self) -> bool:
         """Say whether some tokens were replaced together."""
         return len(self.spans) < len(self.tokens)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Name each unit by its words; of long ones the middle is left out."""
+        return tuple(map(_shorten, self.span_words))
+
+    def find_unit(self, position: int) -> int:
+        """Find the unit that a position is in."""
+        return int((self.spans[:, 1] <= position).sum())
 
     @property
     def n_replacements(self) -> tuple[int, ...]:
@@ -258,13 +268,13 @@ class AnswerNumbers(Result):
     def _states(self) -> Iterator[dict[str, Any]]:
         rows = zip(self.strip_layers, self.strips.tolist(), self.shares.tolist(), strict=True)
         for layer, strip, shares in rows:
-            for position, effect in enumerate(strip):
+            for unit, effect in enumerate(strip):
                 yield {
                     "layer": layer,
-                    "position": position,
-                    "token": self.tokens[position],
+                    "position": int(self.spans[unit, 0]),
+                    "token": self.span_words[unit],
                     "effect": effect,
-                    "share": shares[position],
+                    "share": shares[unit],
                 }
 
     def _heads(self) -> Iterator[dict[str, Any]]:
@@ -353,8 +363,12 @@ class AnswerNumbers(Result):
 
     def _span(self, number: int) -> str:
         """Name a unit of tokens by its words and where it begins."""
-        word = self.span_words[number]
+        word = self.unit_names[number]
         return f"{word.strip() or word}@{int(self.spans[number, 0])}"
+
+    def _unit(self, position: int) -> str:
+        """Name what a position is in: a unit of several tokens, or its token."""
+        return self._span(self.find_unit(position)) if self.has_units else self._word(position)
 
     def effects(self) -> dict[tuple[int, int], float]:
         """Return the effect of each unit by its layer and head; NaN where it was not measured."""
@@ -367,12 +381,13 @@ class AnswerNumbers(Result):
     def bundles(self) -> list[tuple[str, list[int]]]:
         """Paths that do one thing, such as nine heads that carry one word: a sentence and places.
 
-        They begin at one position, in the embedding or in heads, and end in one kind of input at
-        one position.
+        They begin in one unit of tokens, in the embedding or in heads, and end in one kind of input
+        in one unit.
         """
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, place in enumerate(self.places.tolist()):
-            key = (place[1] < 0, place[2], place[3] < 0, place[5], place[6])
+            ends = self.find_unit(place[2]), place[3] >= 0 and self.find_unit(place[5])
+            key = (place[1] < 0, ends[0], place[3] < 0, ends[1], place[6])
             groups.setdefault(key, []).append(number)
         sign = 1 if self.gap >= 0 else -1  # cut, paths that speak for the answer lower the readout
         effects = self.path_effect.nan_to_num(0)
@@ -385,13 +400,13 @@ class AnswerNumbers(Result):
     def _sentence(self, group: list[int]) -> str:
         places = [self.places[number].tolist() for number in group]
         first = places[0]
-        source = self._word(first[2])
+        source = self._unit(first[2])
         if first[1] >= 0:
             source = f"{self._name_most([tuple(p[:3]) for p in places], group)} at {source}"
         if first[3] < 0:
             return f"{source} {describe_kind(KINDS[first[6]])}"
         names = self._name_most([tuple(p[3:6]) for p in places], group)
-        return f"{source} {describe_kind(KINDS[first[6]], names)} at {self._word(first[5])}"
+        return f"{source} {describe_kind(KINDS[first[6]], names)} at {self._unit(first[5])}"
 
     def _name_most(self, ends: list[tuple[int, ...]], group: list[int]) -> str:
         """Name the ends of paths by layer; of many those that lose most when they are cut."""
@@ -647,6 +662,12 @@ def _percent(chance: float) -> str:
     if chance >= 0.995:
         return f"{100 * chance:.1f}%" if chance < 0.9995 else "above 99.9%"
     return f"{chance:.0%}" if chance >= 0.0995 else f"{100 * chance:.2g}%"
+
+
+def _shorten(words: str) -> str:
+    """Leave out the middle of what is too long for a name, such as of a sentence."""
+    half = _LONGEST // 2
+    return words if len(words) <= _LONGEST else f"{words[: half - 1]} … {words[1 - half :]}"
 
 
 def _name(place: Any) -> str:

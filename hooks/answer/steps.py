@@ -113,12 +113,17 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
 
 
 def measure_states(
-    question: Question, tolerance: float, advance: Advance | None = None
-) -> dict[int, Float[Tensor, " pos"]]:
-    """Exchange the state at each position, at the layers where that comes to mean something else.
+    question: Question,
+    tolerance: float,
+    advance: Advance | None = None,
+    spans: Sequence[Span] | None = None,
+) -> dict[int, Float[Tensor, " span"]]:
+    """Exchange the states of each token, or of all tokens of a span at once.
+
+    That is done at the layers where it comes to mean something else.
 
     The ends first, what enters the first layer and what leaves the last; then the layer between two
-    strips that differ by more than the tolerance, in the readout's unit. Positions before the first
+    strips that differ by more than the tolerance, in the readout's unit. States before the first
     change are the same.
 
     Returns:
@@ -126,13 +131,18 @@ def measure_states(
         those that leave the last layer.
     """
     first = question.changed[0] if is_causal(question.model) else 0
+    places = [slice(*span) for span in spans or question.single_tokens()]
 
-    def strip(layer: int) -> Float[Tensor, " pos"]:
+    def strip(layer: int) -> Float[Tensor, " span"]:
         point = question.state(layer)
         clean, other = (run.shown[point][0] for run in (question.clean, question.other))
-        differ = [at for at in range(first, question.n_pos) if not clean[at].equal(other[at])]
-        row = torch.zeros(question.n_pos, dtype=torch.float64)
-        exchanges = [[question.exchange(point, at)] for at in differ]
+        differ = [
+            number
+            for number, at in enumerate(places)
+            if at.stop > first and not clean[at].equal(other[at])
+        ]
+        row = torch.zeros(len(places), dtype=torch.float64)
+        exchanges = [[question.exchange(point, places[number])] for number in differ]
         row[differ] = question.measure(exchanges, advance=advance)
         return row
 

@@ -55,7 +55,7 @@ def ask(
     out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     overwrite: Overwrite = False,
     units: Annotated[
-        str | None, typer.Option(help="words: tokens of a word are replaced at once.")
+        str | None, typer.Option(help="words or sentences: tokens of each are replaced at once.")
     ] = None,
     resume: Annotated[
         Path | None,
@@ -134,11 +134,11 @@ def _print(found: Any) -> None:
 
 def _strips(found: Any) -> list[str]:
     """A line for each word whose state comes to matter."""
-    width = max(map(len, found.tokens)) + 1
+    width = max(map(len, found.unit_names)) + 1
     shares = found.shares
     lines = [" " * width + "".join(f"{layer:>{_STRIP}}" for layer in found.strip_layers)]
-    for position, word in enumerate(found.tokens):
-        column = shares[:, position]
+    for unit, word in enumerate(found.unit_names):
+        column = shares[:, unit]
         if float(column.abs().max()) >= 0.05:
             lines.append(f"{word:{width}}" + "".join(f"{v:{_STRIP}.2f}" for v in column.tolist()))
     return lines

@@ -79,9 +79,10 @@ def ask(
         readout: what is asked in the place of a logit difference.
         quick: no tokens, no strips, ten heads, no pruning of paths.
         exact: all heads are measured, one by one.
-        units: tokens that are replaced at once, as their effects do not add up: "words", which
-            blanks separate; spans (start, stop) of positions, or a function that makes them of the
-            tokens as one reads them. Tokens outside of spans stand alone; default, each does.
+        units: tokens that are exchanged at once, as their effects do not add up: "words", which
+            blanks separate; "sentences"; spans (start, stop) of positions, or a function that makes
+            them of the tokens as one reads them. Tokens outside of spans stand alone; default, each
+            does. Paths between two units are one line; paths and heads stay with single tokens.
         seed: of the draws.
         batch_size: texts in a pass.
         resume: a folder that keeps what was measured, so that the same question goes on where it

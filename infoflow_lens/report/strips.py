@@ -27,11 +27,11 @@ _BESIDE = (0, 20, -20, 40, -40)  # the line, where those are taken
 
 
 def draw_strips(answer: AnswerNumbers) -> Markup:
-    """Draw the strips that were measured, the bundles of paths on them, and numbers of words.
+    """Draw the strips that were measured, the bundles of paths on them, and numbers of units.
 
     A line runs from where its writer stands, in layers and words, to its reader; its number is that
     of its row among the bundles, its width the effect when it is cut. Of a long text the words that
-    carry little and on which no line ends are thin columns.
+    carry little and on which no line ends are thin columns. A column is a unit of tokens.
     """
     strips = answer.shares.tolist()
     layers = answer.strip_layers
@@ -43,6 +43,8 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     width = _widths(answer, _SCREEN - _LEFT - beside)
     left = [_LEFT + sum(width[:i]) for i in range(len(width) + 1)]
     middle = [left[i] + width[i] / 2 for i in range(len(width))]
+    at = [middle[answer.find_unit(position)] for position in range(len(answer.tokens))]
+    changed = {answer.find_unit(position) for position in answer.changed}
     foot = _TOP + _ROW * len(layers)
 
     def height(layer: float) -> float:
@@ -54,12 +56,12 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
 
     # words on top; thin columns of small words have none
     parts, names = [], []
-    for position, word in enumerate(answer.tokens):
-        if width[position] == _THIN:
+    for unit, word in enumerate(answer.unit_names):
+        if width[unit] == _THIN:
             continue
-        bold = ' font-weight="700"' if position in answer.changed else ""
+        bold = ' font-weight="700"' if unit in changed else ""
         parts.append(
-            f'<text class="tick"{bold} x="{middle[position]:.1f}" y="16" text-anchor="middle">'
+            f'<text class="tick"{bold} x="{middle[unit]:.1f}" y="16" text-anchor="middle">'
             f"{escape(word.strip() or word)}</text>"
         )
     # a row for each layer, a cell for each word
@@ -69,11 +71,12 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
         names.append(
             f'<text class="tick" x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{name}</text>'
         )
-        for position, share in enumerate(shares):
-            said = f"{answer.tokens[position]} ({position}), {name}: {share:.0%} of the difference"
+        for unit, share in enumerate(shares):
+            words, place = answer.span_words[unit], int(answer.spans[unit, 0])
+            said = f"{words} ({place}), {name}: {share:.0%} of the difference"
             parts.append(
-                f'<rect class="cell" x="{left[position] + 1:.1f}" y="{y + 1}" '
-                f'width="{max(width[position] - 2, 6):.1f}" height="{_ROW - 2}" '
+                f'<rect class="cell" x="{left[unit] + 1:.1f}" y="{y + 1}" '
+                f'width="{max(width[unit] - 2, 6):.1f}" height="{_ROW - 2}" '
                 f'fill-opacity="{min(1.0, max(0.0, share)):.3f}">'
                 f"<title>{escape(said)}</title></rect>"
             )
@@ -83,36 +86,28 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     for number, aside in zip(drawn, asides, strict=True):
         width_of_line = 1 + (_WIDEST - 1) * sizes[number] / max(max(sizes), 1e-12)
         line, mark = _line(
-            answer, number, *lines[number], width_of_line, aside, middle, height, foot,
+            answer, number, *lines[number], width_of_line, aside, at, height, foot,
             (left[-1] + beside, taken),
         )  # fmt: skip
         parts.append(line)
         marks.append(mark)
     parts += marks
     # below: how much each word is needed, and how much it decides
-    for at, column, name in (
+    for below, column, name in (
         (16, answer.token_mean, "needed"),
         (34, answer.token_other, "decides"),
     ):
         if not all(math.isnan(v) for v in column.tolist()):
             names.append(
-                f'<text class="tick" x="{_LEFT - 8}" y="{foot + at}" text-anchor="end">'
+                f'<text class="tick" x="{_LEFT - 8}" y="{foot + below}" text-anchor="end">'
                 f"{name}</text>"
             )
             parts += [
-                f'<text class="tick" x="{(middle[start] + middle[stop - 1]) / 2:.1f}" '
-                f'y="{foot + at}" text-anchor="middle">{value:+.1f}</text>'
-                for (start, stop), value in zip(answer.spans.tolist(), column.tolist(), strict=True)
-                if not math.isnan(value)
-                and (value or name == "needed")
-                and max(width[start:stop]) > _THIN
+                f'<text class="tick" x="{middle[unit]:.1f}" '
+                f'y="{foot + below}" text-anchor="middle">{value:+.1f}</text>'
+                for unit, value in enumerate(column.tolist())
+                if not math.isnan(value) and (value or name == "needed") and width[unit] > _THIN
             ]
-    for (start, stop), words in zip(answer.spans.tolist(), answer.span_words, strict=True):
-        if stop - start > 1:  # a line beneath what was replaced at once
-            parts.append(
-                f'<path class="rule unit" d="M{left[start] + 3:.1f} {foot + 3}'
-                f'H{left[stop] - 3:.1f}"><title>{escape(words)}</title></path>'
-            )
     right = left[-1] + beside
     size = f'width="{right - _LEFT:.0f}" height="{foot + _FOOT}"'
     box = f'viewBox="{_LEFT} 0 {right - _LEFT:.0f} {foot + _FOOT}"'
@@ -147,22 +142,24 @@ def _size(answer: AnswerNumbers, group: Sequence[int]) -> float:
 
 def _widths(answer: AnswerNumbers, room: float) -> list[float]:
     """Make columns as wide as words; in a picture that is too wide, those that say little thin."""
-    width = [max(_NARROW, _LETTER * len(word) + 10) for word in answer.tokens]
+    width = [max(_NARROW, _LETTER * len(word) + 10) for word in answer.unit_names]
     if sum(width) <= room:
         return width
     matter = {*answer.changed, answer.read_at}
     matter |= {place for row in answer.places.tolist() for place in (row[2], row[5]) if place >= 0}
+    matter = {answer.find_unit(place) for place in matter}
     matter |= {*(answer.shares.abs().amax(dim=0) >= _LITTLE).nonzero().flatten().tolist()}
     return [size if place in matter else _THIN for place, size in enumerate(width)]
 
 
 def _asides(answer: AnswerNumbers, groups: Sequence[Sequence[int]]) -> list[float]:
-    """Find how far each line goes aside: those that stay on one word, by their number there."""
+    """Find how far each line goes aside: those that stay on one unit, by their number there."""
     seen: Counter[int] = Counter()
     found = []
     for group in groups:
-        _, _, word, reader, _, other, _ = answer.places[group[0]].tolist()
-        stays = reader < 0 or word == other
+        _, _, writes, reader, _, reads, _ = answer.places[group[0]].tolist()
+        word = answer.find_unit(writes)
+        stays = reader < 0 or word == answer.find_unit(reads)
         found.append(30.0 + 14 * min(seen[word], 12) if stays else 0.0)
         seen[word] += stays
     return found

@@ -402,14 +402,35 @@ def test_words_are_what_the_tokenizer_writes_without_a_blank(tmp_path):
         assert find_units(SimpleNamespace(tokenizer=tokenizer), torch.tensor(ids), "words") == spans
 
 
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two two! Three?", ["One.", "Two two!", "Three?"]),
+        ("He has 3.5 of it, e.g. here. She said: \"No.\" Then", [
+            "He has 3.5 of it, e.g. here.", 'She said: "No."', "Then",
+        ]),
+        ("a title\n\nA line (of it.) More", ["a title\n\n", "A line (of it.)", "More"]),
+        ("\u597d\u3002\u597d\uff01\u597d", ["\u597d\u3002", "\u597d\uff01", "\u597d"]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_sentences_end_behind_stops_and_line_breaks(text, sentences):
+    """Of single bytes, after a token that begins the text."""
+    tokenizer = load_any("stdlib-2l", backend="opened").tokenizer
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    spans = find_units(SimpleNamespace(tokenizer=tokenizer), ids, "sentences")
+    said = [tokenizer.decode(ids[slice(*span)]) for span in spans or [(0, 1)]]
+    assert [said[0], *map(str.strip, said[1:])] == ["<|endoftext|>", *map(str.strip, sentences)]
+
+
 def test_units_are_said_on_the_page_and_by_the_command(folder, found, tmp_path):
     spans = ask(folder, TEXT, "w9", "w23", OTHER, units=[(1, 3)], progress=False)
     assert spans.spans.tolist() == [[0, 1], [1, 3], [3, 4], [4, 5], [5, 6]]
     assert spans.to_frame("tokens")["token"].tolist() == ["w7", "w34 w29", "w47", "w30", "w5"]
     page = spans.to_html(tmp_path / "units.html").read_text()
-    assert page.count('class="rule unit"') == 1
-    assert "were replaced at once" in page
-    assert 'class="rule unit"' not in found.to_html(tmp_path / "single.html").read_text()
+    assert page.count('class="cell"') == spans.strips.numel() == 5 * len(spans.strip_layers)
+    assert "were exchanged at once" in page
+    assert "were exchanged at once" not in found.to_html(tmp_path / "single.html").read_text()
     by_function = ask(
         folder, TEXT, "w9", "w23", OTHER, progress=False,
         units=lambda words: [(words.index("w34"), words.index("w47"))],
@@ -419,13 +440,14 @@ def test_units_are_said_on_the_page_and_by_the_command(folder, found, tmp_path):
     assert alone.token_mean.equal(found.token_mean)  # whose words are tokens
     line = ["ask", str(folder), TEXT, "--quick", "--quiet", "--units"]
     assert CliRunner().invoke(app, [*line, "words"]).exit_code == 0
+    assert CliRunner().invoke(app, [*line, "sentences"]).exit_code == 0
     refused = CliRunner().invoke(app, [*line, "lines"])
     assert refused.exit_code == 2
     assert "units are 'lines': expected spans" in refused.stderr
 
 
 @pytest.mark.parametrize(
-    "units", [[(0, 7)], [(2, 2)], [(-1, 2)], [(0, 2), (1, 3)], [(0, 1, 2)], 3, [0], "sentences"]
+    "units", [[(0, 7)], [(2, 2)], [(-1, 2)], [(0, 2), (1, 3)], [(0, 1, 2)], 3, [0], "lines"]
 )
 def test_units_that_are_none_are_refused(folder, units):
     with pytest.raises(InfoFlowError, match="expected spans"):

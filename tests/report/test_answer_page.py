@@ -127,3 +127,24 @@ def test_what_a_word_might_have_been_stands_with_the_score_then(show, found):
     assert [title for title in titles if title in order] == order
     for sentence in (found.describe_readout(), *found.describe_certainty()):
         assert sentence in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_units_are_the_columns_of_the_picture_and_the_ends_of_lines(show, width):
+    ids = torch.cat([zoo.tokens(1, 6, seed=5)[0], torch.tensor([7, 34, 29, 47, 30, 5])])
+    spans = [(0, 2), (2, 6), (6, 8), (8, 12)]
+    answer = ask(
+        zoo.build("llama"), ids, units=spans, progress=False, tokenizer=zoo.tokenizer()
+    )  # fmt: skip
+    lines = answer.bundles()
+    assert lines
+    page = show(render_answer(answer), width, 800)
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    picture = page.locator(".strips svg:not(.names)")
+    assert picture.locator(".cell").count() == 4 * len(answer.strip_layers)
+    words = [node.text_content() for node in picture.locator("text.tick[y='16']").all()]
+    assert words == [answer.unit_names[unit].strip() for unit in range(4)]
+    said = picture.locator(".cell title").first.text_content()
+    assert said.startswith(f"{answer.span_words[0]} (0), layer 0: ")
+    picture.locator('a[href="#line-1"] circle').click()
+    assert page.locator("tr:target").text_content().startswith(f"1. {lines[0][0]}")

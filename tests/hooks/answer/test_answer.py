@@ -112,6 +112,18 @@ def test_strips_are_those_of_the_plain_model(question, plain):
     assert strips[2].tolist() == near([0] * 5 + [-question.gap])
 
 
+def test_strips_of_units_are_those_of_the_plain_model(question, plain):
+    """The states of all tokens of a unit are exchanged at once."""
+    spans = [(0, 1), (1, 4), (4, 6)]
+    strips = measure_states(question, tolerance=0.0, spans=spans)
+    for layer in (0, 1):
+        other = plain.states[1][layer]
+        expected = [
+            plain.effect(states={layer: {at: other[at] for at in range(*span)}}) for span in spans
+        ]
+        assert strips[layer].tolist() == near(expected)
+
+
 def test_effects_of_tokens_are_those_of_the_plain_model(question, plain):
     found = measure_tokens(question, seed=3)
     changes = found.changes.tolist()
@@ -1053,10 +1065,25 @@ def test_an_answer_by_units_takes_fewer_passes_and_says_them():
     assert rows["position"].tolist() == [0, 1, 4]
     assert rows["tokens"].tolist() == [1, 3, 2]
     assert rows["effect of the other token"].tolist() == near([0, -found.gap, 0])
-    assert found.strips.shape == alone.strips.shape
+    assert found.strips[0].tolist() == near([0, -found.gap, 0])
     assert (found.orders(), found.nearest_order()) == ({}, "")
     guess = measured(texts=(texts[0], None), spans=spans)
     assert guess.changed in ((0,), (1, 2, 3), (4, 5))
+
+
+def test_a_line_joins_the_paths_from_one_unit_to_another():
+    texts, read = two_texts(changed=(2, 3)), LogitDifference(AGAINST, ANSWER)
+    found, alone = (
+        measured(read, texts, spans=spans, quick=True) for spans in ([(0, 1), (1, 4), (4, 6)], None)
+    )
+    assert found.places.equal(alone.places)  # paths stay with single tokens
+    lines = found.bundles()
+    assert 0 < len(lines) < len(alone.bundles())
+    for _, group in lines:
+        ends = found.places[group][:, [2, 5]]
+        assert len({tuple(map(found.find_unit, row)) for row in ends.tolist()}) == 1
+    words = " ".join(map(str, texts[0][1:4].tolist()))
+    assert any(said.startswith(f"{words}@1 ") for said, _ in lines)
 
 
 def test_a_readout_that_is_no_number_is_refused_at_once():
