@@ -1,11 +1,13 @@
-"""What one step of a drag costs on the page of `flow`, in a browser.
+"""What one step of a drag costs on the page of `flow`, and a press on that of `ask`, in a browser.
 
-Run: python -m benchmarks.page [--tokens 300] [--layers 12] [--heads 12]
+Run: python -m benchmarks.page [--tokens 300] [--layers 12] [--heads 12] [--answer]
 
 Random weights and influence of a text as long and a model as deep as that; each slider of the page
 is dragged through its values. The time is that of the page's main thread (script, style, layout and
 painting), which other processes on the machine do not lengthen much; beside it stands what a
-watcher waits for the next frame. A step of at most 50 ms is the target. Needs playwright and
+watcher waits for the next frame. A step of at most 50 ms is the target. With --answer, pages of
+an answer of a small random model are opened, and their lines and folds pressed, beside opening the
+page of `flow` for as many tokens and pressing its tokens. Needs playwright and
 chromium (the variable CHROMIUM says where that is, if not on the path).
 """
 
@@ -22,8 +24,10 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.table import Table
 
+from infoflow_lens import ask
 from infoflow_lens.report.flow import write_flow
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
+from tests.reference import zoo
 
 _TARGET = 50
 _STEPS = """async ([slider, values]) => {
@@ -33,6 +37,18 @@ _STEPS = """async ([slider, values]) => {
     const start = performance.now();
     input.value = value;
     input.dispatchEvent(new Event("input", { bubbles: true }));
+    await new Promise(requestAnimationFrame);
+    await new Promise((done) => setTimeout(done, 0));
+    waits.push(performance.now() - start);
+  }
+  return waits.sort((a, b) => a - b)[waits.length >> 1];
+}"""
+
+_PRESSES = """async (what) => {
+  const root = document.querySelector("[data-infoflow]")?.shadowRoot ?? document, waits = [];
+  for (const part of root.querySelectorAll(what)) {
+    const start = performance.now();
+    part.dispatchEvent(new MouseEvent("click", { bubbles: true, cancelable: true }));
     await new Promise(requestAnimationFrame);
     await new Promise((done) => setTimeout(done, 0));
     waits.push(performance.now() - start);
@@ -72,11 +88,44 @@ def step(page: Any, slider: str, values: list[int]) -> tuple[float, float]:
     return (spent() - before) / len(values), wait
 
 
+def press(page: Any, path: Path, what: str) -> tuple[float, float]:
+    """Milliseconds until a page has drawn, and until the next frame behind a press on its parts."""
+    opened = []
+    for _ in range(5):
+        page.goto(path.as_uri())
+        page.locator(what).first.wait_for(state="attached")
+        opened.append(page.evaluate("new Promise(requestAnimationFrame)"))
+    page.evaluate(_PRESSES, what)
+    return sorted(opened)[2], page.evaluate(_PRESSES, what)
+
+
+def compare_answers(page: Any, scratch: Path) -> Table:
+    """Open and press pages of answers of 8, 15 and 60 tokens, and of flow for as many."""
+    table = Table("tokens", "page", "lines", "ms to the first frame", "ms of a press")
+    for n_tokens in (8, 15, 60):
+        ids = zoo.tokens(1, n_tokens, seed=5)[0]
+        model = zoo.build("llama", max_position_embeddings=64)
+        answer = ask(model, ids, progress=False, tokenizer=zoo.tokenizer())
+        pages = {
+            "flow": (write_flow(view(n_tokens, 2, 4), scratch / f"f{n_tokens}.html"), ".token"),
+            "answer": (
+                answer.to_html(scratch / f"a{n_tokens}.html"),
+                'svg a[href^="#line-"], summary',
+            ),
+        }
+        for name, (path, what) in pages.items():
+            times = press(page, path, what)
+            lines = str(len(answer.bundles())) if name == "answer" else ""
+            table.add_row(str(n_tokens), name, lines, *(f"{ms:.0f}" for ms in times))
+    return table
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("tokens", 300), ("layers", 12), ("heads", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--answer", action="store_true", help="pages of answers, beside flow's")
     asked = parser.parse_args()
     title = (
         f"{asked.tokens} tokens, {asked.layers} layers of {asked.heads} heads; {os.cpu_count()} "
@@ -90,14 +139,18 @@ def main() -> None:
         ("k of the k largest scores, 1 to 8", ".k", [k % 8 + 1 for k in range(16)]),
     )
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
-        written = write_flow(
-            view(asked.tokens, asked.layers, asked.heads), Path(scratch) / "f.html"
-        )
         path = os.environ.get("CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 900})
-        page.goto(written.as_uri())
-        page.locator(".token").first.wait_for()
+        if asked.answer:
+            table = compare_answers(page, Path(scratch))
+            drags = ()
+        else:
+            written = write_flow(
+                view(asked.tokens, asked.layers, asked.heads), Path(scratch) / "f.html"
+            )
+            page.goto(written.as_uri())
+            page.locator(".token").first.wait_for()
         for what, slider, values in drags:
             if slider == ".k":
                 page.get_by_label("rule").select_option("top_k")
