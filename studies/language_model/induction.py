@@ -95,6 +95,7 @@ class Induction(OnRepeats):
                 with substituted(model, dict.fromkeys(induction, ideal), mechanisms.mean_patterns):
                     together[f"induction_{ideal}"] = varied.divergence()
         rows: list[Row] = []
+        bounds = [_bound(model, stretches, mean.shape[1]) for mean in seen.means]
         frame = recovered.to_frame().set_index(["layer", "head"])
         for layer, head in seen.prefix_matching:
             found = frame.loc[layer, head]
@@ -110,7 +111,7 @@ class Induction(OnRepeats):
                         for i, ideal in enumerate(IDEALS)
                     },
                     "fvu": float(found["fvu"]),
-                    "fvu_bound": _bound(model, stretches, seen.means[layer].shape[1]),
+                    "fvu_bound": bounds[layer],
                     "fvu_random": float(found["fvu_random"]),
                     "fvu_shuffled": float(found["fvu_shuffled"]),
                     "mean_ablated": seen.loss_without([(layer, head)], zero=False),

@@ -7,10 +7,8 @@ import pytest
 
 from tests.referee import run
 
-BLOCKS = [
-    pytest.param(block, marks=marks)
-    for block, marks in enumerate([*[[]] * 10, *[[pytest.mark.acceptance]] * 90])
-]
+MARKS = [*[()] * 5, *[pytest.mark.slow] * 5, *[pytest.mark.acceptance] * 90]
+BLOCKS = [pytest.param(block, marks=marks) for block, marks in enumerate(MARKS)]
 
 
 def seeds_of(run_id, block, n):
@@ -22,7 +20,9 @@ def seeds_of(run_id, block, n):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_that_a_network_does_is_excluded(block, testrun_uid):
-    """100 targets in every run; 1,000 with acceptance, any number by `python -m tests.referee`."""
+    """50 new targets in every run, 100 with slow; 1,000 with acceptance, or any number by
+    `python -m tests.referee`.
+    """
     said, wrong = run(seeds_of(testrun_uid, block, 10))
     assert wrong == []
     allowed = sum(n for (_, verdict), n in said.items() if verdict == "allowed by construction")
@@ -31,6 +31,6 @@ def test_nothing_that_a_network_does_is_excluded(block, testrun_uid):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_that_is_impossible_is_allowed(block, testrun_uid):
-    """About 20 targets in every run, 200 with acceptance, each with a proof of its own."""
+    """About 10 targets in every run, 200 with acceptance, each with a proof of its own."""
     _, wrong = run(seeds_of(testrun_uid, block, 5), "impossible")
     assert wrong == []
