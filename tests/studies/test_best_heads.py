@@ -92,7 +92,7 @@ def test_one_score_serves_two_matrices():
     found = best_heads(task, 1, **SHORT)
     assert both < 0.7 * alone
     assert found.nmse < 1.1 * both
-    assert found.nmse < 0.5 * measure_routing(task, 1, one_role=True).nmse
+    assert found.nmse < 0.5 * measure_routing(task, 1, n=300, one_role=True).nmse
 
 
 def test_roles_help_where_tokens_tell_them():

@@ -272,10 +272,10 @@ def test_what_is_excluded_for_one_role_is_allowed_to_a_head_with_several():
     """D = 2 with a single first-layer head, T = 64, on the sphere (T5)."""
     task = load_task("intrinsic_dimension", n_tokens=64, d_token=3, tokens="sphere")
     sizes = {"n_heads": (1, 3), "d_model": 24, "d_head": (4, 4), "d_token": 3, "n_tokens": 64}
-    linear = estimate(Architecture(**sizes), task, verify=60)
+    linear = estimate(Architecture(**sizes), task, verify=20)
     assert linear.verdict == "excluded by the paper's count"
     assert "it would take an encoder network" in " ".join(linear.reasons)
-    encoded = estimate(Architecture(**sizes, d_encoder=64), task, verify=60)
+    encoded = estimate(Architecture(**sizes, d_encoder=64), task, verify=20)
     assert encoded.verdict == "allowed by construction"
     assert "routed heads" in encoded.why
     assert encoded.routed.held == 1

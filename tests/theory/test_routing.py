@@ -42,7 +42,7 @@ def test_the_error_that_is_left_falls_with_length():
 
 
 def test_as_many_heads_as_roles_leave_nothing():
-    found = measure_routing(intrinsic(12, n=3), 6)
+    found = measure_routing(intrinsic(12, n=3), 6, n=60)
     assert found.nmse < 1e-9
     assert found.held == 1
 
@@ -62,7 +62,7 @@ def test_a_head_of_one_role_finds_the_other_pair_by_luck_alone():
 
 def test_rotations_cannot_be_routed():
     """Every token reaches the same score under a rotation, so none tells its role."""
-    found = measure_routing(rotations(16), 1)
+    found = measure_routing(rotations(16), 1, n=200)
     assert 0.3 < found.low < found.high <= 1.1
     assert found.held < 0.7
 
