@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from annotated_types import Gt, Le, MinLen
@@ -101,6 +101,24 @@ def holding(influence: Float[Tensor, "*state source"], share: Threshold) -> Tens
     return torch.zeros_like(needed).scatter(-1, order, needed)
 
 
+# what was measured, and what else a result keeps
+MeasuredInfluence: TypeAlias = tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]
+
+
+class AskedStates(NamedTuple):
+    """The states of a batch whose influences are asked for.
+
+    Attributes:
+        start: what entered at the sources.
+        expected: the states of the pass that was made, for each layer.
+        place: the positions that are asked for, -1 where a sequence has none.
+    """
+
+    start: Float[Tensor, "batch position d_source"]
+    expected: list[Float[Tensor, "batch pos d_model"]]
+    place: Int[Tensor, "batch asked"]
+
+
 class StateInfluence(StateScoresProbe[InfluenceResult]):
     """The base of influence probes: states as a function of the tokens, in passes of their own.
 
@@ -130,22 +148,12 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     _work, _worked = 0, 0
 
     @abstractmethod
-    def _measure(
-        self,
-        rerun: Rerun,
-        start: Float[Tensor, "batch position d_source"],
-        expected: list[Float[Tensor, "batch pos d_model"]],
-        place: Int[Tensor, "batch asked"],
-        lengths: Int[Tensor, " batch"],
-    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
+    def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
         """The influence of every source on the asked states of a batch; and what else is kept.
 
         Args:
-            rerun: states as a function of `start`.
-            start: what entered at the sources.
-            expected: the states of the pass that was made, for each layer.
-            place: the positions that are asked for, -1 where a sequence has none.
-            lengths: the sources of each sequence.
+            rerun: states as a function of what enters at the sources.
+            states: what the pass that was made showed of them.
         """
 
     def needs(self, model: nn.Module) -> Needs:
@@ -200,7 +208,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         # unless they take part, hooks of the user would edit each repeated pass once more
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
-            influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
+            influence, more = self._measure(rerun, AskedStates(start.clone(), expected, place))
         # rows of padding, and positions that a sequence lacks, have no influence
         exists = mark_existing(place, lengths, n_source)
         influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)

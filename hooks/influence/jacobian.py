@@ -1,7 +1,7 @@
 """Influence by derivatives: exact Jacobian norms, and an estimate of them by random directions."""
 
 from dataclasses import KW_ONLY
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
@@ -9,7 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.settings import Remedy, Seed
-from infoflow_lens.hooks.influence.base import StateInfluence, StateName
+from infoflow_lens.hooks.influence.base import (
+    AskedStates,
+    MeasuredInfluence,
+    StateInfluence,
+    StateName,
+)
 from infoflow_lens.hooks.influence.derivatives import DisturbedError, forward_derivatives
 from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 from infoflow_lens.hooks.states import combined, either, summed
@@ -63,14 +68,8 @@ class JacobianInfluence(StateInfluence):
     errors = summed()  # [layer, 2], squared errors and energies of an estimate
     lacks_forward_mode = combined(either)
 
-    def _measure(
-        self,
-        rerun: Rerun,
-        start: Float[Tensor, "batch position d_source"],
-        expected: list[Float[Tensor, "batch pos d_model"]],
-        place: Int[Tensor, "batch asked"],
-        lengths: Int[Tensor, " batch"],
-    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
+    def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
+        start, expected, place = states
         batch, n_source, d_source = start.shape
         n_pos, d_model = expected[0].shape[1:]
         rows = rows_at_once(rerun.model, n_pos, d_model, start.device)

@@ -6,13 +6,13 @@ from dataclasses import KW_ONLY, field
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import Share
-from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.base import AskedStates, MeasuredInfluence, StateInfluence
 from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, start_point
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch, Batches
@@ -109,14 +109,8 @@ class ResampleInfluence(StateInfluence):
             )
         return donated[:, :n_source]
 
-    def _measure(
-        self,
-        rerun: Rerun,
-        start: Float[Tensor, "batch position d_source"],
-        expected: list[Float[Tensor, "batch pos d_model"]],
-        place: Int[Tensor, "batch asked"],
-        lengths: Int[Tensor, " batch"],
-    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
+    def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
+        start, expected, place = states
         if rerun.batch is not None and rerun.batch.columns:
             raise InfoFlowError(
                 f"the inputs have {' and '.join(rerun.batch.columns)}, and donors have none, so "

@@ -1,12 +1,15 @@
 """Gradient times input, for states, which have many features."""
 
-from typing import Any
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from infoflow_lens.hooks.influence.base import StateInfluence, StateName
+from infoflow_lens.hooks.influence.base import (
+    AskedStates,
+    MeasuredInfluence,
+    StateInfluence,
+    StateName,
+)
 from infoflow_lens.hooks.influence.derivatives import forward_derivatives
 from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 
@@ -41,14 +44,8 @@ class GradientTimesInput(StateInfluence):
 
     state: StateName = "post_attention"
 
-    def _measure(
-        self,
-        rerun: Rerun,
-        start: Float[Tensor, "batch position d_source"],
-        expected: list[Float[Tensor, "batch pos d_model"]],
-        place: Int[Tensor, "batch asked"],
-        lengths: Int[Tensor, " batch"],
-    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
+    def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
+        start, expected, place = states
         n_source = start.shape[1]
         self._check_rerun(rerun.layers, rerun(start), expected, rerun.real)
         rows = rows_at_once(rerun.model, expected[0].shape[1], expected[0].shape[2], start.device)
