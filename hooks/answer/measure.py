@@ -126,7 +126,7 @@ def measure_answer(
                     )
             except InfoFlowError as error:
                 notes.append(f"no paths are drawn: {error}")
-        looked, looks, writes = _measure_looks(question, units, quick)
+        looked, looks, writes = _measure_looks(question, units, circuit, quick)
         predicted = torch.full((len(ORDERS), question.n_pos), torch.nan, dtype=torch.float64)
         if tokens is not None and spans is None and hasattr(readout, "position"):
             predicted, more = predict_tokens(model, question.clean.tokens, readout.position)
@@ -225,17 +225,21 @@ def measure_cut(
 
 
 def _measure_looks(
-    question: Question, units: UnitEffects, quick: bool
+    question: Question, units: UnitEffects, circuit: Circuit, quick: bool
 ) -> tuple[Int[Tensor, "head two"], Float[Tensor, "head text pos"], Float[Tensor, "head text pos"]]:
-    """Find where the heads with the largest effects look, in both texts, and what they write.
+    """Find where heads look, in both texts, and what they write: of paths, and of large effects.
 
     What they write directly towards the readout, by key, is asked where the readout is linear.
     """
     patterns = {layer: f"blocks.{layer}.attn.hook_pattern" for layer in range(question.n_layers)}
     order = units.effect.abs().nan_to_num(-1).argsort(descending=True).tolist()
+    measured = [units.units[i] for i in order if units.effect[i].isfinite()]
+    # heads of paths first, where these write at the position that is read
+    on_paths = {path.writer[:2] for path in circuit.paths if path.writer[2] == question.end}
+    measured.sort(key=lambda unit: unit not in on_paths)
     heads = [
         (layer, head)
-        for layer, head in (units.units[i] for i in order if units.effect[i].isfinite())
+        for layer, head in measured
         if head >= 0 and patterns[layer] in question.clean.shown
     ][:_LOOKED]
     shape = (len(heads), 2, question.n_pos)

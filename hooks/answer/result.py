@@ -71,8 +71,8 @@ class AnswerNumbers(Result):
         path_cost: [path], the share of the difference that the circuit loses without it; NaN where
             it was not measured.
         path_effect: [path], when it alone is cut in the text.
-        looked: int [head, 2], the heads of which it is said where they look: those with the largest
-            effects.
+        looked: int [head, 2], the heads of which it is said where they look: those of paths that
+            begin at the position that is read, then those with the largest effects.
         looks: [head, 2, pos], the weight of each key for the position that is read, in the text and
             in the other one.
         writes: [head, 2, pos], what the head writes towards the readout from each key, directly;
@@ -342,14 +342,16 @@ class AnswerNumbers(Result):
         return f"{self._word(at, text == 1)} ({weight:.2f})", float(self.writes[number, text, at])
 
     def order_looks(self) -> list[int]:
-        """Order the heads of :attr:`looked` by what they write from where they look most.
+        """Order the heads of :attr:`looked`: of paths first, then by what they write from there.
 
-        Those whose effect lies at other positions write next to nothing here, and come last. Where
-        writes are not asked, by the size of their effects.
+        There is where they look most. Those whose effect lies at other positions write next to
+        nothing here, and come last. Where writes are not asked, by the size of their effects.
         """
         first = self.looks.argmax(-1, keepdim=True)
         written = self.writes.nan_to_num(0).gather(-1, first).abs().sum((1, 2))
-        return written.argsort(descending=True, stable=True).tolist()
+        order = written.argsort(descending=True, stable=True).tolist()
+        on_paths = {tuple(place[:2]) for place in self.places.tolist() if place[2] == self.read_at}
+        return sorted(order, key=lambda number: tuple(self.looked[number].tolist()) not in on_paths)
 
     def look(self, number: int) -> str:
         """Say where a head of :attr:`looked` looks, and what it writes from there."""
@@ -457,19 +459,28 @@ class AnswerNumbers(Result):
         )
         if not bool(self.token_mean.isfinite().any()):
             return said
-        first, *more = self.token_mean.abs().nan_to_num(-1).argsort(descending=True).tolist()
+        order = self.token_mean.abs().nan_to_num(-1).argsort(descending=True).tolist()
+        # first what speaks for or against the answer beyond doubt
+        first, *more = sorted(order, key=lambda number: not self.find_direction(number))
         scores = (self.value + self.token_mean).tolist()
         then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in more[: _OPPOSED - 1])
-        effects = self.replacement_effects[first]
-        lower = f"{int((effects < 0).sum())} of {self.n_replacements[first]} words lower the score"
+        lower = int((self.replacement_effects[order[0]] < 0).sum())
+        is_open = (
+            "whether it speaks for the answer is open "
+            f"({lower} of {self.n_replacements[order[0]]} words lower the score)"
+        )
         speaks = {
             -1: "and speaks for the answer",
             1: "and speaks against the answer",
-            0: f"but whether it speaks for the answer is open ({lower})",
+            0: f"but {is_open}",
         }[self.find_direction(first)]
+        larger = ""
+        if first != order[0]:
+            score = f"{scores[order[0]]:+.2f}"
+            larger = f" {self._span(order[0])} changes it more, to {score}, but {is_open}."
         return (
             f"{said} By other words in its place {self._span(first)} matters most, {speaks}: to "
-            f"{scores[first]:+.2f} in the mean{f', then {then}' if then else ''}."
+            f"{scores[first]:+.2f} in the mean{f', then {then}' if then else ''}.{larger}"
         )
 
     def describe_looks(self) -> str:

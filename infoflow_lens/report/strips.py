@@ -92,9 +92,9 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
         parts.append(line)
         marks.append(mark)
     parts += marks
-    # below: how much each word is needed, and how much it decides
+    # below: by other words in the place of each, and by that of the other text
     for below, column, name in (
-        (16, answer.token_mean, "needed"),
+        (16, answer.token_mean, "others"),
         (34, answer.token_other, "decides"),
     ):
         if not all(math.isnan(v) for v in column.tolist()):
@@ -106,7 +106,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
                 f'<text class="tick" x="{middle[unit]:.1f}" '
                 f'y="{foot + below}" text-anchor="middle">{value:+.1f}</text>'
                 for unit, value in enumerate(column.tolist())
-                if not math.isnan(value) and (value or name == "needed") and width[unit] > _THIN
+                if not math.isnan(value) and (value or name == "others") and width[unit] > _THIN
             ]
     right = left[-1] + beside
     size = f'width="{right - _LEFT:.0f}" height="{foot + _FOOT}"'

@@ -251,7 +251,11 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
     effects = effects.clone()
     effects[[2, 5], : (n[2] + 1) // 2] *= -1
     open_ = replace(found, replacement_effects=effects)
-    assert "whether it speaks for the answer is open" in open_.describe_tokens()
+    said = open_.describe_tokens()
+    assert f"{tokens[4]}@4 matters most, and speaks for the answer" in said
+    assert (
+        f"{tokens[2]}@2 changes it more, to {found.value - 3:+.2f}, but whether it speaks" in said
+    )
     assert open_.describe_opposed_words() == f"{tokens[0]}@0 +0.10"
     assert "that order may turn" in " ".join(open_.describe_certainty())
 
@@ -292,6 +296,8 @@ def test_the_largest_heads_and_mlps_are_said_first():
     assert f"MLP {units[mlps[1]][0]} (+0.40)" in said
     assert said.count("head ") == 2
     assert found.order_looks() == [1, 0]  # the first writes nothing here
+    places = torch.tensor([[*units[heads[0]], found.read_at, -1, -1, -1, 3]])
+    assert replace(found, places=places).order_looks() == [0, 1]  # but stands on a path
     assert found.describe_opposition().endswith("+0.30, and 2 more")
 
 
