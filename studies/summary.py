@@ -6,8 +6,8 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from gzip import GzipFile
 from io import BytesIO
 from pathlib import Path
@@ -18,12 +18,7 @@ from infoflow_lens.foundation.documents import Document, kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.studies.claims import (
-    Numbers,
-    Verdict,
-    Word,
-    deciding_number,
-)
+from infoflow_lens.studies.claims import Numbers, deciding_number
 from infoflow_lens.studies.language_model.card import comparison, read_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
 from infoflow_lens.studies.papers import STUDIES
@@ -32,14 +27,7 @@ from infoflow_lens.studies.papers.rows import best_runs, compare_with_enough, ha
 from infoflow_lens.studies.papers.token_models import epochs_until, last_epochs
 from infoflow_lens.studies.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.studies.study import Study
-from infoflow_lens.studies.sweep import (
-    TABLE,
-    find_word,
-    has_verdict,
-    plain_cell,
-    report_text,
-    verdict_of,
-)
+from infoflow_lens.studies.sweep import TABLE, Sweep, plain_cell
 from infoflow_lens.studies.tables import markdown_table
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
@@ -98,16 +86,18 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
         for path in _folders_of(study, folder):
             run = read_run(study, path) if _has_run(study, path) else None
             if run is not None:
-                runs[path] = (study, run)
-                pages[path / "table.md"] = _report(study, path, run)
+                runs[path] = run
+                with _naming_rows(path):
+                    pages[path / "table.md"] = run.write_table()
             rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
         ["study", "what theory says", "what came", "nearest to its bound", "by its rule"], rows
     )
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
-        runs[path] = (study, read_run(study, path))
-        pages[path / "table.md"] = _report(study, path, runs[path][1])
+        runs[path] = read_run(study, path)
+        with _naming_rows(path):
+            pages[path / "table.md"] = runs[path].write_table()
     for name in page_templates():
         if _stands(folder / name):
             pages[folder / name] = f"{_page(name, folder, pages, runs)}\n"
@@ -167,7 +157,7 @@ def _page(
     name: str,
     folder: Path,
     pages: Mapping[Path, str],
-    runs: Mapping[Path, tuple[Study, "RecordedRun"]],
+    runs: Mapping[Path, Sweep],
 ) -> str:
     """Return a page filled from the runs in the folders beside it, and their tables.
 
@@ -191,28 +181,28 @@ def _page(
 
     # a run of its own folder, or one that another page has
     @cache
-    def find_run(run: str) -> tuple[Study, RecordedRun]:
+    def find_run(run: str) -> Sweep:
         if beside / run in runs:
             return runs[beside / run]
         study = STUDY_KINDS[_config(beside / run / "record.json")["study"]]()
-        return study, read_run(study, beside / run)
+        return read_run(study, beside / run)
 
     def numbers(run: str, place: int) -> Numbers:
         """Return the numbers of a claim of a study."""
-        study, recorded = find_run(run)
-        return study.claims()[place].numbers(recorded.finished)
+        recorded = find_run(run)
+        return recorded.study.claims()[place].numbers(recorded.finished)
 
     def holds(run: str, place: int, label: str) -> bool:
         """Say whether a claim of a study holds for what one of its numbers is of."""
-        return find_run(run)[0].claims()[place].holds(numbers(run, place)[label])
+        return find_run(run).study.claims()[place].holds(numbers(run, place)[label])
 
     return render_page(
         name,
         {
             "rows": cache(lambda run: rows_of(beside / run)),
-            "verdict": lambda run: find_run(run)[1].verdict,
-            "seen": lambda run: f"**{begin_sentence(find_run(run)[1].word)}**",
-            "passed": lambda run: _say_outcome(find_run(run)[1]),
+            "verdict": lambda run: find_run(run).verdict,
+            "seen": lambda run: f"**{begin_sentence(find_run(run).word)}**",
+            "passed": lambda run: _say_outcome(find_run(run)),
             "numbers": numbers,
             "holds": holds,
             "models": lambda: comparison(read_models(beside / "models")),
@@ -224,24 +214,21 @@ def _page(
     )
 
 
-def _say_outcome(run: "RecordedRun") -> str:
+def _say_outcome(run: Sweep) -> str:
     word = "passed" if run.verdict.passed else "not passed"
     return f"{word} (*undecided*: by other draws of its seeds)" if run.word == "undecided" else word
 
 
-def _summary_row(
-    study: Study, folder: Path, path: Path, run: "RecordedRun | None"
-) -> tuple[str, ...]:
+def _summary_row(study: Study, folder: Path, path: Path, run: Sweep | None) -> tuple[str, ...]:
     """Return what theory says, what came, the number nearest to its bound, and the verdict."""
     theory = study.statement.summary if study.statement else study.title
     label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
-        if not has_verdict(study, run.finished, run.verdict):
+        if not run.has_verdict:
             return link, _cell(theory), _cell(run.verdict.reasons[0]), "", run.word
         number, bound = deciding_number(study.claims(), run.finished)
-        finding = _cell(study.say_finding(run.finished))
-        return link, _cell(theory), finding, _cell(f"{number}, for {bound}"), run.word
+        return link, _cell(theory), _cell(run.finding), _cell(f"{number}, for {bound}"), run.word
     link = f"[`{study.name}`]({study.name}/statement.md){label}"
     note = "the statement awaits its run"
     if not label and (folder / study.name / EARLIER).is_dir():
@@ -405,60 +392,20 @@ def _same(cell: Any, value: Any) -> bool:
         return False
 
 
-@dataclass(frozen=True, eq=False)
-class RecordedRun:
-    """A run of a study, as its folder holds it.
-
-    Attributes:
-        study, path: what was run, and its folder.
-        preset: of the run.
-        rows: of all its runs.
-        verdict: of the rows.
-        n_seeds: of each configuration.
-    """
-
-    study: Study
-    path: Path
-    preset: str
-    rows: "pd.DataFrame"
-    verdict: Verdict
-    n_seeds: int
-
-    @cached_property
-    def finished(self) -> "pd.DataFrame":
-        """The rows with numbers."""
-        return self.rows[self.rows["status"] == "finished"]
-
-    @cached_property
-    def word(self) -> Word:
-        """The word for the verdict: "undecided" where other draws of the seeds may say else."""
-        # found when it is asked for: to judge every draw takes longer than to read the run
-        with _naming_rows(self.path):
-            return find_word(self.study, self.finished, self.verdict, self.n_seeds)
-
-
-def read_run(study: Study, path: Path) -> RecordedRun:
-    """Read the run of a study that a folder holds.
+def read_run(study: Study, path: Path) -> Sweep:
+    """Read the runs of a study that a folder holds.
 
     Raises:
-        InfoFlowError: if it cannot be read, or its rows are not by the settings of its record.
+        InfoFlowError: if they cannot be read, or rows are not by the settings of the record.
     """
     config = _config(path / "record.json")
     rows, n_seeds = rows_of(path, None), len(config["seeds"])
     _check_rows(_rows_path(path), rows, config)
+    finished = rows[rows["status"] == "finished"]
+    run = Sweep(study, config["preset"], config["cases"], n_seeds, rows, finished)
     with _naming_rows(path):
-        verdict = verdict_of(study, rows, config["cases"], n_seeds)
-    return RecordedRun(study, path, config["preset"], rows, verdict, n_seeds)
-
-
-def _report(study: Study, path: Path, run: RecordedRun) -> str:
-    n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
-    n_runs = run.rows["run"].nunique()
-    with _naming_rows(path):
-        return report_text(
-            study, run.finished, run.verdict, run.word, run.preset, n_runs, n_diverged,
-            run.n_seeds,
-        )  # fmt: skip
+        _ = run.verdict  # rows that cannot be judged are refused here
+    return run
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -194,16 +195,12 @@ def _finish(
     table = _table(runs, kept)
     _write_csv(out, table)
     measured = _table(runs, kept, "finished")
-    n_diverged = table[table["status"] == "diverged"]["run"].nunique()
     if measured.empty:
         raise InfoFlowError(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
-    n_seeds = len(runs) // len(cases)
-    verdict = verdict_of(study, table, cases, n_seeds)
-    word = find_word(study, measured, verdict, n_seeds)
-    text = report_text(study, measured, verdict, word, preset, len(runs), n_diverged, n_seeds)
-    TABLE.write(out / "table.md", text)
+    sweep = Sweep(study, preset, cases, len(runs) // len(cases), table, measured)
+    TABLE.write(out / "table.md", sweep.write_table())
     figure = study.figure(measured)
     for kind in ("png", "svg"):
         # without a date and random names, the same numbers give the same bytes
@@ -220,57 +217,12 @@ def _finish(
             "preset": preset,
             "seeds": sorted({run.seed for run in runs}),
             "cases": [dict(settings) for settings in cases],
-            "verdict": asdict(verdict),
+            "verdict": asdict(sweep.verdict),
             **({"seeds_together": True} if together else {}),
         }
     )
     write_signed(out / "record.json", _RECORD, record.to_dict())
-    return StudyResult(table, verdict, n_diverged, out)
-
-
-def report_text(
-    study: Study,
-    measured: "pd.DataFrame",
-    verdict: Verdict,
-    word: Word,
-    preset: str,
-    n_runs: int,
-    n_diverged: int,
-    n_seeds: int,
-) -> str:
-    """Write ``table.md``: the question, what came, the verdict, the figure, the numbers."""
-    several = "s" if n_seeds > 1 else ""
-    heading = (
-        f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs, "
-        f"{n_seeds} seed{several} of each kind"
-    )
-    diverged = f", of which {n_diverged} diverged" if n_diverged else ""
-    reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
-    remarks = "\n".join(f"- {remark}" for remark in verdict.remarks)
-    finding = study.say_finding(measured) if has_verdict(study, measured, verdict) else ""
-    parts = [
-        f"{heading}{diverged}.",
-        *([f"{begin_sentence(finding)}."] if finding else []),
-        f"**{begin_sentence(word)}**. The rule:",
-        reasons,
-        *(["Not judged:", remarks] if remarks else []),
-        f"![{study.title}](figure.png)",
-        study.table(measured),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def has_verdict(study: Study, measured: "pd.DataFrame", verdict: Verdict) -> bool:
-    """Say whether there are numbers of all that the rule is about."""
-    lost = measured.empty or "diverged with" in " ".join(verdict.reasons)
-    return bool(study.claims()) and not lost
-
-
-def find_word(study: Study, measured: "pd.DataFrame", verdict: Verdict, n_seeds: int) -> Word:
-    """Find the word for a verdict: "undecided" without all numbers, or if seeds may say else."""
-    if not has_verdict(study, measured, verdict):
-        return "undecided"
-    return say_verdict(verdict.passed, share_of_seeds(study.claims(), measured, n_seeds))
+    return StudyResult(table, sweep.verdict, sweep.n_diverged, out)
 
 
 def write_statement(study: Study, out: Path) -> None:
@@ -279,37 +231,97 @@ def write_statement(study: Study, out: Path) -> None:
         write_text(out / "statement.md", study.statement.text)
 
 
-def verdict_of(
-    study: Study, rows: "pd.DataFrame", cases: Sequence[Settings], n_seeds: int
-) -> Verdict:
-    """Return the verdict of a study, with a sentence for runs that diverged.
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """All runs of a study by one preset, and what comes of them.
 
-    Without numbers of a case that the rule is about, the verdict is "not passed".
-
-    Args:
-        study: the study.
-        rows: of all its runs, those that diverged too.
+    Attributes:
+        study, preset: what was run.
         cases: its configurations, in their order.
         n_seeds: how many runs each has.
+        rows: of all runs, those that diverged too.
+        finished: those with numbers.
     """
-    finished = rows["status"] == "finished"
-    kept = set(rows[finished]["run"] // n_seeds)
-    lost = [index for index in range(len(cases)) if index not in kept]
-    notes = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
-    if any(study.judges(cases[index]) for index in lost):
-        return Verdict(False, tuple(notes))
-    verdict = study.verdict(rows[finished])
-    reasons = list(verdict.reasons)
-    diverged = set(rows[~finished]["run"])
-    of_rule = {run for run in diverged if study.judges(cases[run // n_seeds])}
-    if of_rule:
-        about = "every run" if study.judges_every_run else "the others"
-        reasons.append(
-            f"{len(of_rule)} of {len(cases) * n_seeds} runs diverged and have no numbers: the rule "
-            f"is about {about}"
+
+    study: Study
+    preset: str
+    cases: Sequence[Settings]
+    n_seeds: int
+    rows: "pd.DataFrame"
+    finished: "pd.DataFrame"
+
+    @property
+    def n_diverged(self) -> int:
+        """Runs whose training diverged."""
+        return int(self.rows[self.rows["status"] == "diverged"]["run"].nunique())
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The verdict by the study's rule, with a sentence for runs that diverged.
+
+        Without numbers of a case that the rule is about, it is "not passed".
+        """
+        study, rows, cases, n_seeds = self.study, self.rows, self.cases, self.n_seeds
+        finished = rows["status"] == "finished"
+        kept = set(rows[finished]["run"] // n_seeds)
+        lost = [index for index in range(len(cases)) if index not in kept]
+        notes = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
+        if any(study.judges(cases[index]) for index in lost):
+            return Verdict(False, tuple(notes))
+        verdict = study.verdict(rows[finished])
+        reasons = list(verdict.reasons)
+        diverged = set(rows[~finished]["run"])
+        of_rule = {run for run in diverged if study.judges(cases[run // n_seeds])}
+        if of_rule:
+            about = "every run" if study.judges_every_run else "the others"
+            reasons.append(
+                f"{len(of_rule)} of {len(cases) * n_seeds} runs diverged and have no numbers: the "
+                f"rule is about {about}"
+            )
+        passed = verdict.passed and not (of_rule and study.judges_every_run)
+        return Verdict(passed, tuple(reasons), (*verdict.remarks, *notes))
+
+    @property
+    def has_verdict(self) -> bool:
+        """Say whether there are numbers of all that the rule is about."""
+        lost = self.finished.empty or "diverged with" in " ".join(self.verdict.reasons)
+        return bool(self.study.claims()) and not lost
+
+    @cached_property
+    def word(self) -> Word:
+        """The word for the verdict: "undecided" without all numbers, or if seeds may say else."""
+        if not self.has_verdict:
+            return "undecided"
+        # to judge every draw of the seeds takes longer than all else, so it is done when asked for
+        share = share_of_seeds(self.study.claims(), self.finished, self.n_seeds)
+        return say_verdict(self.verdict.passed, share)
+
+    @property
+    def finding(self) -> str:
+        """What came, in a sentence; empty without a verdict."""
+        return self.study.say_finding(self.finished) if self.has_verdict else ""
+
+    def write_table(self) -> str:
+        """Write ``table.md``: the question, what came, the verdict, the figure, the numbers."""
+        study, verdict, finding = self.study, self.verdict, self.finding
+        heading = (
+            f"# {study.title}\n\n{study.source}. Preset {self.preset}, "
+            f"{self.rows['run'].nunique()} runs, {self.n_seeds} "
+            f"seed{'s' if self.n_seeds > 1 else ''} of each kind"
         )
-    passed = verdict.passed and not (of_rule and study.judges_every_run)
-    return Verdict(passed, tuple(reasons), (*verdict.remarks, *notes))
+        diverged = f", of which {self.n_diverged} diverged" if self.n_diverged else ""
+        reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
+        remarks = "\n".join(f"- {remark}" for remark in verdict.remarks)
+        parts = [
+            f"{heading}{diverged}.",
+            *([f"{begin_sentence(finding)}."] if finding else []),
+            f"**{begin_sentence(self.word)}**. The rule:",
+            reasons,
+            *(["Not judged:", remarks] if remarks else []),
+            f"![{study.title}](figure.png)",
+            study.table(self.finished),
+        ]
+        return "\n\n".join(parts) + "\n"
 
 
 def _differing(case: Settings, cases: Sequence[Settings]) -> str:
