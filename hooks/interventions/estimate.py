@@ -8,8 +8,8 @@ are added up before the square. An estimate may miss by far, where a replaced pa
 model to where no derivative looks; so what decides a label is measured.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,8 +25,12 @@ from infoflow_lens.hooks.interventions.means import MeanPatterns
 from infoflow_lens.hooks.interventions.passes import real_queries
 from infoflow_lens.hooks.interventions.patterns import SeenKeys
 from infoflow_lens.hooks.model.inputs import Batch, Batches
+from infoflow_lens.hooks.passes.view import Needs, Pass
 
 DRAWS = 4
+_NOTHING = Needs(())
+
+Begin = Callable[[Batch, int, Callable[[Needs], Pass]], None]
 
 
 class Estimates(NamedTuple):
@@ -54,6 +58,7 @@ def estimate_ideals(
     seed: int = 0,
     batch_size: int = 8,
     kept: KeptNumbers | None = None,
+    begin: Begin | None = None,
 ) -> Estimates:
     """Estimate what each sequence loses by each ideal of each head.
 
@@ -68,6 +73,8 @@ def estimate_ideals(
         seed: of the directions, each sequence its own.
         batch_size: sequences in a pass.
         kept: what a run that was stopped has reached.
+        begin: called with each batch, its first index, and a function that estimates and gives the
+            pass, with what it is told to show.
 
     Raises:
         InfoFlowError: for what no run has kept.
@@ -81,9 +88,19 @@ def estimate_ideals(
     for batch in batches.batches(batch_size, skip=done):
         stop = done + len(batch)
         seeds = [derive_seed("labels", seed, i) for i in range(done, stop)]
-        each = estimate_batch(model, batch, damage, layers, ideals, draws, seeds)
         lost = lost.clone()  # what was kept does not change
-        lost[done:stop] = torch.cat(each.lost, dim=1).nan_to_num()
+
+        def estimate(
+            needs: Needs, batch: Batch = batch, seeds: Any = seeds, rows: Tensor = lost[done:stop]
+        ) -> Pass:
+            found = estimate_batch(model, batch, damage, layers, ideals, draws, seeds, needs=needs)
+            rows.copy_(torch.cat(found.lost, dim=1).nan_to_num())
+            return found.plain
+
+        if begin is None:
+            estimate(_NOTHING)
+        else:
+            begin(batch, done, estimate)
         done = stop
         kept.keep(estimates=lost, n_estimated=done, seen=damage.state())
     return Estimates(lost.split(counts, dim=1), 1.0 + draws)
@@ -97,10 +114,12 @@ class BatchEstimate(NamedTuple):
         slopes: for every layer the derivative, by a head's mean pattern, of what all sequences lose
             with it; and the same with every second sequence and direction negative, of which the
             size is that of the noise in the first. Empty where they are not asked for.
+        plain: the pass, with what was needed of it.
     """
 
     lost: list[Float[Tensor, "sequence head ideal"]]
     slopes: list[Float[Tensor, "two _head query key"]]
+    plain: Pass
 
 
 def estimate_batch(
@@ -112,6 +131,7 @@ def estimate_batch(
     draws: int,
     seeds: Sequence[int],
     with_slopes: bool = False,
+    needs: Needs = _NOTHING,
 ) -> BatchEstimate:
     """Estimate the losses of the sequences of a batch, layer by layer.
 
@@ -124,6 +144,7 @@ def estimate_batch(
         draws: directions, a backward pass each.
         seeds: of the directions, one for each sequence.
         with_slopes: whether slopes of the ideal "position" are asked for.
+        needs: what is read of the pass.
     """
     shown: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: dict[int, Tensor] = {}
@@ -132,7 +153,11 @@ def estimate_batch(
         shown[layer] = pattern, seeing.visible(pattern)
 
     look_at_output = outputs.__setitem__ if "ablated" in ideals else None
-    with differentiable(model, batch, range(len(layers)), look, look_at_output) as (output, leaves):
+    caught = dict.fromkeys(needs.points, torch.empty(0))
+    with differentiable(model, batch, range(len(layers)), look, look_at_output, caught) as (
+        output,
+        leaves,
+    ):
         damage.see(output.detach(), batch)
         read = damage.rows(output, batch)
         every = directions(read.detach(), damage, batch, draws, seeds)
@@ -153,7 +178,12 @@ def estimate_batch(
             lost.append(scale * torch.stack(columns, dim=2))
             if with_slopes:
                 slopes.append(2 * scale * own.slope(own.change("position"), of_pattern))
-    return BatchEstimate(lost, slopes)
+    mask = None if batch.lengths is None else batch.mask()
+    plain = Pass(
+        model, caught, tokens=batch.tokens, mask=mask, columns=batch.columns, needs=needs,
+        output=output.detach(),
+    )  # fmt: skip
+    return BatchEstimate(lost, slopes, plain)
 
 
 class _LayerEstimate:

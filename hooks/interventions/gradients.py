@@ -36,6 +36,7 @@ def differentiable(
     layers: Sequence[int],
     look: Callable[[int, SeenKeys, Tensor], None] | None = None,
     look_at_output: Callable[[int, Tensor], None] | None = None,
+    caught: dict[str, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """The output of a pass, and for each layer zeros added to its pattern, to differentiate by.
 
@@ -46,6 +47,7 @@ def differentiable(
         look: called with each layer, the keys that it sees, and its pattern.
         look_at_output: called with each layer and its z; then zeros added to z stand behind those
             of the patterns.
+        caught: by hook point what is to be filled with its activations.
     """
     leaves: dict[str, Tensor] = {}
 
@@ -71,7 +73,12 @@ def differentiable(
         names += [f"z {layer}" for layer in layers]
     with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
         tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
-        made = call(model, replace(batch, tokens=tokens), edit=hooks, output=True, keep_graph=True)
+        made = call(
+            model, replace(batch, tokens=tokens), caught or (), edit=hooks, output=True,
+            keep_graph=True,
+        )  # fmt: skip
+        if caught:
+            caught |= {point: made.activations[point].detach() for point in caught}
         yield made.output, [leaves[name] for name in names]
 
 

@@ -37,9 +37,10 @@ from infoflow_lens.hooks.interventions.probe import (
     PlainRun,
     jackknife,
 )
-from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run_probes
+from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import Result
 
 Head = tuple[int, int]
@@ -309,17 +310,23 @@ def label_heads(
             means = probe.result()
         check_means(means, max(some.longest or 0, judged.longest or 0), layer_count(model))
         step(1, "mean patterns")
+        asked |= {"means": means, "leaves_out": leaves_out}
+        ideals = HeadIdeals(**asked)
+        plain_runs: dict[int, PlainRun] = {}
+
+        def begin(batch: Batch, first: int, run: Callable[[Needs], Pass]) -> None:
+            plain_runs[first] = ideals.begin_batch(model, batch, first, run)
+
         estimates = estimate_ideals(
             model, some, damage, means, HEAD_IDEALS,
             leaves_out=leaves_out, draws=draws, seed=seed, batch_size=batch_size,
-            kept=kept,
+            kept=kept, begin=begin,
         )  # fmt: skip
         step(1, "estimated")
-        asked |= {"means": means, "leaves_out": leaves_out}
         rows = damage.n_rows * damage.per_row()
         found = _Labelling(model, asked, batch_size, worthiest, estimates, rows, kept)
         step(1, "labelled")
-        plain = found.begin(some)
+        plain = found.begin(some, plain_runs)
         found.measure_worthiest(plain)
         n_repaired = found.repair(plain)
         step(1, "repaired")
@@ -449,11 +456,22 @@ class _Labelling:
         """Order the heads, of least worth first."""
         return sorted(self.worth, key=lambda head: self.worth[head])
 
-    def begin(self, batches: Batches) -> list[PlainRun]:
-        """Make the plain passes of some texts, once for all that is measured on them."""
+    def begin(
+        self, batches: Batches, of_estimates: Mapping[int, PlainRun] | None = None
+    ) -> list[PlainRun]:
+        """Make the plain passes of some texts, once for all that is measured on them.
+
+        Args:
+            batches: the texts.
+            of_estimates: by first index those that estimates have made; None where there were none.
+        """
         probe, runs, done = HeadIdeals(**self.asked), [], 0
         for batch in batches.batches(self.batch_size):
-            runs.append(probe.begin_batch(self.model, batch, done))
+            run = (of_estimates or {}).get(done)
+            if run is None or len(run.plain) != len(batch):  # estimated by a run that was stopped
+                run = probe.begin_batch(self.model, batch, done)
+            run.is_counted = of_estimates is not None
+            runs.append(run)
             done += len(batch)
         return runs
 

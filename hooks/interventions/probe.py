@@ -287,15 +287,25 @@ class Intervention(Probe[InterventionResult]):
         with restore_module_tensors(seen.model), hidden:
             return self.measure(self.begin(seen))
 
-    def begin_batch(self, model: nn.Module, batch: Batch, first: int = 0) -> "PlainRun":
+    def begin_batch(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        first: int = 0,
+        run: Callable[[Needs], Pass] | None = None,
+    ) -> "PlainRun":
         """Make the plain pass of a batch, whose first sequence has that index, as :meth:`begin`."""
         mask = None if batch.lengths is None else batch.mask()
         seen = Pass(model, {}, tokens=batch.tokens, mask=mask, columns=batch.columns)
         indices = torch.arange(first, first + len(batch))
-        return self.begin(seen.renumber(indices, seen.held_out, indices))
+        return self.begin(seen.renumber(indices, seen.held_out, indices), run)
 
-    def begin(self, seen: Pass) -> "PlainRun":
+    def begin(self, seen: Pass, run: Callable[[Needs], Pass] | None = None) -> "PlainRun":
         """Make the plain pass, on which edits are measured.
+
+        Args:
+            seen: what is known of the sequences.
+            run: runs them, with what is needed and the output; default, a pass of its own.
 
         Raises:
             InfoFlowError: for padding that the model does not take into account, a model in which
@@ -308,7 +318,7 @@ class Intervention(Probe[InterventionResult]):
             check_edits_reach(model, source.batch.take(slice(0, 1)))
         starts = sorted(self._layers_to_start(seen))
         needs = self._plain_needs(model) | Needs(tuple(map(entering_point, starts)))
-        plain = source.run(needs)
+        plain = (run or source.run)(needs)
         check_finite(plain.output, "the output", seen.first)
         _check_again(seen, plain)
         plain = plain.renumber(seen.indices, seen.held_out, seen.turns)

@@ -14,7 +14,7 @@ from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.estimate import estimate_ideals
 from infoflow_lens.hooks.interventions.heads import _Labelling
 from infoflow_lens.hooks.interventions.labels import label_head
-from infoflow_lens.hooks.interventions.probe import Intervention
+from infoflow_lens.hooks.interventions.probe import Intervention, _Source
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.hooks.interventions.test_interventions import idealised, run_by_hand
 from tests.reference import zoo
@@ -302,7 +302,15 @@ def test_what_is_repaired_above_begins_there_with_the_same_bits(monkeypatch, tmp
         assert bytes_of(again, tmp_path / "again") == expected
     assert made  # what enters upper layers, which the run before knew
     monkeypatch.setattr(Intervention, "_layers_to_start", lambda self, seen: frozenset())
+    plain = []
+    monkeypatch.setattr(
+        _Source, "run", lambda self, needs, run=_Source.run: plain.append(1) or run(self, needs)
+    )
     whole = label_small(**settings)
+    assert len(plain) == 2  # batches of judged texts; of the others the estimates have made them
+    n_idle, n_tried = sum(name.startswith("idle") for name in states[-1]), len(rounds) - 1
+    passes = 1 + 2 + 2 * n_tried + 1 + n_tried + 1 + len(whole.assignments) + n_idle
+    assert whole.forwards == pytest.approx(passes)
     for name in ("damage", "rise", "shares", "worth", "idle"):
         assert getattr(whole, name).equal(getattr(found, name))
     assert (whole.labels, whole.replacements) == (found.labels, found.replacements)
