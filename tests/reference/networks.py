@@ -317,8 +317,12 @@ def definite(rng, d):
 def twice(rng, d):
     """A target and itself again, by a growing function, its places in another order."""
     inner = rng.choice([star, path, pairs_of_any_kind])(rng, d)
-    (component,), g = inner.components, SCORES[rng.choice(list(SCORES))]
+    (component,), growing = inner.components, SCORES[rng.choice(list(SCORES))]
     turned = rng.sample(range(component.arity), component.arity)
+    # where the function neither overflows nor is level
+    some = torch.randn(256, component.arity, d, generator=torch.Generator().manual_seed(0))
+    size = float(component.score(some).abs().max())
+    g = lambda y: growing(y / size)  # noqa: E731
     other = Component(component.arity, lambda x: g(component.score(x[..., turned, :])))
     return Made(
         [component, other],
