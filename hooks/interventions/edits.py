@@ -1,5 +1,6 @@
 """Named edits of hook points, as functions of what stands there in the edited pass."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -42,6 +43,8 @@ class Edit:
                 f"an edit is {self.name!r}, {self.at!r:.100}: expected a name, and functions by "
                 "hook point"
             )
+        for point, change in self.at.items():
+            _check_takes_one(self.name, point, change)
 
     @classmethod
     def join(cls, name: str, edits: Sequence["Edit"]) -> "Edit":
@@ -182,6 +185,25 @@ def stack_edits(edits: Sequence[Edit], n_sequences: int) -> list[NamedHook]:
         return hook_fn
 
     return [(point, hook_of(point)) for point in points]
+
+
+def _check_takes_one(name: str, point: str, change: Change) -> None:
+    """Refuse a function that cannot be called with an activation alone.
+
+    Raises:
+        InfoFlowError: naming the edit and its hook point.
+    """
+    try:
+        parameters = inspect.signature(change)
+    except (TypeError, ValueError):  # functions of C say nothing
+        return
+    try:
+        parameters.bind(None)
+    except TypeError as error:
+        raise InfoFlowError(
+            f"the function of edit {name!r} at {point} takes {parameters} ({error}): expected one "
+            "of the activation alone, not a hook of two arguments; lambda activation: ..."
+        ) from None
 
 
 def _chain(changes: Sequence[Change]) -> Change:

@@ -340,6 +340,11 @@ def label_heads(
         f"{n_without} of {len(heads)} heads are worth nothing on these texts, as where all texts "
         "are one: no share of that can say what describes them",
     ) * bool(n_without)
+    if judge is None:
+        notes += (
+            f"labels rest on the first of every two texts, {some.n_sequences} in all, and the "
+            "others judge them: where two kinds of text alternate, give one of them as judge=",
+        )
     columns = ("fixed", "largest", "fixed_error", "largest_error", "gap_error")
     return HeadLabels(
         metric=damage.name,

@@ -438,8 +438,19 @@ class EditsOfPass(Intervention):
     make: Callable[[Pass], Iterable[Edit]]
 
     def edits(self, plain: Pass) -> Iterable[Edit]:
-        """Make them."""
-        return self.make(plain)
+        """Make them.
+
+        Raises:
+            InfoFlowError: if there are none.
+        """
+        made = self.make(plain)
+        edits = list(made) if isinstance(made, Iterable) else made
+        if edits == []:
+            raise InfoFlowError(
+                f"{getattr(self.make, '__name__', 'the function')} gives no edit: expected at "
+                "least one for every pass"
+            )
+        return edits
 
 
 @dataclass

@@ -372,6 +372,10 @@ def open_record():
             lambda plain: [Edit("x", {"blocks.0.attn.hook_pattern": lambda p: p[..., :2]})],
             r"the edit 'x' gives \(2, 4, 6, 2\)",
         ),
+        (
+            lambda plain: [Edit("x", {"hook_embed": lambda value, hook: value})],
+            r"'x' at hook_embed takes \(value, hook\) .*expected one of the activation alone",
+        ),
     ],
 )
 def test_edits_that_cannot_be_made_are_refused(make, words):
@@ -382,6 +386,12 @@ def test_edits_that_cannot_be_made_are_refused(make, words):
     model = open_model(zoo.build("llama"))
     with pytest.raises(InfoFlowError, match=words):
         run_probes(model, zoo.tokens(2, 6), [Own()], progress=False)
+
+
+def test_a_function_that_makes_no_edit_is_refused():
+    model = open_model(zoo.build("llama"))
+    with pytest.raises(InfoFlowError, match="gives no edit: expected at least one"):
+        run_probes(model, zoo.tokens(2, 6), [EditsOfPass(lambda plain: [])], progress=False)
 
 
 def test_means_that_do_not_fit_are_refused():
