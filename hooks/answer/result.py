@@ -463,7 +463,11 @@ class AnswerNumbers(Result):
         # first what speaks for or against the answer beyond doubt
         first, *more = sorted(order, key=lambda number: not self.find_direction(number))
         scores = (self.value + self.token_mean).tolist()
-        then = ", ".join(f"{self._span(i)} ({scores[i]:+.2f})" for i in more[: _OPPOSED - 1])
+        sides = {-1: "for", 1: "against", 0: "open"}
+        then = ", ".join(
+            f"{self._span(i)} ({scores[i]:+.2f}, {sides[self.find_direction(i)]})"
+            for i in more[: _OPPOSED - 1]
+        )
         lower = int((self.replacement_effects[order[0]] < 0).sum())
         is_open = (
             "whether it speaks for the answer is open "
@@ -484,18 +488,25 @@ class AnswerNumbers(Result):
         )
 
     def describe_looks(self) -> str:
-        """Say at which words the heads of :attr:`looked` look most, and which work against."""
+        """Say at which words the heads of :attr:`looked` look most, and which work against.
+
+        And which of them look elsewhere in the other text.
+        """
         keys: dict[int, list[str]] = {}
-        effects = self.effects()
+        effects, moved = self.effects(), []
         for number in self.order_looks():
             (layer, head), looks = self.looked[number].tolist(), self.looks[number, 0]
             against = " against" if effects[layer, head] > 0 else ""
             keys.setdefault(int(looks.argmax()), []).append(f"{layer}.{head}{against}")
+            there = int(self.looks[number, 1].argmax())
+            if there != int(looks.argmax()):
+                moved.append(f"{layer}.{head} at {self._word(there, other=True)}")
         said = [
             f"{'itself' if at == self.read_at else self._word(at)} ({', '.join(heads)})"
             for at, heads in keys.items()
         ]
-        return "; ".join(said)
+        elsewhere = f"; elsewhere in the other text: {', '.join(moved)}" if moved else ""
+        return "; ".join(said) + elsewhere
 
     def describe_certainty(self) -> list[str]:
         """Say how sure the answer is: the paths, the order of words, and what was not measured."""

@@ -243,7 +243,7 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
     assert (
         f"By other words in its place {tokens[2]}@2 matters most, and speaks for the answer" in said
     )
-    assert f"then {tokens[4]}@4 ({found.value - 2.9:+.2f}), {tokens[5]}@5" in said
+    assert f"then {tokens[4]}@4 ({found.value - 2.9:+.2f}, for), {tokens[5]}@5" in said
     assert found.describe_opposed_words() == f"{tokens[5]}@5 +0.30, {tokens[0]}@0 +0.10"
     open_ = replace(found, token_error=torch.tensor([0.1] * 6).double())
     assert "that order may turn" in " ".join(open_.describe_certainty())
@@ -299,6 +299,10 @@ def test_the_largest_heads_and_mlps_are_said_first():
     places = torch.tensor([[*units[heads[0]], found.read_at, -1, -1, -1, 3]])
     assert replace(found, places=places).order_looks() == [0, 1]  # but stands on a path
     assert found.describe_opposition().endswith("+0.30, and 2 more")
+    assert "elsewhere" not in found.describe_looks()
+    looks[0, 1, 3] = 0.8
+    elsewhere = f"; elsewhere in the other text: {first} at {found._word(3, other=True)}"
+    assert replace(found, looks=looks.clone()).describe_looks().endswith(elsewhere)
 
 
 def test_estimates_of_paths_have_the_sign_of_their_effects():
