@@ -266,8 +266,7 @@ def _choose_text(
     """
     effect = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
     for (start, stop), mean in zip(spans, tokens.mean.tolist(), strict=True):
-        if stop - start == 1:  # a part of a unit is not replaced alone
-            effect[start] = mean
+        effect[start:stop] = mean
     likely = choose_likely_text(question, effect)
     if likely is not None and float(question.measure_texts(likely[None])[0]) <= -LEAST_GAP:
         said = "the other text was chosen, with one token replaced: see that it reads well"

@@ -29,17 +29,16 @@ def choose_likely_text(
 
     At the places that move the readout most the model's guesses are ordered by their probability
     and by how near their embeddings come to that of the token in their place, as they are and
-    without their mean. A word with a blank
-    before it is not replaced by one without, which would join the word before. The first ones are
-    run, then more at the places with the best texts, whose probability there counts half: nothing
-    but the first words stands before an early place. The best is the most probable text with
-    `against` behind it, with the nearest token, under which the model prefers `against`. A token
-    that the model finds probable at many places of the text is a common one, such as "the", and is
-    neither replaced nor put anywhere where rarer ones serve.
+    without their mean. A word with a blank before it is not replaced by one without, which would
+    join the word before. The first ones are run, then more at the places with the best texts, whose
+    probability there counts half: nothing but the first words stands before an early place. The
+    best is the most probable text with `against` behind it, with the nearest token, under which the
+    model prefers `against`. A token that the model finds probable at many places of the text is a
+    common one, such as "the", and is neither replaced nor put anywhere where rarer ones serve.
 
     Args:
         question: of which only the text is known.
-        effect: of each token, by which the places are chosen; NaN of those that stay.
+        effect: of each token, by which places are chosen; those of a unit have that of the unit.
 
     Returns:
         Token ids, or None of models that predict no next token, or have no table of embeddings.
@@ -77,9 +76,10 @@ def choose_likely_text(
         scores = gain + chance + _LIKENESS * likeness[at, tokens].double() - _SHORT * short
         tried.update(zip(pairs, (scores - _COMMON * commoner).tolist(), strict=True))
 
-    # the first token is not predicted
-    sizes, order = effect[1:].abs().nan_to_num(-1).sort(descending=True, stable=True)
-    places = 1 + order[sizes >= 0][:_PLACES]
+    # the first token is not predicted; of those of a unit the rarer ones come first
+    rare = 1 + common[clean.cpu()[1:]].argsort(stable=True)
+    sizes, order = effect[rare].abs().nan_to_num(-1).sort(descending=True, stable=True)
+    places = rare[order[sizes >= 0][:_PLACES]]
     try_guesses(places.tolist(), 1.0, _FIRST)
     best = sorted(tried, key=tried.__getitem__, reverse=True)
     try_guesses(list(dict.fromkeys(place for place, _ in best))[:_BEST], 0.5, _MORE)

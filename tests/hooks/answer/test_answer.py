@@ -917,6 +917,10 @@ def test_of_two_answers_a_text_is_chosen_that_reads_like_the_one_asked_about():
     likely = choose_likely_text(Question(model, clean, None, read), found.token_mean)
     assert found.record.config["instead"] == likely.tolist()
     assert found.gap >= 1
+    # one token of a unit, where all of its tokens were replaced by guesses
+    by_units = measured(read, (clean, None), spans=[(0, 1), (1, 4), (4, 6)])
+    assert "see that it reads well" in by_units.notes[0]
+    assert len(by_units.changed) == 1
     with torch.no_grad():
         model.original_model.lm_head.weight.mul_(0.01)
     small = measure_answer(model, clean, None, read.bind(model), progress=False)
