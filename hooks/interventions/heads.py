@@ -18,6 +18,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
+from infoflow_lens.hooks.attended import AttendedResult
 from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.estimate import DRAWS, Estimates, estimate_ideals
 from infoflow_lens.hooks.interventions.ideals import (
@@ -41,11 +42,15 @@ from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.theory.rules import MaxPosition, Rule
 
 Head = tuple[int, int]
 WORTHIEST = 14  # heads whose label rests on passes of their own, and that are tried anew together
 _ABLATED = HEAD_IDEALS.index("ablated")
+_FIXED_SHARE = 0.05  # of a row's largest mean weight, from which on a key is a fixed one [chosen]
+_IDLE = 0.01  # of the damage of all heads, where there is no loss of the next token [chosen]
 _SURE_TO = 50  # idle heads are found to within one in so many
 OWN, SEVERAL = "each head by its label", "each head by its label, several keys where it says so"
 _EVERYWHERE: tuple[HeadIdeal, ...] = (
@@ -85,7 +90,10 @@ class HeadLabels(Result):
         does_either: bool [head], fixed heads for which one key does as well.
         sink: float [head], the mean weight on position 0.
         idle: bool [head], the largest set, in the order of worth, that together raises the loss by
-            less than its standard error; none where there is no next-token loss.
+            less than its standard error; where there is no next-token loss, that together does at
+            most a hundredth of the damage of all heads [chosen].
+        mean_patterns: for every layer float [head, query, key], over the labelled and judged texts,
+            or the calibration.
         assignments: what replaced all heads at once, judged on texts that no label has seen.
         damage, damage_error: float [assignment], what a row of the output loses, and its error.
         rise: float [assignment], the rise of the next-token loss in nats a token.
@@ -115,6 +123,7 @@ class HeadLabels(Result):
     does_either: Bool[Tensor, " head"]
     sink: Float[Tensor, " head"]
     idle: Bool[Tensor, " head"]
+    mean_patterns: tuple[Float[Tensor, "_head query key"], ...]
     assignments: tuple[str, ...]
     damage: Float[Tensor, " assignment"]
     damage_error: Float[Tensor, " assignment"]
@@ -136,6 +145,68 @@ class HeadLabels(Result):
             f"there is no head {layer}.{head} among {len(self.heads)} with labels: expected a "
             "layer and a head of this model"
         )
+
+    @property
+    def mechanisms(self) -> tuple[tuple[str, ...], ...]:
+        """The label of every head with its name, layer by layer; "idle" for heads that are."""
+        layers: list[list[str]] = [[] for _ in self.mean_patterns]
+        for (layer, head), idle in zip(self.heads.tolist(), self.idle.tolist(), strict=True):
+            layers[layer].append("idle" if idle else self.label_of(layer, head))
+        return tuple(map(tuple, layers))
+
+    def lost(self) -> tuple[Float[Tensor, " _head"], ...]:
+        """Look up what the output loses without each head, layer by layer; 0 for idle heads."""
+        worth = self.worth.clamp(min=0).masked_fill(self.idle, 0)
+        return worth.split([len(layer) for layer in self.mean_patterns])
+
+    def rules(
+        self,
+        attended: Sequence[Int[Tensor, "batch _head query key"]] | AttendedResult,
+        chosen: Sequence[Int[Tensor, "batch _head query rank"]] | PositionsResult,
+    ) -> list[list[Rule]]:
+        """Make the update rules of `propagate`, one for each head, by what describes it.
+
+        What replaced the head when all were replaced says what it passes on (Yu, Jiang, Bao, Li
+        2026, Sec. 5.1): the keys of its mean pattern; the largest key, beside position 0 where its
+        weight stays; the k largest of "several". Heads that are "spread" pass on all keys that they
+        draw from, and idle ones none.
+
+        Args:
+            attended: the keys that heads draw from, of :class:`~infoflow_lens.hooks.AttendedProbe`.
+            chosen: the keys of the largest scores, the first of them first, of
+                :class:`~infoflow_lens.hooks.PositionsProbe`. With one rank alone a head whose
+                largest key is position 0 passes on nothing else.
+
+        Raises:
+            InfoFlowError: for sequences that are longer than those with labels, or the two in each
+                other's place.
+        """
+        if isinstance(attended, PositionsResult) or isinstance(chosen, AttendedResult):
+            raise InfoFlowError(
+                f"attended is {type(attended).__name__}, chosen {type(chosen).__name__}: expected "
+                "results of AttendedProbe and PositionsProbe, in this order"
+            )
+        attended = attended.positions if isinstance(attended, AttendedResult) else attended
+        chosen = chosen.positions if isinstance(chosen, PositionsResult) else chosen
+        n_pos, longest = chosen[0].shape[2], self.mean_patterns[0].shape[1]
+        if n_pos > longest:
+            raise InfoFlowError(
+                f"labels are of at most {longest} positions, these sequences have {n_pos}: "
+                "expected sequences that are no longer; label heads on texts that are as long"
+            )
+        layers: list[list[Rule]] = [[] for _ in self.mean_patterns]
+        for index, (layer, head) in enumerate(self.heads.tolist()):
+            drawn, ranked = attended[layer][:, head], chosen[layer][:, head].to(attended[layer])
+            keys = drawn  # of a head that is spread
+            label, name, ideal = self.labels[index], self.names[index], self.replacements[index]
+            if self.idle[index]:
+                keys = torch.full_like(drawn[..., :1], -1)
+            elif label == "several" and int(name.removeprefix("top ")) <= ranked.shape[-1]:
+                keys = ranked[..., : int(name.removeprefix("top "))]
+            elif label not in ("several", "spread"):
+                keys = _keys_of(ideal, drawn, ranked, self.mean_patterns[layer][head])
+            layers[layer].append(MaxPosition(keys[:, None]))
+        return layers
 
     def assignment(self) -> dict[Head, HeadIdeal]:
         """List what takes the place of each head, for :class:`~infoflow_lens.hooks.AllHeads`."""
@@ -217,6 +288,27 @@ class HeadLabels(Result):
         patches = [Patch(color=COLOURS[name], label=f"{name} {n}") for name, n in counts.items()]
         figure.legend(handles=patches, loc="outside right upper", fontsize="small")
         return figure
+
+
+def _keys_of(
+    ideal: str,
+    drawn: Int[Tensor, "batch query key"],
+    ranked: Int[Tensor, "batch query rank"],
+    mean: Float[Tensor, "longest longest"],
+) -> Int[Tensor, "batch query k"]:
+    """List the keys that a head passes on when an ideal takes its place; -1 for none."""
+    if ideal == "largest":
+        return ranked[..., :1]
+    if ideal == "gated":  # the first position keeps its weight, where it has any
+        places = torch.arange(ranked.shape[-1])
+        first = torch.where(ranked > 0, places, len(places) - 1).amin(dim=-1, keepdim=True)
+        return torch.cat([drawn[..., :1], ranked.gather(-1, first)], dim=-1)
+    n_query, n_key = drawn.shape[1:]
+    mean = mean[:n_query, :n_key]
+    fixed = (mean > 0) & (mean >= _FIXED_SHARE * mean.amax(dim=-1, keepdim=True))
+    # a real query draws from something; padding passes nothing on
+    real = (drawn >= 0).any(dim=-1, keepdim=True)
+    return torch.where(fixed & real, torch.arange(n_key).to(drawn), -1)
 
 
 def _square(x: int, y: int, colour: str) -> Any:
@@ -331,7 +423,9 @@ def label_heads(
         n_repaired = found.repair(plain)
         step(1, "repaired")
         plain = found.begin(judged)
-        joint, idle = found.replace_all(plain, seed), found.find_idle(plain)
+        joint = found.replace_all(plain, seed)
+        without = float(joint.damage()[joint.edits.index("every head ablated")])
+        idle = found.find_idle(plain, _IDLE * without)
         step(1, "replaced all heads")
     heads = list(found.labels)
     each = list(found.labels.values())
@@ -361,6 +455,7 @@ def label_heads(
         does_either=torch.tensor([label.does_either for label in each]),
         sink=torch.cat([part.double() for part in means.sink]),
         idle=torch.tensor([head in idle for head in heads]),
+        mean_patterns=tuple(mean.float() for mean in means.patterns),
         assignments=joint.edits,
         damage=joint.damage(),
         damage_error=joint.errors(),
@@ -516,20 +611,39 @@ class _Labelling:
         return self.measure(name, texts, AllHeads(assignments=assignments, **self.asked))
 
     def measure_worthiest(self, texts: Sequence[PlainRun]) -> None:
-        """Measure the heads of most worth, each by its own ideal, and label them again."""
+        """Measure the heads of most worth, each by its own ideal, and label them again.
+
+        Where both families then do, one of them by an estimate alone, that one is measured, too.
+        """
         top = [head for head in self.worth_order[::-1] if head in self.measured]
-        for ideal in dict.fromkeys(self.labels[head].replacement for head in top):
-            heads = tuple(head for head in top if self.labels[head].replacement == ideal)
-            probe = HeadIdeals(ideals=("ablated", ideal), heads=heads, **self.asked)
-            result = self.measure(f"worthiest {ideal}", texts, probe)
-            values = dict(zip(result.edits, result.lost.clamp(min=0).T, strict=True))
-            for head in heads:
-                name, (lost, worth) = f"{head[0]}.{head[1]}", self.tables[head]
-                worth.copy_(values[f"{name} ablated"])
-                lost[:, PATTERN_IDEALS.index(ideal)] = values[f"{name} {ideal}"]
+        asked = {(head, self.labels[head].replacement) for head in top}
+        done: set[tuple[Head, HeadIdeal]] = set()
+        while asked:
+            for ideal in sorted({ideal for _, ideal in asked}, key=PATTERN_IDEALS.index):
+                self._measure_each(ideal, texts, [h for h in top if (h, ideal) in asked], not done)
+            done |= asked
+            for head, _ in asked:
+                self._label(head)
+            either = [(head, self.labels[head]) for head in top if self.labels[head].does_either]
+            both = {(h, ideal) for h, own in either for ideal in (own.replacement, own.other)}
+            asked = both - done
         for head in top:
-            self._label(head)
             self.replacements[head] = self.labels[head].replacement
+
+    def _measure_each(
+        self, ideal: HeadIdeal, texts: Sequence[PlainRun], heads: Sequence[Head], with_worth: bool
+    ) -> None:
+        """Measure some heads by an ideal, and where that is not known what they are worth."""
+        ideals: tuple[HeadIdeal, ...] = ("ablated", ideal) if with_worth else (ideal,)
+        probe = HeadIdeals(ideals=ideals, heads=tuple(heads), **self.asked)
+        name = "worthiest" if with_worth else f"either {heads}"
+        result = self.measure(f"{name} {ideal}", texts, probe)
+        values = dict(zip(result.edits, result.lost.clamp(min=0).T, strict=True))
+        for head in heads:
+            place, (lost, worth) = f"{head[0]}.{head[1]}", self.tables[head]
+            if with_worth:
+                worth.copy_(values[f"{place} ablated"])
+            lost[:, PATTERN_IDEALS.index(ideal)] = values[f"{place} {ideal}"]
 
     def repair(self, texts: Sequence[PlainRun]) -> int:
         """Try the other family for the worthiest heads while all are replaced; keep what helps.
@@ -583,8 +697,13 @@ class _Labelling:
         assignments |= {f"every head {i}": dict.fromkeys(heads, i) for i in _EVERYWHERE}
         return self.replace("all heads", texts, assignments)
 
-    def find_idle(self, texts: Sequence[PlainRun]) -> set[Head]:
-        """Find the most heads that do not matter together, by halving."""
+    def find_idle(self, texts: Sequence[PlainRun], most: float) -> set[Head]:
+        """Find the most heads that do not matter together, by halving.
+
+        Args:
+            texts: the passes on which they are replaced.
+            most: the damage up to which they do not, where there is no loss of the next token.
+        """
         order = self.worth_order
         low, high = 0, len(order)
         while high - low > len(order) // _SURE_TO:
@@ -592,7 +711,8 @@ class _Labelling:
             some = {"idle": dict.fromkeys(order[:middle], "ablated")}
             result = self.replace(f"idle {middle}", texts, some)
             rise, error = result.risen(), jackknife(result.rise, result.n_tokens[:, None])
+            is_idle = bool(rise < error)
             if rise.isnan().any():
-                return set()
-            low, high = (middle, high) if bool(rise < error) else (low, middle - 1)
+                is_idle = float(result.damage()[0]) <= most
+            low, high = (middle, high) if is_idle else (low, middle - 1)
         return set(order[:low])

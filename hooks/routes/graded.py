@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import NonNegative, check
+from infoflow_lens.hooks.interventions.heads import HeadLabels
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -64,8 +65,8 @@ class GradedSetsProbe(RoutesProbe):
     Args:
         strength: of an edge.
         path: a path is as strong as the "product" of its edges, or as the "weakest" of them.
-        damage: for "damage": mechanisms that were measured, or for every layer what the output
-            loses without each head.
+        damage: for "damage": the labels of heads (:func:`~infoflow_lens.hooks.label_heads`), or for
+            every layer what the output loses without each head.
         positions: whose states; default all. Negative ones count from the end of each sequence.
 
     Raises:
@@ -77,7 +78,7 @@ class GradedSetsProbe(RoutesProbe):
     strength: Strength = "weight"
     path: Path = "product"
     _: KW_ONLY
-    damage: MechanismsResult | Sequence[Any] | None = None
+    damage: HeadLabels | MechanismsResult | Sequence[Any] | None = None
 
     _additions: tuple[Addition, ...] = field(default=(), init=False)
 
@@ -88,9 +89,9 @@ class GradedSetsProbe(RoutesProbe):
             raise InfoFlowError(
                 f"strength is {self.strength!r} and damage is "
                 f'{"None" if given is None else "given"}: expected damage for "damage" alone, '
-                "such as damage=measure_mechanisms(model, inputs)"
+                "such as damage=label_heads(model, texts)"
             )
-        if isinstance(given, MechanismsResult):
+        if isinstance(given, (HeadLabels, MechanismsResult)):
             given = given.lost()
         self.damage = None if given is None else check(given, ByHead, "damage")
 

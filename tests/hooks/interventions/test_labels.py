@@ -199,7 +199,7 @@ def test_encoders_are_labelled_by_the_change_of_their_output(head, metric):
     found = label_heads(model, rows, worthiest=2, progress=False)
     assert found.metric == metric
     assert found.rise.isnan().all()
-    assert not found.idle.any()  # there is no loss of a next token by which to say so
+    assert not found.idle.any()  # each does more than a hundredth of what all do
     if metric == "nmse":
         with pytest.raises(InfoFlowError, match="the model's output is a vector; expected 'nmse'"):
             label_heads(model, rows, metric="kl", progress=False)
@@ -309,7 +309,9 @@ def test_what_is_repaired_above_begins_there_with_the_same_bits(monkeypatch, tmp
     whole = label_small(**settings)
     assert len(plain) == 2  # batches of judged texts; of the others the estimates have made them
     n_idle, n_tried = sum(name.startswith("idle") for name in states[-1]), len(rounds) - 1
-    passes = 1 + 2 + 2 * n_tried + 1 + n_tried + 1 + len(whole.assignments) + n_idle
+    # where both families do one of them is measured as well
+    n_either = sum(name.count("(") for name in states[-1] if name.startswith("either"))
+    passes = 1 + 2 + 2 * n_tried + 1 + n_tried + 1 + len(whole.assignments) + n_idle + n_either
     assert whole.forwards == pytest.approx(passes)
     for name in ("damage", "rise", "shares", "worth", "idle"):
         assert getattr(whole, name).equal(getattr(found, name))
