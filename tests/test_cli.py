@@ -291,7 +291,7 @@ def probe(small, out, *arguments):
 
 
 def test_probe_prints_mechanisms_and_agreement(small, tmp_path):
-    result = probe(small, tmp_path, "--n-detail", "2", "--ranks", "1,2")
+    result = probe(small, tmp_path, "--n-detail", "4", "--ranks", "1,2")
     assert result.exit_code == 0, result.output
     assert ": heads 0." in result.output
     assert "measured against predicted" in result.output

@@ -10,9 +10,9 @@ from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks import (
     AttendedResult,
+    HeadLabels,
     InfluenceResult,
     JacobianInfluence,
-    MechanismsResult,
     PositionsResult,
     PowerRollout,
     PowerRolloutResult,
@@ -48,7 +48,7 @@ def predict(
     k: int,
     positions: PositionsResult,
     attended: AttendedResult | None,
-    mechanisms: MechanismsResult | None,
+    mechanisms: HeadLabels | None,
     longest: int,
     influence: InfluenceResult | None,
     threshold: float,
@@ -68,7 +68,7 @@ def predict(
     """
     rules: Sequence[Sequence[Rule]] | None = None
     if rule == "mechanisms" and mechanisms is not None and attended is not None:
-        rules = mechanisms.rules(attended.positions, positions.argmax)
+        rules = mechanisms.rules(attended, positions)
     by_rank = [layer[..., :k] for layer in positions.positions]
     sets = propagate(by_rank if rules is None else rules, longest)
     agreement = None

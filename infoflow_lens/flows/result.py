@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, explained
@@ -23,8 +23,8 @@ from infoflow_lens.foundation.saving import NOT_SAVED, Savable, convert
 from infoflow_lens.foundation.settings import Count, Share, checked
 from infoflow_lens.hooks import (
     AttendedResult,
+    HeadLabels,
     InfluenceResult,
-    MechanismsResult,
     PatternsResult,
     PositionsResult,
     PowerRolloutResult,
@@ -40,6 +40,7 @@ from infoflow_lens.report.flow_view import (
     ViewedMechanism,
     ViewedReasons,
     ViewedReplaced,
+    view_mechanisms,
 )
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
 from infoflow_lens.theory.rules import Rule
@@ -71,7 +72,7 @@ class Flow(Savable):
         positions: the ranked keys of every head.
         attention: the patterns and scores of every head.
         attended: all keys that heads draw from, for the rule of mechanisms; else None.
-        mechanisms: of every head, for this rule; else None.
+        mechanisms: the labels of heads, for this rule; else None.
         notes: what a reader must know, a sentence each.
         record: config, seed, versions, fingerprint of the model.
         title: of the picture.
@@ -97,7 +98,7 @@ class Flow(Savable):
     positions: PositionsResult
     attention: PatternsResult
     attended: AttendedResult | None
-    mechanisms: MechanismsResult | None
+    mechanisms: HeadLabels | None
     notes: tuple[str, ...]
     record: RunRecord
     title: str
@@ -452,25 +453,7 @@ def _reasons(flow: Flow, index: int, n_states: int) -> ViewedReasons | None:
 def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechanism]] | None:
     if flow.rules is None or flow.mechanisms is None:
         return None
-    layers = []
-    for rules, names in zip(flow.rules, flow.mechanisms.mechanisms(), strict=True):
-        others = iter(rules[1:])  # the first says how many positions there are
-        layers.append(
-            [
-                ViewedMechanism(name)
-                if name == "own_position"
-                else ViewedMechanism(name, _keys_of(next(others), index, n_states))
-                for name in names
-            ]
-        )
-    return layers
-
-
-def _keys_of(rule: Rule, index: int, n_states: int) -> Int[Tensor, "pos k"]:
-    """Return the keys that a rule moves in one input; -1 for none."""
-    keys = rule.describe(index)[:n_states]
-    keys = torch.where(keys < n_states, keys, -1)
-    return keys[:, (keys >= 0).any(dim=0)]
+    return view_mechanisms(flow.mechanisms.mechanisms, flow.rules, index, n_states)
 
 
 def _how(influence: InfluenceResult | None) -> str:

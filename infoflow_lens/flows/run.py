@@ -19,7 +19,6 @@ from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.flows.predicting import measure_contributions, predict
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.flows.settings import (
-    FEWEST,
     Directions,
     InfluenceKind,
     Layers,
@@ -35,12 +34,12 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import BothEnds, Count, Seed, check, checked
 from infoflow_lens.hooks import (
     AttendedProbe,
+    HeadLabels,
     InfluenceResult,
-    MechanismsResult,
     PatternsProbe,
     PositionsProbe,
     PositionsResult,
-    measure_mechanisms,
+    label_heads,
 )
 from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
@@ -61,7 +60,7 @@ def flow(
     position: Place = "auto",
     layer: Layers = None,
     influence: InfluenceKind | None = "auto",
-    rule: RuleName | MechanismsResult = "max_position",
+    rule: RuleName | HeadLabels = "max_position",
     *,
     k: Count = 3,
     without: BothEnds = (),
@@ -98,8 +97,8 @@ def flow(
             "resample", by other tokens in their place; "auto" is exact where that takes a few
             seconds, else an estimate. None measures nothing.
         rule: what heads pass on: "max_position", the key of their largest score; "top_k", the keys
-            of the k largest; "mechanisms", measured on `reference`; or mechanisms that were
-            measured.
+            of the k largest; "mechanisms", of each head by its label on `reference`; or labels
+            (:func:`~infoflow_lens.hooks.label_heads`).
         k: of "top_k".
         without: key positions that no head passes on, such as (0,) for a BOS token that attention
             rests on, or (-1,) for the last one of each text. They are no candidates either: shares
@@ -124,8 +123,8 @@ def flow(
         >>> f = il.flow("gpt2", "The cat sat on the mat because it was tired")
         >>> f.to_html("flow.html")
     """
-    # rule: a name, or mechanisms that were measured before
-    mechanisms = rule if isinstance(rule, MechanismsResult) else None
+    # rule: a name, or labels that were measured before
+    mechanisms = rule if isinstance(rule, HeadLabels) else None
     rule_name: RuleName = "mechanisms" if mechanisms is not None else check(rule, RuleName, "rule")
     loaded, inputs = load_and_read(
         model, text, max_length, progress,
@@ -161,9 +160,7 @@ def flow(
     found: dict[str, Any] = dict(zip(wanted, results, strict=True))
     chosen: PositionsResult = found["positions"]
     if rule_name == "mechanisms" and mechanisms is None:
-        mechanisms = measure_mechanisms(
-            host, others or inputs, batch_size=FEWEST, progress=progress
-        )
+        mechanisms = label_heads(host, others or inputs, progress=progress)
     depth = k if rule_name == "top_k" else 1
     result: InfluenceResult | None = found.get("influence")
     # other states get an estimate where that takes little

@@ -119,7 +119,7 @@ def check_enough(reference: Batches | None, rows: Sequence[Tensor]) -> None:
         raise InfoFlowError(
             f"rule is 'mechanisms' with {n} {what}: a head's mechanism shows over several inputs, "
             f"as over one its mean pattern is its pattern; expected at least {FEWEST}; give "
-            "reference=[...], or rule=measure_mechanisms(...)"
+            "reference=[...], or rule=label_heads(...)"
         )
     # at positions that no reference input has, a head has no mean pattern
     longest = max(map(len, rows))

@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infoflow_lens.agreement import Agreement, CoverageCurve, compare, coverage_curve
-from infoflow_lens.hooks import AttendedResult, InfluenceResult, MechanismsResult, PositionsResult
+from infoflow_lens.hooks import (
+    AttendedResult,
+    HeadLabels,
+    InfluenceResult,
+    PositionsResult,
+)
 from infoflow_lens.theory import InformationSets, propagate
 
 
@@ -28,30 +33,14 @@ def compare_with_influence(
     attended: AttendedResult = found["influence_attended"]
     chosen: PositionsResult = found["influence_positions"]
     n_source = influence.influence.shape[-1]
-    # the rule of the paper, and each head by the mechanism that was measured, if it was
+    # the rule of the paper, and each head by its label, where heads have labels
     predicted = {"max_position": propagate(chosen.argmax, n_source)}
-    if "mechanisms" in found:
-        predicted["mechanisms"] = predict_by_mechanisms(
-            found["mechanisms"], attended, chosen, n_source
-        )
+    if "labels" in found:
+        labels: HeadLabels = found["labels"]
+        predicted["mechanisms"] = propagate(labels.rules(attended, chosen), n_source)
     left_out = tuple(without)
     agreement = {n: compare(sets, influence, without=left_out) for n, sets in predicted.items()}
     return agreement, predicted, coverage_curve(chosen.positions, influence, without=left_out)
-
-
-def predict_by_mechanisms(
-    mechanisms: MechanismsResult,
-    attended: AttendedResult,
-    chosen: PositionsResult,
-    n_source: int,
-) -> InformationSets:
-    """Predict sets under the rule that each head passes on the keys of its mechanism.
-
-    Args:
-        mechanisms, attended, chosen: results on the same sequences.
-        n_source: the number of source positions.
-    """
-    return propagate(mechanisms.rules(attended.positions, chosen.argmax), n_source)
 
 
 def predict_by_top_k(

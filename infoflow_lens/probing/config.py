@@ -15,7 +15,6 @@ from infoflow_lens.foundation.settings import (
     Count,
     Distinct,
     Index,
-    NonNegative,
     Ranks,
     Remedy,
     Repeated,
@@ -24,7 +23,7 @@ from infoflow_lens.foundation.settings import (
 )
 from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.probing.own_settings import OwnSetting, check_different
-from infoflow_lens.probing.registry import part_names, paths_of_code
+from infoflow_lens.probing.registry import GONE, part_names, paths_of_code
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
@@ -80,16 +79,13 @@ class ProbingConfig:
         "Exact Jacobians, an estimate of them, or resample ablation; auto: exact where cheap.",
     ] = "auto"
     n_detail: Annotated[
-        Count, "How many sequences, from the first, to measure influence and mechanisms on."
+        Count, "How many sequences, from the first, to measure influence and label heads on."
     ] = 32
     sketch: Annotated[
         Index | None,
         "Random directions that stand for recovery's targets; 0: exact; default by width.",
     ] = None
-    metric: Annotated[Metric | None, "Unit of the mechanisms' damage; default by the output."] = (
-        None
-    )
-    threshold: Annotated[NonNegative, "Largest damage with which an ideal counts as enough."] = 0.05
+    metric: Annotated[Metric | None, "Unit of the damage of labels; default by the output."] = None
     batch_size: Annotated[Count, "Sequences in a pass."] = 8
     shard: Annotated[
         Count,
@@ -117,6 +113,11 @@ class ProbingConfig:
             )
         known = part_names()
         for name in self.probes or ():
+            if name in GONE:
+                raise InfoFlowError(
+                    f"probes are {self.probes!r}, but {name!r} went with 0.4: expected "
+                    f"{GONE[name]!r}, which has its place"
+                )
             if name not in known:
                 raise InfoFlowError(
                     f"probes are {self.probes!r}, but there is no probe {name!r}"

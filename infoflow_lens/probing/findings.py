@@ -10,8 +10,8 @@ from infoflow_lens.agreement import Agreement, CoverageCurve, Explained, explain
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import (
+    HeadLabels,
     InfluenceResult,
-    MechanismsResult,
     ModelCapabilities,
     PositionsResult,
     RecoveryResult,
@@ -58,7 +58,7 @@ class Findings:
         found: results by name; those of the parts, and what predictions are made from.
         agreement: predicted against measured sets, by the rule that made the prediction:
             "max_position", every head passes the key of its largest score, and "mechanisms", every
-            head by its own.
+            head by its label.
         curve: influence inside the sets when heads pass their k largest positions.
         texts: the tokens of the shown sequences, as strings.
         predicted: sets by the same rules, for the sequences whose influence was measured.
@@ -109,9 +109,9 @@ class Findings:
         return self._find("influence", InfluenceResult)
 
     @property
-    def mechanisms(self) -> MechanismsResult | None:
-        """The mechanisms of heads; None if they were not measured."""
-        return self._find("mechanisms", MechanismsResult)
+    def labels(self) -> HeadLabels | None:
+        """The labels of heads; None if they were not measured."""
+        return self._find("labels", HeadLabels)
 
     def _find(self, name: str, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         result = self.found.get(name)

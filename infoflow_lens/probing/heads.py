@@ -7,7 +7,6 @@ import torch
 
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import PositionsResult
-from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult
 from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.parts.tokens import too_few_rows
@@ -17,10 +16,10 @@ _EXAMPLES = 3
 _COLUMNS = {
     "layer": "layers count from 0",
     "head": "heads count from 0",
-    "mechanism": "the cheapest ideal pattern that may replace the head's own",
-    "suffice": "all ideal patterns that may replace it",
-    "damage": "what the output loses by that ideal; of a soft head, by its hard maximum",
-    "damage without": "what the output loses if the head sees its own position alone",
+    "label": "what describes the head on these texts, or idle",
+    "fixed": "share of its worth that is lost with its mean pattern, by position or by distance",
+    "max": "the same with all weight on the largest key, the first position's apart",
+    "worth": "what the output loses when the head writes its mean alone",
     "recovery": "variance unexplained by a map from the state to its attended token; 1: nothing",
     "control": "the same for the control that comes closest; a dash where none was fitted",
     "by tokens": "share of first choices that no rule of positions explains",
@@ -33,9 +32,7 @@ _HEAD = ["layer", "head"]
 def per_head(result: Findings) -> "pd.DataFrame":
     """Return a row for each layer and head, with the columns of the parts that were measured.
 
-    ``mechanism``, ``sufficient``, all ideals that suffice (with commas), and for every ideal
-    ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal
-    of the joint replacement and the head's place in it (1 is first); the columns of
+    Those of :meth:`~infoflow_lens.hooks.HeadLabels.to_frame`; those of
     :meth:`~infoflow_lens.hooks.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
     variance unexplained at each rank; ``layer_k``, the keys that the head's layer needs.
     """
@@ -47,18 +44,8 @@ def per_head(result: Findings) -> "pd.DataFrame":
         nonlocal table
         table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")
 
-    if result.mechanisms is not None:
-        ideals = list(result.mechanisms.ideals)
-        frame = result.mechanisms.to_frame()
-        enough = frame[[f"sufficient_{ideal}" for ideal in ideals]].to_numpy()
-        names = [", ".join(i for i, is_so in zip(ideals, row) if is_so) for row in enough]
-        frame = frame.assign(sufficient=names)[[*_HEAD, "mechanism", "sufficient", *ideals]]
-        add_columns(frame.rename(columns={name: f"damage_{name}" for name in ideals}))
-    together = result.found.get("sufficiency")
-    if isinstance(together, SufficiencyResult):
-        frame = pd.DataFrame(together.heads.tolist(), columns=_HEAD)
-        order = range(1, len(frame) + 1)
-        add_columns(frame.assign(replaced_by=list(together.ideals), replaced_as=list(order)))
+    if result.labels is not None:
+        add_columns(result.labels.to_frame())
     if result.positions is not None:
         add_columns(result.positions.summary())
     if result.recovery is not None:
@@ -74,13 +61,13 @@ def per_head(result: Findings) -> "pd.DataFrame":
 def heads_table(result: Findings) -> Table | None:
     """Return a row for each head; None where nothing that concerns heads was measured."""
     recovery = result.recovery
-    if result.positions is None and result.mechanisms is None and recovery is None:
+    if result.positions is None and result.labels is None and recovery is None:
         return None
     rows, unknown = [], too_few_rows(recovery) if recovery is not None else ()
     for head in per_head(result).to_dict("records"):
-        name = head.get("mechanism")
-        # a head without a mechanism is shown by the max-position rule
-        ideal = name if f"damage_{name}" in head else "max_position"
+        label = None
+        if result.labels is not None:
+            label = result.labels.mechanisms[head["layer"]][head["head"]]
         control = math.nan
         if recovery is not None and recovery.control_fvu:
             control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())
@@ -89,10 +76,8 @@ def heads_table(result: Findings) -> Table | None:
             control = head["fvu_1"] = math.nan
         rows.append(
             [
-                *(head["layer"], head["head"], name and name.replace("_", " ")),
-                head["sufficient"].replace("_", " ") if name else None,
-                head.get(f"damage_{ideal}", math.nan),
-                head.get("damage_own_position", math.nan),
+                *(head["layer"], head["head"], label),
+                *(head.get(key, math.nan) for key in ("fixed", "max", "worth")),
                 *(head.get("fvu_1", math.nan), control),
                 *(head.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
             ]

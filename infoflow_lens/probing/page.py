@@ -44,7 +44,7 @@ def build_report(result: Findings) -> ProbingReport:
         for name, part in result.parts.items()
     }
     # maps over heads come first on the page; the other sections below
-    first = next((name for name in ("mechanisms", "positions") if name in sections), None)
+    first = next((name for name in ("labels", "positions") if name in sections), None)
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
         headline=" ".join(filter(None, headline)),

@@ -1,14 +1,14 @@
 """The interactive picture of a run's first sequences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from infoflow_lens.hooks import AttendedResult, MechanismsResult, PositionsResult
+from infoflow_lens.hooks import AttendedResult, PositionsResult
 from infoflow_lens.probing.findings import Findings
-from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.flow_view import FlowView, ViewedInput, view_mechanisms
 
 _HOW = {
     "JacobianInfluence": "norm of the Jacobian of the state by the token",
@@ -23,7 +23,10 @@ def build_flow_view(result: Findings) -> FlowView | None:
         return None
     n = min(len(result.texts), len(influence.lengths))
     measured = _spread_influence(result)
-    mechanisms = list(_mechanisms(result, n))
+    attended, labels = result.found.get("influence_attended"), result.labels
+    rules = None
+    if labels is not None and isinstance(attended, AttendedResult):
+        rules = labels.rules(attended, positions)
     # weights of a softmax can be shown as shares; others and bare scores cannot
     softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
     inputs = []
@@ -31,13 +34,16 @@ def build_flow_view(result: Findings) -> FlowView | None:
         tokens = result.texts[index]
         n_source = len(tokens)
         n_pos = n_source + influence.n_positions - influence.influence.shape[-1]
+        mechanisms = None
+        if labels is not None and rules is not None:
+            mechanisms = view_mechanisms(labels.mechanisms, rules, index, n_pos)
         inputs.append(
             ViewedInput(
                 tokens=tokens,
                 n_queries=n_pos,
                 ranked=[p[index, :, :n_pos] for p in positions.positions],
                 weights=_weights(positions, index, n_pos, softmax),
-                mechanisms=mechanisms[index] if mechanisms else None,
+                mechanisms=mechanisms,
                 influence=measured[:, index, :n_pos, :n_source],
                 left_out=[s % n_source for s in result.config.without if -n_source <= s < n_source],
                 causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
@@ -104,51 +110,3 @@ def _weights(
             weights[..., below] = weights[..., above] * torch.exp(-margins[..., above])
         layers.append(weights)
     return layers
-
-
-def _mechanisms(result: Findings, n: int) -> Iterator[list[list[ViewedMechanism]]]:
-    """Yield what each head passes on in each of the first sequences, as predictions take it."""
-    mechanisms, attended = result.mechanisms, result.found.get("influence_attended")
-    chosen = result.found.get("influence_positions")
-    if not isinstance(mechanisms, MechanismsResult) or not isinstance(attended, AttendedResult):
-        return
-    assert isinstance(chosen, PositionsResult)
-    names = mechanisms.mechanisms()
-    all_rules = mechanisms.rules(
-        [p[:n] for p in attended.positions], [a[:n] for a in chosen.argmax]
-    )
-    influence = result.influence
-    assert influence is not None
-    # positions behind the tokens, such as CLS
-    n_extra = influence.n_positions - influence.influence.shape[-1]
-    for index in range(n):
-        n_source = len(result.texts[index])
-        layers = []
-        for layer, heads in enumerate(names):
-            rules = iter(all_rules[layer][1:])  # the first passes nothing
-            viewed = []
-            for name in heads:
-                if name == "own_position":
-                    viewed.append(ViewedMechanism(name))
-                    continue
-                rule = next(rules)
-                moved = rule.describe(index)[: n_source + n_extra]
-                viewed.append(_view_mechanism(name, moved, n_source))
-            layers.append(viewed)
-        yield layers
-
-
-def _view_mechanism(name: str, moved_keys: Tensor, n_source: int) -> ViewedMechanism:
-    """The mechanism of one head with the keys that it moves [pos, k], without empty columns."""
-    if name == "max_position":
-        return ViewedMechanism(name)
-    moved_keys = torch.where(moved_keys < n_source, moved_keys, -1)
-    keys = torch.arange(n_source)
-    allowed = torch.where(keys <= torch.arange(len(moved_keys))[:, None], keys, -1)
-    filled = torch.full((len(moved_keys), max(moved_keys.shape[1], n_source)), -1)
-    filled[:, : moved_keys.shape[1]] = moved_keys
-    if torch.equal(filled[:, :n_source], allowed) and not (filled[:, n_source:] >= 0).any():
-        return ViewedMechanism(name, ALL_KEYS)
-    ordered = moved_keys.sort(dim=1, descending=True).values
-    width = max(1, int((ordered >= 0).sum(dim=1).max()))
-    return ViewedMechanism(name, ordered[:, :width])

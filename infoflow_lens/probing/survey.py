@@ -16,7 +16,7 @@ from infoflow_lens.probing.run import run_probing
 from infoflow_lens.probing.survey_config import FEWEST, SurveyConfig
 from infoflow_lens.runs.memory import check_memory
 
-_PASS_ROOM = 2**25  # numbers in the largest tensor of a pass of the mechanisms
+_PASS_ROOM = 2**25  # numbers in the largest tensor of a pass of the labels
 _TENSORS = 6  # of that size at a time: pattern, ideals, logits and their gradient
 
 
@@ -27,7 +27,7 @@ def run_survey(
     say: Say = lambda line: None,
     **spread: Any,
 ) -> ProbingResult:
-    """Measure mechanisms, their sufficiency, top k, influence, positions and recovery of a model.
+    """Measure labels, top k, influence, positions and recovery of a model.
 
     A preset of a probe run (:func:`~infoflow_lens.probing.run.run_probing`): all parts, with
     settings for a laptop: influence is estimated at the last position where exact Jacobians are
@@ -69,7 +69,7 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
     """Refuse too little memory, and too few windows for all that is measured.
 
     Raises:
-        InfoFlowError: with what to do: the largest n that leaves a window for sufficiency.
+        InfoFlowError: with what to do.
     """
     windows = context.batches.n_sequences or 0
     parts = possible_parts(context.capabilities, context.config, lambda line: None, True)
@@ -81,13 +81,6 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
         raise InfoFlowError(
             f"the data hold {windows} windows of up to {config.window} tokens: expected at least "
             f"{FEWEST}; give more text, or a smaller window"
-        )
-    # heads are described on one half, and all together judged on the other
-    if "sufficiency" in parts and context.rest is None:
-        raise InfoFlowError(
-            f"the data hold {windows} windows, and half of n = {config.n} choose the mechanisms: "
-            "expected more, on which sufficiency is measured; give more text, or an n of at most "
-            f"{2 * windows - 1}"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from infoflow_lens.foundation.settings import Count, NonNegative, Remedy, settings
+from infoflow_lens.foundation.settings import Count, Remedy, settings
 from infoflow_lens.probing.config import Backend, Device, DrawingSeed, Dtype, ProbingConfig
 from infoflow_lens.probing.registry import part_names
 
@@ -31,13 +31,10 @@ class SurveyConfig:
     n: Annotated[
         int,
         Ge(FEWEST),
-        Remedy("of which half choose the mechanisms"),
-        "Number of windows, spread evenly over the text; half of them choose mechanisms.",
+        Remedy("of which half are for labels"),
+        "Number of windows, spread evenly over the text; half of them are for labels of heads.",
     ] = 64
     window: Annotated[int, Ge(3), "Tokens of a window."] = 64
-    threshold: Annotated[
-        NonNegative, "Largest damage, in nats, with which an ideal counts as enough."
-    ] = 0.05
     batch_size: Annotated[Count, "Windows in a pass."] = 8
     n_shown: Annotated[Count, "Windows that the report shows."] = 6
     seed: DrawingSeed = 0

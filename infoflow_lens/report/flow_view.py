@@ -57,7 +57,7 @@ class ViewedMechanism:
     """The mechanism of one head on one input.
 
     Attributes:
-        name: one of those of MechanismsResult ("max_position", "global", ...), or "none".
+        name: a label of HeadLabels ("fixed: previous", "max", ...), "max_position" or "none".
         passes: what it passes on: int [pos, k], key positions, -1 for none; None for what is the
             same as `ranked` with k = 1 (max_position); or "all keys", every key that the query may
             read (those up to its own position where the input is causal).
@@ -73,6 +73,29 @@ class ViewedMechanism:
         if self.passes == ALL_KEYS:
             return Move("all")
         return Move("ranked", most=1) if self.name == "max_position" else Move("none")
+
+
+def view_mechanisms(
+    names: Sequence[Sequence[str]], rules: Sequence[Sequence[Rule]], sequence: int, n_states: int
+) -> list[list[ViewedMechanism]]:
+    """Make what the picture says of each head of one input.
+
+    Args:
+        names: of every head, layer by layer.
+        rules: one for each head.
+        sequence: which of the inputs that the rules are of.
+        n_states: its positions; what lies behind them is padding.
+    """
+    layers = []
+    for heads, of_layer in zip(names, rules, strict=True):
+        viewed = []
+        for name, rule in zip(heads, of_layer, strict=True):
+            keys = rule.describe(sequence)[:n_states]
+            keys = torch.where(keys < n_states, keys, -1)
+            keys = keys[:, (keys >= 0).any(dim=0)]
+            viewed.append(ViewedMechanism(name, keys if keys.shape[1] else None))
+        layers.append(viewed)
+    return layers
 
 
 @dataclass(frozen=True, eq=False)

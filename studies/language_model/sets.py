@@ -17,7 +17,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
-from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
+from infoflow_lens.probing.compared import predict_by_top_k
 from infoflow_lens.ranking import CONTROLS, METRICS, RankingAgreement, compare_rankings
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.constructions import build_construction
@@ -32,6 +32,7 @@ from infoflow_lens.studies.language_model.study import (
 from infoflow_lens.studies.plots import Axis, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, groups, render
+from infoflow_lens.theory import propagate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,7 +104,8 @@ class Sets(LanguageModelStudy):
             model, choosing, held_out=False, metric="kl", batch_size=_BATCH, progress=False, **read
         )
         sets = predict_by_top_k(chosen, length)
-        sets["mechanisms"] = predict_by_mechanisms(mechanisms, attended, chosen, length)
+        rules = mechanisms.rules(attended.positions, chosen.argmax)
+        sets["mechanisms"] = propagate(rules, length)
         found, scores = results[: len(influences)], results[len(influences) :]
         rows: list[Row] = []
         for name, influence in zip(influences, found, strict=True):

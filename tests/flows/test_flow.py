@@ -21,7 +21,7 @@ from infoflow_lens import (
     why_all,
 )
 from infoflow_lens.foundation.record import model_fingerprint
-from infoflow_lens.hooks import PowerRollout, measure_mechanisms
+from infoflow_lens.hooks import PowerRollout, label_heads
 from infoflow_lens.report.flow_plot import draw_flow
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
@@ -222,13 +222,13 @@ def test_what_is_left_out_is_no_candidate(host):
 def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):
     texts = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(6)) for i in range(8)]
     found = quick(host, TEXT, rule="mechanisms", reference=texts)
-    mechanisms = measure_mechanisms(host, texts, progress=False)
-    assert found.mechanisms.mechanisms() == mechanisms.mechanisms()
-    again = quick(host, TEXT, rule=mechanisms)
+    labels = label_heads(host, texts, progress=False)
+    assert found.mechanisms.mechanisms == labels.mechanisms
+    again = quick(host, TEXT, rule=labels)
     assert again.sets.members.equal(found.sets.members)
     viewed = found.view.inputs[0]
     assert [[m.name for m in layer] for layer in viewed.mechanisms] == [
-        list(names) for names in mechanisms.mechanisms()
+        list(names) for names in labels.mechanisms
     ]
     assert propagate(viewed.layers_of("mechanisms")).members.equal(found.sets.members)
 

@@ -66,8 +66,7 @@ def test_a_probe_of_other_code_is_another_run(installed, tmp_path, monkeypatch):
 
 def test_every_part_of_ours_is_there():
     assert set(part_names()) == {
-        "labels", "mechanisms", "influence", "positions", "recovery", "routes", "sufficiency",
-        "top_k",
+        "labels", "influence", "positions", "recovery", "routes", "top_k",
     }  # fmt: skip
     for name in part_names():
         assert isinstance(load_part(name), Part)

@@ -24,7 +24,7 @@ from infoflow_lens import (
     run_probes,
     save_model,
 )
-from infoflow_lens.hooks import PatternsProbe, measure_mechanisms
+from infoflow_lens.hooks import AttendedProbe, PatternsProbe, label_heads
 from infoflow_lens.hooks.model import semantics
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
@@ -65,7 +65,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def config(folder, texts):
-    return ProbingConfig(str(folder), str(texts), ranks=(1, 2), batch_size=4, n_detail=3)
+    return ProbingConfig(str(folder), str(texts), ranks=(1, 2), batch_size=4, n_detail=4)
 
 
 def run(out, config, **arguments):
@@ -79,18 +79,17 @@ def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
     positions, recovery = run_probes(
         model, ids, [PositionsProbe((1, 2), spread=True), RecoveryProbe((1, 2))], progress=False
     )
-    mechanisms = measure_mechanisms(model, ids[:3], progress=False)
-    chosen, influence = run_probes(
-        model, ids[:3], [PositionsProbe((1, 2)), JacobianInfluence("resid_post")], progress=False
-    )
+    labels = label_heads(model, ids[:4], batch_size=4, progress=False)
+    probes = [PositionsProbe((1, 2)), AttendedProbe(), JacobianInfluence("resid_post")]
+    chosen, attended, influence = run_probes(model, ids[:4], probes, progress=False)
     assert found.positions.to_frame().round(4).equals(positions.to_frame().round(4))
     pd.testing.assert_frame_equal(found.recovery.to_frame(), recovery.to_frame(), rtol=1e-3)
-    pd.testing.assert_frame_equal(
-        found.mechanisms.to_frame(), mechanisms.to_frame(), rtol=1e-3, atol=1e-6
-    )
+    pd.testing.assert_frame_equal(found.labels.to_frame(), labels.to_frame(), rtol=1e-3, atol=1e-6)
     expected = compare(propagate(chosen.argmax), influence)
     assert found.agreement["max_position"].cls.auroc == pytest.approx(expected.cls.auroc)
     assert set(found.agreement) == {"max_position", "mechanisms"}
+    sets = propagate(labels.rules(attended, chosen))
+    assert found.predicted["mechanisms"].members.equal(sets.members)
     # what each of them says of a head, in one row
     heads = per_head(found)
     assert len(heads) == 2 * 4
@@ -98,17 +97,13 @@ def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
         assert heads[name].equals(column), name
     for rank, of_rank in found.recovery.to_frame().groupby("rank"):
         assert heads[f"fvu_{rank}"].tolist() == of_rank["fvu"].tolist()
-    damage = found.mechanisms.to_frame()
-    assert heads["mechanism"].equals(damage["mechanism"])
-    for ideal in found.mechanisms.ideals:
-        assert heads[f"damage_{ideal}"].equals(damage[ideal])
-        named = heads["sufficient"].str.split(", ").map(lambda names, ideal=ideal: ideal in names)
-        assert named.equals(damage[f"sufficient_{ideal}"])
+    for name, column in found.labels.to_frame().items():
+        assert heads[name].equals(column), name
 
 
 def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
     found = run(tmp_path, config)
-    for name in ("positions", "recovery", "influence", "mechanisms"):
+    for name in ("positions", "recovery", "influence", "labels"):
         assert (tmp_path / f"{name}.safetensors").is_file()
         assert len(pd.read_csv(tmp_path / f"{name}.csv")) > 0
     table = pd.read_csv(tmp_path / "agreement.csv")
@@ -153,7 +148,7 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
     """By the best path of every token, as in the picture; of as many as hold 90%."""
     found = run(tmp_path, config)
     shares = []
-    for view in build_flow_view(found).inputs[:3]:
+    for view in build_flow_view(found).inputs[:4]:
         keys = [each[None, ..., 0] for each in view.ranked]
         weights = [each[None, ..., 0] for each in view.weights]
         strength = propagate(keys, strength=weights).strengths[-1, 0, -1, :-1].tolist()
@@ -162,7 +157,7 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
         strongest = sorted(range(len(amount)), key=lambda s: -strength[s])[:n]
         shares.append((sum(amount[s] for s in strongest) / sum(amount), n / len(amount)))
     said = build_report(found).headline.split("Ranked by")[1]
-    expected = [100 * sum(column) / 3 for column in zip(*shares, strict=True)]
+    expected = [100 * sum(column) / 4 for column in zip(*shares, strict=True)]
     percents = [int(each) for each in re.findall(r"(\d+)%", said)]
     assert percents == pytest.approx([90, *expected], abs=0.51)
 
@@ -176,22 +171,20 @@ def test_sequences_of_several_shards_are_compared_as_those_of_one(tmp_path, conf
 
 
 def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
-    few = run(tmp_path / "few", replace(config, n=5, n_detail=2, max_length=3, ranks=(1,)))
+    few = run(tmp_path / "few", replace(config, n=5, n_detail=4, max_length=3, ranks=(1,)))
     assert few.recovery.n_fit[0] < few.recovery.n_features[0]
     report = build_report(few)
     (section,) = (each for each in report.sections if "give the attended" in each.title)
     assert "fewer than features" in section.text
     assert all(math.isnan(v) for chart in section.figures for row in chart.values for v in row)
     assert "recovery" not in report.heads.columns
-    assert "mechanism" in report.heads.columns
-    assert report.maps.title == "The mechanism of every head"  # which leads
+    assert "label" in report.heads.columns
+    assert report.maps.title == "What describes each head"  # which leads
     page = (tmp_path / "few" / "report.html").read_text()
-    assert page.index("pattern was replaced by ideal ones") < page.index(
-        "How far predicted sets explain"
-    )
+    assert page.index("was replaced by ideal ones") < page.index("How far predicted sets explain")
 
 
-@pytest.mark.parametrize("part", ["states", "mechanisms"])
+@pytest.mark.parametrize("part", ["states", "labels"])
 def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypatch, part):
     model = load_any(config.model).model
     seen, original = [], type(model).forward
@@ -209,7 +202,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
 
     def counted(stop_after):
         def forward(self, given, *args, **kwargs):
-            if not finding and (len(given) == 4 or part == "mechanisms"):
+            if not finding and (len(given) == 4 or part == "labels"):
                 seen.append(len(given))
                 if stop_after is not None and len(seen) > stop_after:
                     raise KeyboardInterrupt
@@ -218,7 +211,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
         return forward
 
     changes = {"probes": ("positions", "recovery")}
-    if part == "mechanisms":
+    if part == "labels":
         changes = {"probes": (part,), "batch_size": 1}
     only = ProbingConfig(**{**vars(config), **changes})
     out = tmp_path / "out"
@@ -244,11 +237,11 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
     else:
         assert len(seen) < total - 9  # the estimate and what was measured are not repeated
         pd.testing.assert_frame_equal(
-            found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
+            found.labels.to_frame(), whole.labels.to_frame(), rtol=1e-3, atol=1e-7
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
         patch.setattr(shard, "run_shard", None)
-        patch.setattr(heads, "measure_mechanisms", None)
+        patch.setattr(heads, "label_heads", None)
         run(out, only)
 
 
@@ -260,11 +253,17 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, config, texts):
 
 
 def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, config):
-    few = {**vars(config), "probes": ("mechanisms", "sufficiency"), "n_detail": 20}
-    with pytest.raises(InfoFlowError, match="all 20 sequences choose the mechanisms"):
+    few = {**vars(config), "probes": ("labels",), "n_detail": 3}
+    with pytest.raises(InfoFlowError, match="labels need 4 sequences, half of them to judge, and"):
         run(tmp_path, ProbingConfig(**few))
     assert list(tmp_path.iterdir()) == []
-    run(tmp_path, ProbingConfig(**{**few, "n_detail": 3}))
+    run(tmp_path, ProbingConfig(**{**few, "n_detail": 4}))
+
+
+@pytest.mark.parametrize("name", ["mechanisms", "sufficiency"])
+def test_parts_that_are_gone_are_refused_with_the_new_name(config, name):
+    with pytest.raises(InfoFlowError, match=f"'{name}' went with 0.4: expected 'labels'"):
+        replace(config, probes=("positions", name))
 
 
 def test_what_the_sequences_are_too_few_for_is_left_out_unless_it_is_asked_for(tmp_path, config):
@@ -330,10 +329,10 @@ def test_nothing_is_written_but_below_the_folder_of_the_run(tmp_path, config, mo
 
 def test_finished_parts_stay_when_a_later_one_fails(tmp_path, config, monkeypatch):
     def fail(*args, **kwargs):
-        raise InfoFlowError("mechanisms fail")
+        raise InfoFlowError("labels fail")
 
-    monkeypatch.setattr(heads, "measure_mechanisms", fail)
-    with pytest.raises(InfoFlowError, match="mechanisms fail"):
+    monkeypatch.setattr(heads, "label_heads", fail)
+    with pytest.raises(InfoFlowError, match="labels fail"):
         run(tmp_path, config)
     assert (tmp_path / "positions.safetensors").is_file()
     assert (tmp_path / "influence.json").is_file()
@@ -347,7 +346,7 @@ def test_a_model_of_ours_on_its_task(tmp_path):
         ProbingConfig(str(tmp_path / "model"), "d_retrieval", n=40, n_detail=20, ranks=(1, 2)),
     )
     assert found.agreement["max_position"].cls.influence_inside > 0.95
-    assert found.mechanisms.metric == "nmse"
+    assert found.labels.metric == "nmse"
     assert found.texts[0] == tuple("012345")
 
 
@@ -357,7 +356,7 @@ def test_every_kind_of_influence(tmp_path, config, kind):
         tmp_path, ProbingConfig(**{**vars(config), "probes": ("influence",), "influence": kind})
     )
     rows = (found.influence.positions >= 0).sum(dim=1).tolist()
-    assert rows == ([1, 1, 1] if kind == "estimate" else [5, 6, 7])
+    assert rows == ([1] * 4 if kind == "estimate" else [5, 6, 7, 8])
     assert 0 <= found.agreement["max_position"].cls.influence_inside <= 1
 
 
@@ -479,8 +478,8 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, texts)
     assert not (tmp_path / "out").exists()
     said = []
     found = probe(model, texts, out, say=said.append, **settings)  # all that it can give
-    assert any(line.startswith("left out: mechanisms cannot be measured") for line in said)
-    assert found.mechanisms is None
+    assert any(line.startswith("left out: labels cannot be measured") for line in said)
+    assert found.labels is None
     assert found.agreement["max_position"].cls.influence_inside > 0
 
 

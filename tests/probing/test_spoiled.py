@@ -165,7 +165,7 @@ def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, w
         now = {**module.package_versions(), "torch": "1.0"}
         monkeypatch.setattr(module, "package_versions", lambda: now)
     else:
-        changes["threshold"] = 0.1
+        changes["metric"] = "nmse"
     shutil.rmtree(folder.with_name("kept"), ignore_errors=True)
     folder.rename(folder.with_name("kept"))  # the model's name is a setting, too
     changed.rename(folder)

@@ -1,7 +1,6 @@
 """A survey of a language model: whole, killed and resumed to the same bytes, refused."""
 
 import json
-import re
 from contextlib import contextmanager
 
 import pandas as pd
@@ -13,8 +12,6 @@ from infoflow_lens.probing import measuring, room
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing.parts.heads import (
     LabelsPart,
-    MechanismsPart,
-    SufficiencyPart,
     TopKPart,
 )
 from infoflow_lens.probing.parts.tokens import RoutesPart
@@ -55,10 +52,9 @@ def whole(config, tmp_path_factory):
 def test_a_survey_gives_a_row_for_each_head(whole):
     heads = pd.read_csv(whole.out / "heads.csv")
     assert len(heads) == N_HEADS
-    assert sorted(heads["replaced_as"]) == list(range(1, N_HEADS + 1))
-    found = whole.mechanisms.to_frame()
-    assert heads["mechanism"].tolist() == found["mechanism"].tolist()
-    assert heads["damage_global"].to_numpy() == pytest.approx(found["global"].to_numpy())
+    found = whole.labels.to_frame()
+    assert heads["label"].tolist() == found["label"].tolist()
+    assert heads["worth"].to_numpy() == pytest.approx(found["worth"].to_numpy())
     recovered = whole.recovery.to_frame()
     first = recovered[recovered["rank"] == 1]["fvu"]
     assert heads["fvu_1"].to_numpy() == pytest.approx(first.to_numpy())
@@ -85,7 +81,7 @@ def test_parts_are_measured_by_workers_to_the_same_bytes(config, tmp_path, monke
         pytest.fail("measured in this process")
 
     monkeypatch.setattr(measuring, "run_in_shards", refuse)
-    for part in (LabelsPart, MechanismsPart, RoutesPart, SufficiencyPart, TopKPart):
+    for part in (LabelsPart, RoutesPart, TopKPart):
         monkeypatch.setattr(part, "measure", refuse)
     run_survey(two, config, progress=False, jobs=2)
     names = {path.name for path in one.iterdir() if path.suffix in (".safetensors", ".csv")}
@@ -94,16 +90,13 @@ def test_parts_are_measured_by_workers_to_the_same_bytes(config, tmp_path, monke
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_mechanisms_and_their_sufficiency_stand_on_different_windows(whole, config):
-    assert whole.mechanisms.n_sequences == 6
-    assert len(whole.found["sufficiency"].bare) == 6
-    tokens = pd.Series(whole.found["sufficiency"].n_tokens.tolist())
-    assert (tokens == config.window - 1).all()
+def test_labels_are_judged_on_other_windows(whole):
+    assert whole.labels.n_sequences == whole.labels.n_judged == 3
 
 
 def test_the_page_tells_of_every_part(whole):
     page = (whole.out / "report.html").read_text()
-    for name in ("mechanisms", "sufficiency", "top_k", "positions", "recovery"):
+    for name in ("labels", "top_k", "positions", "recovery"):
         assert whole.parts[name].title in page
 
 
@@ -162,12 +155,7 @@ def test_the_hint_for_too_little_text_is_right(config, tmp_path):
         InfoFlowError, match=r"hold 3 windows .*give more text, or a smaller window$"
     ):
         survey(7, 7)
-    with pytest.raises(InfoFlowError, match="expected more, on which sufficiency") as error:
-        survey(40, 4)
-    most = int(re.search(r"n of at most (\d+)", str(error.value))[1])
-    with pytest.raises(InfoFlowError, match=f"n of at most {most}"):
-        survey(most + 1, 4)
-    assert len(survey(most, 4).found["sufficiency"].bare) > 0
+    assert len(survey(40, 4).found["positions"].lengths) > 0
 
 
 def test_bfloat16_is_measured(config, tmp_path):
@@ -178,7 +166,7 @@ def test_bfloat16_is_measured(config, tmp_path):
     assert torch.random.get_rng_state().equal(before)
     assert found.capabilities.dtype == "bfloat16"
     assert json.loads((tmp_path / "record.json").read_text())["config"]["dtype"] == "bfloat16"
-    assert found.found["sufficiency"].losses[:, -1].isfinite().all()
+    assert found.labels.damage.isfinite().all()
 
 
 def test_memory_is_asked_before_work(config, tmp_path, monkeypatch):
@@ -248,8 +236,8 @@ def test_what_a_model_cannot_give_is_left_out_and_told(tmp_path):
         progress=False,
         say=said.append,
     )
-    assert {"sufficiency", "top_k"}.isdisjoint(found.parts)
-    assert sum("predicts no next token" in line for line in said) == 2
+    assert "top_k" not in found.parts
+    assert sum("predicts no next token" in line for line in said) == 1
     assert len(pd.read_csv(tmp_path / "out" / "heads.csv")) == sum(
         layer.n_heads for layer in found.capabilities.layers
     )

@@ -11,6 +11,7 @@ from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks import (
     AttendedProbe,
     AttendedResult,
+    HeadLabels,
     InfluenceResult,
     JacobianInfluence,
     PositionsProbe,
@@ -25,13 +26,14 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.hooks.probe import Split
-from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
+from infoflow_lens.probing.compared import predict_by_top_k
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.report.charts import Chart, Lines, Table
 from infoflow_lens.report.heads import by_head
 from infoflow_lens.runs.checkpoint import Checkpoint
+from infoflow_lens.theory.information_sets import propagate
 
 _DIRECTIONS = 16  # of an estimate
 _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
@@ -262,7 +264,7 @@ class RoutesPart(Part):
     )
     sequences = "detail"
     after = ("influence",)
-    reads = ("mechanisms",)
+    reads = ("labels",)
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
         """Run the baselines on the sequences of influence; go on after the last finished batch.
@@ -281,10 +283,9 @@ class RoutesPart(Part):
         attended: AttendedResult = context.found["influence_attended"]
         n_source = influence.influence.shape[-1]
         sets = predict_by_top_k(chosen, n_source)
-        if "mechanisms" in context.found:
-            sets["mechanisms"] = predict_by_mechanisms(
-                context.found["mechanisms"], attended, chosen, n_source
-            )
+        if "labels" in context.found:
+            labels: HeadLabels = context.found["labels"]
+            sets["mechanisms"] = propagate(labels.rules(attended, chosen), n_source)
         found = compare_rankings(sets, results, influence, without=context.config.without)
         # the comparison names the range that was asked for; few positions of it may be measured
         place = explained(next(iter(sets.values())), influence).place

@@ -74,7 +74,7 @@ def take(self, state):
 Checkpoint.take = take
 states = []
 model, data, out, part, n_states = sys.argv[1:]
-probes = ("mechanisms", "sufficiency", "labels")
+probes = ("top_k", "labels")
 config = ProbingConfig(model, data, probes=probes, window=10, n=12, n_detail=6, batch_size=3)
 run_probing(out, config, progress=False, n_threads=1)
 """
@@ -82,11 +82,11 @@ run_probing(out, config, progress=False, n_threads=1)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize(("part", "n_states"), [("sufficiency", 1), ("labels", 1), ("labels", 9)])
+@pytest.mark.parametrize(("part", "n_states"), [("top_k", 1), ("labels", 1), ("labels", 9)])
 def test_killed_while_a_part_measures_it_goes_on_to_the_same_bytes(
     config, tmp_path, part, n_states
 ):
-    probes = ("mechanisms", "sufficiency", "labels")
+    probes = ("top_k", "labels")
     config = replace(config, probes=probes, n_detail=6)
     run_probing(tmp_path / "whole", config, progress=False, n_threads=1)
     script, out, name = tmp_path / "halting.py", tmp_path / "out", f".{part}.safetensors"
