@@ -93,7 +93,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.influence
-	$(BIN)/python -m benchmarks.mechanisms
 	$(if $(filter 3,$(TL)),$(BIN)/python -m benchmarks.hosting)
 
 constraints: $(READY)  ## pin both environments anew

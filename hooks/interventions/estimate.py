@@ -111,14 +111,10 @@ class BatchEstimate(NamedTuple):
 
     Attributes:
         lost: as of :class:`Estimates`.
-        slopes: for every layer the derivative, by a head's mean pattern, of what all sequences lose
-            with it; and the same with every second sequence and direction negative, of which the
-            size is that of the noise in the first. Empty where they are not asked for.
         plain: the pass, with what was needed of it.
     """
 
     lost: list[Float[Tensor, "sequence head ideal"]]
-    slopes: list[Float[Tensor, "two _head query key"]]
     plain: Pass
 
 
@@ -130,7 +126,6 @@ def estimate_batch(
     ideals: Sequence[str],
     draws: int,
     seeds: Sequence[int],
-    with_slopes: bool = False,
     needs: Needs = _NOTHING,
 ) -> BatchEstimate:
     """Estimate the losses of the sequences of a batch, layer by layer.
@@ -143,7 +138,6 @@ def estimate_batch(
         ideals: which, "ablated" or of patterns.
         draws: directions, a backward pass each.
         seeds: of the directions, one for each sequence.
-        with_slopes: whether slopes of the ideal "position" are asked for.
         needs: what is read of the pass.
     """
     shown: dict[int, tuple[Tensor, Tensor]] = {}
@@ -163,7 +157,7 @@ def estimate_batch(
         every = directions(read.detach(), damage, batch, draws, seeds)
         by_draw = [gradients(read, leaves, direction) for direction in every]
     scale = (1.0 if damage.name == "nmse" else 0.5) / draws
-    lost, slopes = [], []
+    lost = []
     with torch.no_grad():
         for i, means in enumerate(layers):
             own = _LayerEstimate(*shown[i], means, batch, is_one_row=read.shape[1] == 1)
@@ -176,14 +170,12 @@ def estimate_batch(
                 else:
                     columns.append(own.square(own.change(ideal), of_pattern))
             lost.append(scale * torch.stack(columns, dim=2))
-            if with_slopes:
-                slopes.append(2 * scale * own.slope(own.change("position"), of_pattern))
     mask = None if batch.lengths is None else batch.mask()
     plain = Pass(
         model, caught, tokens=batch.tokens, mask=mask, columns=batch.columns, needs=needs,
         output=output.detach(),
     )  # fmt: skip
-    return BatchEstimate(lost, slopes, plain)
+    return BatchEstimate(lost, plain)
 
 
 class _LayerEstimate:
@@ -241,20 +233,3 @@ class _LayerEstimate:
     ) -> Float[Tensor, "batch head"]:
         """Square the products, and add up queries and directions."""
         return self.products(change, by_draw).square().sum(dim=(0, 3)).cpu()
-
-    def slope(
-        self, change: Float[Tensor, "batch head query key"], by_draw: Sequence[Tensor | None]
-    ) -> Float[Tensor, "two head query key"]:
-        """Differentiate half of the squares by the change; see :class:`BatchEstimate`."""
-        shape = change.shape[1:]
-        total = torch.zeros(2, *shape, dtype=torch.float64)
-        for draw, (products, gradient) in enumerate(
-            zip(self.products(change, by_draw), by_draw, strict=True)
-        ):
-            if gradient is None:
-                return total.fill_(torch.nan)
-            signs = 1 - 2 * ((torch.arange(len(change), device=change.device) + draw) % 2)
-            weights = torch.stack([products, products * signs[:, None, None]]).to(gradient)
-            weights = weights.expand(2, *change.shape[:3])
-            total += torch.einsum("sbhq,bhqk->shqk", weights, gradient).cpu()
-        return total

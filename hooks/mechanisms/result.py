@@ -35,14 +35,8 @@ class MechanismsResult(Result):
         k: of "top_k".
         n_sequences: how many were judged.
         damage: for every layer float [head, ideal].
-        replaced: for every layer int [head, ideal], on how many sequences the pattern was replaced.
-            On all: the damage is that of these sequences. On some: it is their mean. On none: it is
-            estimated, see :func:`measure_mechanisms`, and may be far off, so that such an ideal
-            never counts as enough.
         error: for every layer float [head, ideal], one standard error of the damage, as these
-            sequences, and those of the mean patterns, might have been others; NaN for a single one.
-            The share of the mean patterns is to first order, by the estimate. Of an estimate it
-            comes from the factor by which estimates missed, where both are known in this run.
+            sequences might have been others; NaN for a single one.
         mean_patterns: for every layer the mean pattern of each head, float [head, query, key], over
             the calibration or all sequences.
     """
@@ -55,22 +49,13 @@ class MechanismsResult(Result):
     k: int
     n_sequences: int
     damage: tuple[Float[Tensor, "_head ideal"], ...]
-    replaced: tuple[Int[Tensor, "_head ideal"], ...]
     error: tuple[Float[Tensor, "_head ideal"], ...]
     mean_patterns: tuple[Float[Tensor, "_head query key"], ...]
 
     @property
-    def exact(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
-        """Mark the damages that come from replacing the pattern on all sequences."""
-        return tuple(layer == self.n_sequences for layer in self.replaced)
-
-    @property
     def sufficient(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
-        """Mark the ideals that are enough: replaced, and with a damage within the threshold."""
-        return tuple(
-            (damage <= self.threshold) & (n > 0)
-            for damage, n in zip(self.damage, self.replaced, strict=True)
-        )
+        """Mark the ideals that are enough: those with a damage within the threshold."""
+        return tuple(damage <= self.threshold for damage in self.damage)
 
     @property
     def certain(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
@@ -87,17 +72,8 @@ class MechanismsResult(Result):
         The order of cost is that of `ideals` [chosen]: what does not look at the tokens comes
         before what compares them. A head that does not matter needs its own position alone. Others
         may be enough, too: `sufficient` has all of them.
-
-        Raises:
-            InfoFlowError: for another threshold than was measured with, unless all is exact.
         """
         most = self.threshold if threshold is None else threshold
-        if most != self.threshold and not all(bool(layer.all()) for layer in self.exact):
-            raise InfoFlowError(
-                f"threshold is {threshold}, but as many sequences were measured as a threshold of "
-                f"{self.threshold} needs: expected that one; measure with threshold={threshold}, "
-                "or with exact=True for all thresholds"
-            )
         return tuple(
             tuple(
                 next((n for n, d in zip(self.ideals, row.tolist(), strict=True) if d <= most), SOFT)
@@ -180,15 +156,14 @@ class MechanismsResult(Result):
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for each layer and head: its mechanism, and the damage of every ideal.
 
-        Behind these, for every ideal, are the error of its damage (``error_global``, ...), the
-        number of sequences on which it was measured (``replaced_global``, ...; 0: estimated), and
+        Behind these, for every ideal, are the error of its damage (``error_global``, ...) and
         whether it is enough (``sufficient_global``, ...).
         """
         rows = []
         for layer, names in enumerate(self.mechanisms()):
             for head, name in enumerate(names):
                 row = {"layer": layer, "head": head, "mechanism": name}
-                for prefix in ("", "error_", "replaced_", "sufficient_"):
+                for prefix in ("", "error_", "sufficient_"):
                     values = getattr(self, prefix[:-1] or "damage")[layer][head].tolist()
                     row |= {prefix + i: v for i, v in zip(self.ideals, values, strict=True)}
                 rows.append(row)

@@ -167,21 +167,18 @@ def assign_ideals(mechanisms: MechanismsResult) -> dict[Head, tuple[Ideal, float
 def choose_least_damage(
     mechanisms: MechanismsResult, ideals: Sequence[Ideal] = IDEALS
 ) -> dict[Head, Ideal]:
-    """Choose every head's ideal of least damage, of the measured ones where there are any.
+    """Choose every head's ideal of least damage.
 
     Args:
         mechanisms: the result of :func:`~infoflow_lens.hooks.measure_mechanisms`.
         ideals: among these.
     """
     places = [mechanisms.ideals.index(ideal) for ideal in ideals]
-    found: dict[Head, Ideal] = {}
-    for layer, (damage, replaced) in enumerate(
-        zip(mechanisms.damage, mechanisms.replaced, strict=True)
-    ):
-        for head, (row, n) in enumerate(zip(damage[:, places], replaced[:, places], strict=True)):
-            known = n > 0 if bool((n > 0).any()) else torch.ones_like(n, dtype=torch.bool)
-            found[layer, head] = ideals[int(row.masked_fill(~known, torch.inf).argmin())]
-    return found
+    return {
+        (layer, head): ideals[int(row.argmin())]
+        for layer, damage in enumerate(mechanisms.damage)
+        for head, row in enumerate(damage[:, places])
+    }
 
 
 @takes_model

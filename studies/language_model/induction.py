@@ -75,7 +75,6 @@ class Induction(OnRepeats):
             held_out=False,  # as in the published rows
             read=tuple(known),
             threshold=0.05,
-            seed=seed,
             batch_size=_BATCH,
             progress=False,
         )

@@ -94,7 +94,7 @@ class Sufficiency(LanguageModelStudy):
         # if the choice and the loss shared windows, the choice would fit their noise
         calibration, choosing, judged = windows[0::4], windows[2::4], windows[1::2]
         mechanisms = measure_mechanisms(
-            model, choosing, calibration=calibration, threshold=_THRESHOLD, seed=seed,
+            model, choosing, calibration=calibration, threshold=_THRESHOLD,
             batch_size=_BATCH, progress=False,
         )  # fmt: skip
         # the greedy choice measures many assignments, so few windows must do
@@ -245,7 +245,7 @@ def _measure_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
     rows: list[Row] = []
     for measure in (_SAME, _OTHERS):
         mechanisms = measure_mechanisms(
-            model, choosing, held_out=measure == _OTHERS, threshold=_THRESHOLD, seed=seed,
+            model, choosing, held_out=measure == _OTHERS, threshold=_THRESHOLD,
             batch_size=_BATCH, progress=False,
         )  # fmt: skip
         found = measure_sufficiency(

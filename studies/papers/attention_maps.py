@@ -333,7 +333,7 @@ def _construction(task: TokenTask) -> TokenTransformer:
 def _mechanisms(run: tokens.TokenRun) -> list[Row]:
     """Measure what the answer owes to each head of the trained model."""
     found = measure_mechanisms(
-        run.model, run.x[:_N_MECHANISMS], held_out=False, read=(-1,), exact=True, progress=False
+        run.model, run.x[:_N_MECHANISMS], held_out=False, read=(-1,), progress=False
     )
     own = found.ideals.index("own_position")
     return [

@@ -63,9 +63,9 @@ def add(model, kind, name):
 )
 def test_a_users_hook_acts_once(token_model, token_inputs, kind, name):
     add(token_model, kind, name)
-    alone = measure_mechanisms(token_model, token_inputs[:, :1], exact=True, progress=False)
+    alone = measure_mechanisms(token_model, token_inputs[:, :1], progress=False)
     assert max(float(layer.max()) for layer in alone.damage) < 1e-9  # one token: one pattern
-    found = measure_mechanisms(token_model, token_inputs, exact=True, progress=False)
+    found = measure_mechanisms(token_model, token_inputs, progress=False)
     expected = damage_by_whole_passes(token_model, token_inputs, {(1, 2): "global"})
     measured = float(found.damage[1][2, IDEALS.index("global")])
     assert measured == pytest.approx(expected, rel=1e-4)
@@ -76,7 +76,7 @@ def test_hooks_that_talk_to_each_other_see_whole_passes(token_model, token_input
     kept = {}
     token_model.add_hook("blocks.0.hook_resid_post", lambda x, hook: kept.update(x=x))
     token_model.add_hook("blocks.1.hook_resid_post", lambda x, hook: x + kept["x"])
-    found = measure_mechanisms(token_model, token_inputs, exact=True, batch_size=7, progress=False)
+    found = measure_mechanisms(token_model, token_inputs, batch_size=7, progress=False)
     expected = damage_by_whole_passes(token_model, token_inputs, {(1, 2): "global"})
     measured = float(found.damage[1][2, IDEALS.index("global")])
     assert measured == pytest.approx(expected, rel=1e-4)
@@ -85,7 +85,7 @@ def test_hooks_that_talk_to_each_other_see_whole_passes(token_model, token_input
 @needs_hooked_transformer
 def test_positions_of_shortformer_models_reach_every_layer(token_inputs):
     model = make_token_model(positional_embedding_type="shortformer")
-    found = measure_mechanisms(model, token_inputs, exact=True, progress=False)
+    found = measure_mechanisms(model, token_inputs, progress=False)
     for head, ideal in ((0, "max_position"), (3, "global")):
         expected = damage_by_whole_passes(model, token_inputs, {(1, head): ideal})
         measured = float(found.damage[1][head, IDEALS.index(ideal)])
@@ -172,7 +172,7 @@ class PatternFirst(HookedRootModule):
 )
 def test_masks_do_not_rely_on_what_fires_first(order, token_inputs):
     model = PatternFirst(order)
-    found = measure_mechanisms(model, token_inputs, exact=True, progress=False)
+    found = measure_mechanisms(model, token_inputs, progress=False)
     evenly = torch.ones(9, 9).tril() / torch.arange(1, 10)[:, None]
     for head in (0, 1):
         with substituted(model, {(0, head): "global"}):
@@ -201,9 +201,9 @@ def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragg
     inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
     n_layers = len(model.blocks)
     assert passes.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
-    found = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
+    found = measure_mechanisms(model, inputs, batch_size=3, progress=False)
     monkeypatch.setattr(probe, "layers_to_start", lambda *args: frozenset())
-    whole = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
+    whole = measure_mechanisms(model, inputs, batch_size=3, progress=False)
     for one, other in zip(found.damage, whole.damage, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-8)
 

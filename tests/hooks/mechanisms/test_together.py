@@ -179,7 +179,7 @@ def test_intervals_of_shares_and_leads_resample_sequences_together(found):
 
 
 def test_a_joint_replacement_takes_the_ideal_that_is_best_beside_those_taken(model, tokens):
-    mechanisms = measure_mechanisms(model, tokens[:6], exact=True, progress=False)
+    mechanisms = measure_mechanisms(model, tokens[:6], progress=False)
     tried = ("global", "specific_position", "max_position")
     joint = replace_greedily(
         model, tokens[6:], mechanisms, budget=1e9, ideals=tried, progress=False

@@ -179,10 +179,10 @@ def test_mechanisms_are_of_the_pass_with_columns(case):
         return own(embeddings, input_ids, rows, **kwargs)
 
     embeddings.forward = with_types
-    found = measure_mechanisms(model, given, progress=False, exact=True)
-    expected = measure_mechanisms(open_model(same), IDS, progress=False, exact=True)
+    found = measure_mechanisms(model, given, progress=False)
+    expected = measure_mechanisms(open_model(same), IDS, progress=False)
     assert found.to_frame().equals(expected.to_frame())
-    plain = measure_mechanisms(model, IDS, progress=False, exact=True)
+    plain = measure_mechanisms(model, IDS, progress=False)
     assert not found.to_frame().equals(plain.to_frame())
 
 

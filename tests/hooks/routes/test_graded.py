@@ -83,7 +83,7 @@ def test_sequences_of_different_length_are_those_alone(token_model, token_inputs
 def test_heads_that_the_output_does_not_need_move_nothing(token_model, token_inputs):
     """Of measured mechanisms: without them each state keeps to itself."""
     x = token_inputs[:6]
-    settings = {"metric": "kl", "exact": True, "progress": False}
+    settings = {"metric": "kl", "progress": False}
     measured = measure_mechanisms(token_model, x, threshold=0.0, **settings)
     lost = measured.lost()
     for damage, by_head in zip(measured.damage, lost, strict=True):
