@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, overload
 
-import datasets
 import torch
 from annotated_types import Interval, MinLen
-from datasets.fingerprint import Hasher
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.lazy import datasets
 from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.sequences import check_vectors
 from infoflow_lens.foundation.settings import (
@@ -80,7 +79,7 @@ class Task(ABC):
         """Draw `n` sequences; with a split, those that belong to it."""
 
     @abstractmethod
-    def features(self) -> datasets.Features:
+    def features(self) -> "datasets.Features":
         """Name the types and shapes of the columns ``x`` and ``y`` of a dataset."""
 
     @property
@@ -124,15 +123,15 @@ class Task(ABC):
         return self.draw(n, torch.Generator().manual_seed(derive_seed("sample", seed)))
 
     @overload
-    def dataset(self, split: str, n: int, seed: int = 0) -> datasets.Dataset: ...
+    def dataset(self, split: str, n: int, seed: int = 0) -> "datasets.Dataset": ...
 
     @overload
-    def dataset(self, split: str, n: None, seed: int = 0) -> datasets.IterableDataset: ...
+    def dataset(self, split: str, n: None, seed: int = 0) -> "datasets.IterableDataset": ...
 
     @checked
     def dataset(
         self, split: str, n: Count | None, seed: Seed = 0
-    ) -> datasets.Dataset | datasets.IterableDataset:
+    ) -> "datasets.Dataset | datasets.IterableDataset":
         """Return sequences and targets with columns ``x`` and ``y``.
 
         With a number, an Arrow-backed dataset of `n` sequences; with None, an endless
@@ -159,15 +158,15 @@ class Task(ABC):
             data.data,
             info=info,
             split=datasets.NamedSplit(split),
-            fingerprint=Hasher.hash(identity),
+            fingerprint=datasets.fingerprint.Hasher.hash(identity),
         )
 
-    def _info(self) -> datasets.DatasetInfo:
+    def _info(self) -> "datasets.DatasetInfo":
         return datasets.DatasetInfo(
             description=f"{self.name}: {self.source}", features=self.features()
         )
 
-    def _stream(self, split: Split, seed: int) -> datasets.IterableDataset:
+    def _stream(self, split: Split, seed: int) -> "datasets.IterableDataset":
         # a split without sequences is refused here, not when training has begun
         self.draw(1, torch.Generator().manual_seed(0), split)
 
@@ -262,7 +261,7 @@ class VectorTask(Task):
         x = torch.randn(shape, generator=generator)
         return x / x.norm(dim=-1, keepdim=True) if self.tokens == "sphere" else x
 
-    def features(self) -> datasets.Features:
+    def features(self) -> "datasets.Features":
         """``x``, the tokens of a sequence, and ``y``, the target."""
         return datasets.Features(
             {

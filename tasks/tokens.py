@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-import datasets
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import datasets
 from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
 from infoflow_lens.tasks.splits import (
     SHARES,
@@ -206,7 +206,7 @@ class TokenTask(Task):
             missing -= len(kept)
         return torch.cat(found)
 
-    def features(self) -> datasets.Features:
+    def features(self) -> "datasets.Features":
         """``x``, the tokens of a sequence by name, and ``y``, the label by name."""
         return datasets.Features(
             {

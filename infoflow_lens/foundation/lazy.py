@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["mpl", "pd"]
+__all__ = ["datasets", "mpl", "pd"]
 
 
 class _LazyModule(ModuleType):
@@ -17,7 +17,8 @@ class _LazyModule(ModuleType):
 
 
 if TYPE_CHECKING:
+    import datasets
     import matplotlib.figure as mpl
     import pandas as pd
 else:
-    mpl, pd = _LazyModule("matplotlib.figure"), _LazyModule("pandas")
+    datasets, mpl, pd = map(_LazyModule, ("datasets", "matplotlib.figure", "pandas"))

@@ -26,3 +26,15 @@ def test_they_are_loaded_by_what_is_asked_for_and_not_by_a_look():
         "pd.DataFrame; assert 'pandas' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tasks_load_no_library_of_data_before_a_dataset_is_asked_for():
+    code = (
+        "import sys, typing, infoflow_lens.tasks as tasks; task = tasks.load_task('kth_largest'); "
+        "task.draw(2, __import__('torch').Generator()); "
+        "assert not {'datasets', 'pandas'} & set(sys.modules); "
+        "assert len(task.dataset('train', 2)) == 2; "
+        "hint = typing.get_type_hints(task.features)['return']; "
+        "assert hint is sys.modules['datasets'].Features"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,6 +17,7 @@ FOLDERS = ("infoflow_lens", "hooks", "studies", "tasks")
 # What is neither here nor in HARMLESS is not imported at all: it is put into one of them first.
 EVALUATES = {
     "datasets": {
+        "infoflow_lens/foundation/lazy.py": "for those that name it there",
         "infoflow_lens/foundation/progress.py": "its bars",
         "infoflow_lens/objectives.py": "datasets that the package makes",
         "infoflow_lens/probing/data.py": "files, and the hub where the user named it",
@@ -30,7 +31,7 @@ EVALUATES = {
         "studies/__init__.py": "the public names, from a table in the file",
         "studies/language_model/training.py": "the version of a package",
         "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
-        "infoflow_lens/foundation/lazy.py": "pandas and matplotlib, named in the file",
+        "infoflow_lens/foundation/lazy.py": "three libraries, named in the file",
         "infoflow_lens/foundation/plugins.py": "entry points of installed packages",
         "infoflow_lens/foundation/versions.py": "versions of packages",
         "infoflow_lens/models/hooked.py": "transformer_lens, which two versions arrange otherwise",
@@ -107,8 +108,18 @@ HARMLESS = {
         "logging",
         "gzip",
     ),
-    *("jaxtyping", "json", "markupsafe", "math", "matplotlib", "numbers", "numpy", "operator"),
-    *("os", "pandas", "pathlib", "platform", "pyarrow", "pydantic", "queue", "re", "reprlib"),
+    *(
+        "jaxtyping",
+        "json",
+        "markupsafe",
+        "math",
+        "matplotlib",
+        "mpl",
+        "numbers",
+        "numpy",
+        "operator",
+    ),
+    *("os", "pandas", "pathlib", "pd", "platform", "pyarrow", "pydantic", "queue", "re", "reprlib"),
     *(
         "rich",
         "safetensors",
@@ -268,7 +279,8 @@ def imported() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                modules = [str(node.module)]
+                lazy = node.module == "infoflow_lens.foundation.lazy"  # under the library's name
+                modules = [a.name for a in node.names] if lazy else [str(node.module)]
             for module in modules:
                 found.setdefault(module.partition(".")[0], set()).add(where)
     return found
