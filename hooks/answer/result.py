@@ -631,8 +631,8 @@ class AnswerNumbers(Result):
         said = []
         if self.guess:
             said.append(
-                f"The model says {self.guess!r} ({self.chance:.0%}), and in the other text "
-                f"{self.other_guess!r} ({self.other_chance:.0%})."
+                f"The model says {self.guess!r} ({_percent(self.chance)}), and in the other text "
+                f"{self.other_guess!r} ({_percent(self.other_chance)})."
             )
         if self.answers:
             here, there = self.answer_chances[:2].tolist()

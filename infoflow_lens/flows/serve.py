@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from infoflow_lens.flows.answer import Answer
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, panics_as_errors
 from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.report.answer import Form, render_answer
 
 HOST = "127.0.0.1"  # nobody else reaches it
-LARGEST = 2**16  # bytes of a request
+LARGEST = 2**20  # bytes of a request: two texts of some 100 000 words, as a form writes them
 MOST_WAITING = 8  # questions
 MOST_PAGES = 100  # that are kept, beside the first
 _HEADERS = {
@@ -41,7 +42,7 @@ def place_of(at: str) -> int | None:
     try:
         return int(at) if at.strip() else None
     except ValueError:
-        raise InfoFlowError(f"at is {at!r}: expected a whole number, or nothing") from None
+        raise InfoFlowError(f"at is {brief(at)}: expected a whole number, or nothing") from None
 
 
 class AnswerServer:

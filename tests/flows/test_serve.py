@@ -286,6 +286,16 @@ def test_an_error_is_a_sentence_and_nothing_typed_is_lost(server, said, change, 
     assert said[SECOND] in answered(server, post(server, SECOND))
 
 
+def test_long_texts_reach_the_server(server):
+    """A form of more than 64 kB was cut off without a word: the browser showed an empty page."""
+    words = " ".join(["привет"] * 6000)  # a letter is six bytes of a form
+    page = answered(server, post(server, Form(words, at="9" * 5000)))
+    assert Typed(page).fields["text"] == words
+    note = re.search('<p class="note" role="status">(.*?)</p>', page, re.S)[1]
+    assert "expected a whole number" in note or "This cannot be answered" in note
+    assert len(note) < 1000
+
+
 def test_a_press_on_a_token_asks_why_it_stands_there(server, measure):
     """And one on what the model says asks what comes behind it."""
     page = request(server)[2]

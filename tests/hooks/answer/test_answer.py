@@ -1123,6 +1123,12 @@ def test_chances_are_written_as_people_do(chance, said):
     assert _percent(chance) == said
 
 
+def test_a_small_chance_is_not_said_to_be_none():
+    """The model said a token of .45% with 0%, beside its .45%."""
+    found = replace(measured(), guess="space", chance=0.0045, other_guess="x", other_chance=0.0)
+    assert "says 'space' (0.45%), and in the other text 'x' (below 0.01%)" in found.summary()
+
+
 def test_one_unit_that_was_replaced_is_not_said_to_be_open():
     found = measured(texts=two_texts(3, changed=(1,)), spans=[(0, 3)])
     said = " ".join(found.describe_certainty())
