@@ -414,10 +414,18 @@ class Probe(ABC, Generic[ResultT]):
             InfoFlowError: if that had other settings.
         """
         settings = state.get("settings") if isinstance(state, Mapping) else type(state).__name__
-        if settings != self._settings():
+        own = self._settings()
+        if settings != own:
+            # of another run of one probe only what differs is named
+            if isinstance(settings, Mapping) and settings.get("probe") == own["probe"]:
+                names = [
+                    name for name in {**own, **settings} if settings.get(name) != own.get(name)
+                ]
+                settings, own = (
+                    {name: given.get(name) for name in names} for given in (settings, own)
+                )
             raise InfoFlowError(
-                f"cannot go on from a state of {settings} with {self._settings()}: "
-                "expected the same settings"
+                f"cannot go on from a state of {settings} with {own}: expected the same settings"
             )
         try:
             record = convert(state["record"], RunRecord | None, "record")
