@@ -32,6 +32,7 @@ Carried = Literal["scores", "pattern", "missing"]
 State = Literal["post_attention", "resid_post"]
 
 _SUMMED = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+_MIDDLE = "hook_resid_mid"
 _MASKED = -1e3  # no score of a model in use lies so low; every mask does, in every dtype
 
 
@@ -43,13 +44,19 @@ class HookSemantics:
         scores: for each layer what ``hook_attn_scores`` carries: the "scores" before the softmax;
             the "pattern" in their place, as many bridges do; or nothing, "missing".
         pattern: for each layer whether ``hook_pattern`` fires; it does not with fused attention.
-        adds: whether what leaves a block is the sum of what enters it and of its parts; not so in
-            BERT, whose norms stand behind the sums. None where a part does not fire.
+        layers_add: for each layer whether ``hook_attn_out`` is what is added to the state that
+            enters; not so in BERT, whose norms stand behind the sums: there it is the next state.
+            None where the hook points show neither, or do not fire.
     """
 
     scores: tuple[Carried, ...]
     pattern: tuple[bool, ...]
-    adds: bool | None
+    layers_add: tuple[bool | None, ...]
+
+    @property
+    def adds(self) -> bool:
+        """Say whether attention adds what its hook point shows, in every layer."""
+        return all(self.layers_add)
 
 
 def hook_semantics(model: nn.Module) -> HookSemantics:
@@ -62,7 +69,8 @@ def hook_semantics(model: nn.Module) -> HookSemantics:
         return _observe(model)
     points, names = hook_points(model), _attention_points(model)
     carried: list[Carried] = ["scores" if one in points else "missing" for one, _ in names]
-    return HookSemantics(tuple(carried), tuple(other in points for _, other in names), adds=True)
+    pattern = tuple(other in points for _, other in names)
+    return HookSemantics(tuple(carried), pattern, (True,) * len(names))
 
 
 def _attention_points(model: nn.Module) -> list[tuple[str, str]]:
@@ -104,21 +112,38 @@ def _known_keys(model: nn.Module) -> dict[int, tuple[Bool[Tensor, "query key"], 
 @cache_by_mode
 def _observe(model: nn.Module) -> HookSemantics:
     points, attention = hook_points(model), _attention_points(model)
-    parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
-    wanted = [name for pair in attention for name in pair if name in points] + parts
+    blocks = [[f"blocks.{i}.{part}" for part in (*_SUMMED, _MIDDLE)] for i in range(len(attention))]
+    wanted = [name for names in (*attention, *blocks) for name in names if name in points]
     # two sequences of a few tokens show what fires, and cost nothing beside a batch
     tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
     with eval_mode(model), without_user_hooks(model):
         caught = call(model, tokens, wanted, output=True).activations
     scores = tuple(_classify_scores(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)
-    adds = None
-    # whether what attention adds is what the state grows by, or stands behind a norm
-    if f"blocks.0.{_SUMMED[1]}" in parts and all(name in caught for name in parts):
-        *added, leaving = (caught[name].float() for name in parts)
-        gap = torch.stack(added).sum(dim=0) - leaving
-        adds = bool(gap.norm() <= 0.05 * leaving.norm())  # bfloat16 rounds every part
-    return HookSemantics(scores, pattern, adds)
+    return HookSemantics(scores, pattern, tuple(_adds(*map(caught.get, names)) for names in blocks))
+
+
+def _adds(
+    entering: Tensor | None,
+    attention: Tensor | None,
+    mlp: Tensor | None,
+    leaving: Tensor | None,
+    middle: Tensor | None,
+) -> bool | None:
+    """Say whether attention's output is added to the state, or is the state; None for neither."""
+    if entering is None or attention is None or mlp is None or leaving is None:
+        return None
+    sums = entering + attention, attention + mlp
+    if _same(sums[0] + mlp, leaving):
+        return True
+    # a factor, or another part, may follow the sums; what the norm of the MLP reads tells then
+    found = [middle is not None and _same(total, middle) for total in sums]
+    return found[0] if any(found) else None
+
+
+def _same(total: Tensor, state: Tensor) -> bool:
+    gap = (total - state).float()
+    return bool(gap.norm() <= 0.05 * state.float().norm())  # bfloat16 rounds every part
 
 
 def _classify_scores(scores: Tensor | None, pattern: Tensor | None) -> Carried:
@@ -221,17 +246,17 @@ def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
         InfoFlowError: if the model lacks a hook point, or has no residual stream.
     """
     known = hook_points(model)
-    middle = f"blocks.{layer}.hook_resid_mid"
+    middle = f"blocks.{layer}.{_MIDDLE}"
     if has_own_attention(model) and middle in known:
         return (middle,)
     attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
     # with a norm in between, attention's own output is the state
-    adds = hook_semantics(model).adds
+    adds = hook_semantics(model).layers_add[layer]
     if adds is None:
         raise InfoFlowError(
-            f"a hook point of {', '.join(_SUMMED)} did not fire in layer 0: expected a transformer "
-            "block that adds attention and MLP to a residual stream; this architecture cannot be "
-            "probed"
+            f"{', '.join(_SUMMED)} of layer {layer} do not all fire, or are no sum of what enters "
+            "it and of its parts: expected a transformer block that adds attention and MLP to a "
+            f"residual stream; {INSTEAD_OF_A_BRIDGE}"
         )
     return (hook_name(model, f"blocks.{layer}.hook_resid_pre"), attention) if adds else (attention,)
 

@@ -182,6 +182,39 @@ def test_the_post_attention_state_is_that_of_the_plain_model(architecture):
     torch.testing.assert_close(found, expected.view_as(found), atol=1e-5, rtol=1e-5)
 
 
+@needs_version_4
+def test_the_post_attention_state_is_found_in_every_layer(monkeypatch):
+    """Gemma 4 has a factor behind the sums of each block: it says nothing of the other blocks."""
+    settings = {"head_dim": 4, "global_head_dim": 4, "num_key_value_heads": 2, "sliding_window": 4,
+                "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+                "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    settings = {**zoo.ARCHITECTURES["llama"][2], **settings}
+    family = ("Gemma4TextConfig", "Gemma4ForCausalLM", settings)
+    monkeypatch.setitem(zoo.ARCHITECTURES, "gemma4", family)
+    model, plain, seen = zoo.bridge("gemma4"), zoo.build("gemma4"), []
+    ids = sequences()[0][None]
+    for inner in (model.original_model, plain):
+        inner.model.layers[0].layer_scalar.fill_(0.5)
+    for block in plain.model.layers:
+        norm = block.pre_feedforward_layernorm
+        norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    with torch.no_grad():
+        plain(ids)
+    for layer, expected in enumerate(seen):
+        points = post_attention_hooks(model, layer)
+        found = state_sum(call(model, ids, points).activations, points)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_that_shows_no_sum_is_refused_by_name():
+    """Its second layer multiplies what the MLP gives, behind the hook point."""
+    model = zoo.bridge("gptj")
+    model.blocks[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    assert post_attention_hooks(model, 0)
+    with pytest.raises(InfoFlowError, match=r"of layer 1 .* are no sum .* give the model that it"):
+        post_attention_hooks(model, 1)
+
+
 def test_recovery_reads_tokens_off_that_state(architecture):
     """Maps for every head, also of grouped queries, and better than nothing."""
     _, model, _ = architecture
