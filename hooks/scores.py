@@ -14,7 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Distinct
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.model.points import position_count
+from infoflow_lens.hooks.model.points import config_value, position_count
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import combined, concatenated, latest
@@ -141,7 +141,7 @@ class StateScoresProbe(Probe[ScoresT]):
                 f"positions are {list(self.positions)}, but the longest sequence has {n_pos} "
                 "positions: expected some of these; -1 is the last of each"
             )
-        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        n_ctx = config_value(model, "n_ctx")
         if n_ctx and self.positions and not all(-n_ctx <= p < n_ctx for p in self.positions):
             raise InfoFlowError(
                 f"positions are {list(self.positions)}: the model has at most {n_ctx} positions; "

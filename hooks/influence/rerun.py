@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import hook_name, reads_vectors, token_hook
+from infoflow_lens.hooks.model.points import config_value, hook_name, reads_vectors, token_hook
 from infoflow_lens.hooks.model.semantics import state_hooks, state_sum
 
 # numbers in the largest tensor of a pass: on a CPU, larger passes leave the caches and are slower
@@ -17,7 +17,7 @@ _ROOM_CPU, _ROOM_GPU = 2**21, 2**26
 
 def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.device) -> int:
     """Choose how many sequences of this length a pass has, by the size of its largest tensor."""
-    heads = getattr(getattr(model, "cfg", None), "n_heads", None) or 8
+    heads = config_value(model, "n_heads") or 8
     room = _ROOM_CPU if device.type == "cpu" else _ROOM_GPU
     return max(1, room // (n_pos * max(4 * d_model, int(heads) * n_pos)))
 

@@ -19,6 +19,7 @@ from infoflow_lens.hooks.model.inputs import Batch, example_input
 from infoflow_lens.hooks.model.points import (
     TOKENS,
     cache_by_mode,
+    config_value,
     hook_points,
     layer_of,
     reads_vectors,
@@ -167,7 +168,7 @@ def _layer_to_start(model: nn.Module, point: str, seen: Iterable[str]) -> int:
 def block_starts(model: nn.Module) -> BlockStarts:
     """Find how the blocks of an opened model give their states, by one short pass."""
     starts = BlockStarts.find(model)
-    if (getattr(model.cfg, "d_vocab", None) or 0) < 1:  # no token ids to try it with
+    if (config_value(model, "d_vocab") or 0) < 1:  # no token ids to try it with
         starts.blocks = []
     if starts.blocks:
         some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
@@ -183,7 +184,7 @@ def can_start(model: nn.Module) -> bool:
     Bridges cannot, and shortformer adds positions aside of the residual stream in every layer. Of
     opened models :func:`block_starts` says so.
     """
-    kind = getattr(getattr(model, "cfg", None), "positional_embedding_type", None)
+    kind = config_value(model, "positional_embedding_type")
     return starts_at_layers(model) and kind != "shortformer"
 
 
@@ -192,8 +193,7 @@ def gives_logits(model: nn.Module) -> bool:
     """Say whether outputs are logits, of tokens or classes; sentence encoders give states."""
     if reads_vectors(model):
         return False
-    cfg = getattr(model, "cfg", None)
-    width, n_vocab = getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None)
+    width, n_vocab = config_value(model, "d_model"), config_value(model, "d_vocab")
     some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
     with mark_own_call(), eval_mode(model), without_user_hooks(model):
         output = output_of(model, some.to(next(model.parameters()).device))

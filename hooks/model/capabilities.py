@@ -212,7 +212,6 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     Raises:
         InfoFlowError: if it is no TransformerLens model, or the input is none for it.
     """
-    layer_count(model)
     if example_input is None:
         example_input = inputs_of_examples(model)
     elif not isinstance(example_input, Tensor):

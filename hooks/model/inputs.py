@@ -25,7 +25,6 @@ from infoflow_lens.hooks.model.points import (
     check_inputs,
     has_own_attention,
     is_causal,
-    layer_count,
     reads_vectors,
     starts_at_layers,
     takes_model,
@@ -395,7 +394,6 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
     Returns:
         Token ids [n_sequences, pos] or vector tokens [n_sequences, pos, d_token].
     """
-    layer_count(model)
     generator = torch.Generator().manual_seed(seed)
     first = next(model.parameters())
     if reads_vectors(model):

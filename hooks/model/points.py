@@ -43,18 +43,20 @@ def takes_model(function: FunctionT) -> FunctionT:
 
 
 def ensure_hook_points(model: Any) -> Any:
-    """Return a model with hook points: what was given, or holds one, or is opened; else the thing.
+    """Return a model with hook points: what was given, or holds one, or is opened.
 
     Raises:
-        InfoFlowError: for a module that cannot be opened.
+        InfoFlowError: for what is no model, for a module that cannot be opened, and as
+            :func:`layer_count`.
     """
     if not isinstance(model, nn.Module):
         held = (getattr(model, name, None) for name in ("model", "_module", "_model"))
         model = next((module for module in held if isinstance(module, nn.Module)), model)
-    if not isinstance(model, nn.Module) or hook_points(model) or is_compiled(model):
-        return model
-    # by name: it alone of what probes need imports TransformerLens
-    return importlib.import_module("infoflow_lens.models.named").open_model(model)
+    if isinstance(model, nn.Module) and not hook_points(model) and not is_compiled(model):
+        # by name: it alone of what probes need imports TransformerLens
+        model = importlib.import_module("infoflow_lens.models.named").open_model(model)
+    layer_count(model)  # what is behind this door need not ask whether it is a model
+    return model
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -62,9 +64,14 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def config_value(model: nn.Module, name: str) -> Any:
+    """Return what the config of a model with hook points says; None where it does not."""
+    return getattr(getattr(model, "cfg", None), name, None)
+
+
 def is_causal(model: nn.Module) -> bool:
     """Say whether a model sees the tokens up to a position alone; so far as is known, it does."""
-    return getattr(getattr(model, "cfg", None), "attention_dir", "causal") != "bidirectional"
+    return bool(config_value(model, "attention_dir") != "bidirectional")
 
 
 def layer_count(model: nn.Module) -> int:
@@ -110,10 +117,8 @@ def check_one_device(model: nn.Module) -> None:
     """Refuse a model whose weights lie on several devices.
 
     Raises:
-        InfoFlowError: with the devices, and for what is no model, such as a name.
+        InfoFlowError: with the devices.
     """
-    if not isinstance(model, nn.Module):
-        layer_count(model)
     devices = devices_of(model)
     if len(devices) > 1:
         raise InfoFlowError(
@@ -327,7 +332,7 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
         )
     else:
         refresh(model)  # its embeddings may have another size by now
-        vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        vocabulary = config_value(model, "d_vocab")
         if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
             remedy = (
                 "replace labels such as -100"
@@ -339,7 +344,7 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
                 f"{name} has token ids from {int(inputs.min())} to {int(inputs.max())}: expected 0 "
                 f"to d_vocab - 1 ({(vocabulary or 0) - 1}); {remedy}"
             )
-        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        n_ctx = config_value(model, "n_ctx")
         if n_ctx is not None and inputs.shape[1] > n_ctx:
             raise InfoFlowError(
                 f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "

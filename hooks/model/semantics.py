@@ -1,6 +1,6 @@
 """What a model's hook points carry and which keys its queries see, found once by running it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +19,11 @@ from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
     cache_by_mode,
+    config_value,
     has_own_attention,
     hook_name,
     hook_points,
     layer_count,
-    pattern_hook,
-    scores_hook,
 )
 from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap, suspend_compiler
 
@@ -95,7 +94,7 @@ def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"],
         return None
     known, length = _known_keys(model), n_pos
     if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
-        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        n_ctx = config_value(model, "n_ctx")
         length = 1 << max(0, n_pos - 1).bit_length()
         length = max(n_pos, min(length, n_ctx or length))
     if length not in known:
@@ -217,21 +216,21 @@ def find_keys_in_use(
     return highest > torch.where(least < _MASKED, least / 2, -torch.inf)
 
 
-def attention_hook(model: nn.Module, layer: int) -> str:
-    """The hook point that the ranks of a layer's keys are read from: its scores, or its pattern.
+def attention_hooks(model: nn.Module, layers: Sequence[int]) -> list[str]:
+    """The hook points that ranks of keys are read from: of each layer its scores, or its pattern.
 
     Raises:
-        InfoFlowError: if it shows neither.
+        InfoFlowError: if a layer shows neither.
     """
-    found = hook_semantics(model)
-    if found.scores[layer] == "scores":
-        return scores_hook(model, layer)
-    if not found.pattern[layer]:
-        raise InfoFlowError(
-            f"neither hook_attn_scores nor hook_pattern fires in layer {layer}: expected a model "
-            "that shows its attention; load it with eager attention (attn_implementation='eager')"
-        )
-    return pattern_hook(model, layer)
+    found, names = hook_semantics(model), _attention_points(model)
+    for layer in layers:
+        if found.scores[layer] != "scores" and not found.pattern[layer]:
+            raise InfoFlowError(
+                f"neither hook_attn_scores nor hook_pattern fires in layer {layer}: expected a "
+                "model that shows its attention; load it with eager attention "
+                "(attn_implementation='eager')"
+            )
+    return [names[layer][found.scores[layer] != "scores"] for layer in layers]
 
 
 def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:

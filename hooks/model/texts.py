@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import quote
 from infoflow_lens.foundation.errors import InfoFlowError, panics_as_errors
+from infoflow_lens.hooks.model.points import config_value
 
 _LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
 _TRIED = 256  # characters, by which the model's own rules are tried
@@ -48,7 +49,7 @@ def tokenize(
             raise InfoFlowError(f"{name}[{index}] is {text!r}: expected a text that is not empty")
         _check_is_unicode(text, name, index)
     # one token more than the model takes, so that a text that is too long is refused
-    kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
+    kept = max_length or int(config_value(model, "n_ctx") or 2**20) + 1
     length = max(_LONG_TEXT, 16 * kept)
     rows: list[Tensor] = []
     for some in group_by_size(texts):

@@ -16,7 +16,7 @@ from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import catching, is_own_call
 from infoflow_lens.hooks.model.inputs import call_columns, call_inputs
-from infoflow_lens.hooks.model.points import ensure_hook_points, layer_count
+from infoflow_lens.hooks.model.points import ensure_hook_points
 from infoflow_lens.hooks.passes.run import prepare
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Mode, Probe, Split
@@ -115,8 +115,6 @@ def attach(
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
     split = Split(eval_every, first=first_index, step=index_step)
     named = ensure_hook_points(model)  # what hook points are on
-    # refused here, before any pass, for a model that probes cannot read
-    layer_count(named)
     weights = WeightState(named)
     session = Session(probes, split, prepare(named, probes, weights), weights)
     with one_thread(named):

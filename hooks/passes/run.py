@@ -21,7 +21,7 @@ from infoflow_lens.hooks.model.inputs import (
     check_mask,
     read_inputs,
 )
-from infoflow_lens.hooks.model.points import check_one_device, key_count, layer_count, takes_model
+from infoflow_lens.hooks.model.points import check_one_device, key_count, takes_model
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.scores import StateScoresProbe
@@ -91,10 +91,8 @@ def prepare(model: nn.Module, probes: Sequence[Probe[Any]], weights: WeightState
     """Prepare probes for passes of `model`, and return what they need together.
 
     Raises:
-        InfoFlowError: if the model is no TransformerLens model, lies on several devices, or lacks
-            what a probe needs.
+        InfoFlowError: if the model lies on several devices, or lacks what a probe needs.
     """
-    layer_count(model)
     check_probes(probes)
     check_one_device(model)
     fingerprint = model_fingerprint(model, weights)
@@ -227,7 +225,6 @@ def run_probes(
         InfoFlowError: for bad inputs or a model that lacks what a probe needs, before the first
             pass; for NaN in activations, and for too little memory even for half a batch.
     """
-    layer_count(model)  # is it a model at all?
     check_probes(probes)
     split = Split(eval_every, first=first_index, step=index_step)
     read = read_inputs(

@@ -21,7 +21,7 @@ from infoflow_lens.hooks.model.points import (
     token_hook,
 )
 from infoflow_lens.hooks.model.semantics import (
-    attention_hook,
+    attention_hooks,
     find_keys_in_use,
     hook_semantics,
     state_hooks,
@@ -71,9 +71,10 @@ class Needs:
         Raises:
             InfoFlowError: if the model lacks a hook point.
         """
-        names = [token_hook(model)] if tokens else []
-        for layer in range(layer_count(model)):
-            names += [attention_hook(model, layer)] if scores or ranks else []
+        names, layers = [token_hook(model)] if tokens else [], range(layer_count(model))
+        attention = attention_hooks(model, layers) if scores or ranks else []
+        for layer in layers:
+            names += attention[layer : layer + 1]
             names += [pattern_hook(model, layer)] if pattern else []
             for state in states:
                 names += _state_points(model, layer, state)
@@ -390,7 +391,8 @@ class Pass:
 
     def _shows_weights(self, layer: int) -> bool:
         """Say whether the pattern stands in the place of scores; keys of weight 0 are closed."""
-        return hook_semantics(self.model).scores[layer] != "scores"
+        shown = self._cache("shown", lambda: hook_semantics(self.model).scores)
+        return bool(shown[layer] != "scores")
 
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
         if self._shows_weights(layer):

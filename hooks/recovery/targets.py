@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Index, check
-from infoflow_lens.hooks.model.points import hook_name, reads_vectors
+from infoflow_lens.hooks.model.points import config_value, hook_name, reads_vectors
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import describe_setting
 
@@ -86,7 +86,7 @@ class TargetOfMaps:
         Raises:
             InfoFlowError: if nobody stated it and the model's is large or unknown.
         """
-        size = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        size = config_value(model, "d_vocab")
         if self.vocabulary is not None:
             if size is not None and max(self.vocabulary) >= size:
                 raise InfoFlowError(

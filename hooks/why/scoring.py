@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
-from infoflow_lens.hooks.model.semantics import attention_hook, hook_semantics
+from infoflow_lens.hooks.model.semantics import attention_hooks, hook_semantics
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.shares.norms import HeldNorms
 from infoflow_lens.hooks.shares.writers import Writers, differentiate
@@ -146,7 +146,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
     sides = [
         name for layer in layers for side in ("q", "k") for name in _points(model, layer, side)
     ]
-    scores = [attention_hook(model, layer) for layer in layers]
+    scores = attention_hooks(model, layers)
     activations: dict[str, Tensor] = {}
 
     def keeper(name: str) -> HookFunction:

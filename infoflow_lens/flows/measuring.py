@@ -14,7 +14,7 @@ from infoflow_lens.hooks import JacobianInfluence, ResampleInfluence, run_probes
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.hooks.model.points import layer_count, reads_vectors
+from infoflow_lens.hooks.model.points import config_value, layer_count, reads_vectors
 
 _FEW_SECONDS = 2e11  # multiplications of all passes, up to which influence is exact [chosen]
 _TWO_SECONDS = 6e10  # the same for positions that were not asked for [chosen]
@@ -70,7 +70,7 @@ def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], m
     anatomy = getattr(model, "anatomy", None)
     blocks: Any = model.blocks if anatomy is None else [block.module for block in anatomy.blocks]
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-    work = weights * sum(_passes(model, probe, len(row), _width(model)) * len(row) for row in rows)
+    work = weights * sum(_passes(model, probe, len(row)) * len(row) for row in rows)
     return 0 < work <= most
 
 
@@ -95,16 +95,12 @@ def probe_elsewhere(
     return next((each for each in choices if _is_cheap(model, each, rows, _TWO_SECONDS)), None)
 
 
-def _width(model: nn.Module) -> int:
-    return int(getattr(getattr(model, "cfg", None), "d_model", None) or 0)
-
-
-def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) -> float:
+def _passes(model: nn.Module, probe: StateInfluence, n_source: int) -> float:
     """About how many forward passes of a sequence the influence on its asked states costs."""
     if isinstance(probe, ResampleInfluence):
         return n_source * len(probe.donors)
     assert isinstance(probe, JacobianInfluence)
-    layers = probe.layers or ()
+    layers, width = probe.layers or (), int(config_value(model, "d_model") or 0)
     n_asked = n_source if probe.positions is None else len(probe.positions)
     directions = width if probe.estimate is None else min(probe.estimate, width)
     reverse = directions * n_asked * sum(layer + 1 for layer in layers) / layer_count(model)
@@ -203,9 +199,8 @@ def run_with_bar(
     measure = probes[-1]
     if not isinstance(measure, StateInfluence):
         return run_probes(model, inputs, probes, batch_size=1, progress=False)
-    width = _width(model)
     # passes differ in length from text to text, so the bar counts work
-    costs = [_passes(model, measure, len(row), width) for row in inputs.rows]
+    costs = [_passes(model, measure, len(row)) for row in inputs.rows]
     total, seen, advanced = max(1, round(sum(costs))), 0.0, 0
     with progress_bar("passes for influence", total, progress) as advance:
 

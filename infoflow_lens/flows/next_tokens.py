@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.hooks.model.points import reads_vectors
+from infoflow_lens.hooks.model.points import config_value, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.passes.run import run
 
@@ -105,7 +105,7 @@ def _chances(
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
         return None
-    if logits.shape[2] != getattr(getattr(model, "cfg", None), "d_vocab", None):
+    if logits.shape[2] != config_value(model, "d_vocab"):
         return None
     return logits.float().softmax(dim=-1)
 

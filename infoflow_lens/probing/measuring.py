@@ -9,7 +9,6 @@ from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.interrupts import defer_interrupts
-from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result, inspect_model
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.passes.run import check_extent
@@ -192,7 +191,6 @@ def _measure_in_workers(
     rows = context.batches.sequences()
     if not isinstance(rows, StoredSequences):
         return
-    fingerprint = model_fingerprint(context.model)
     groups = list(_divide(parts, context))
 
     def needs(some: Mapping[str, Part]) -> set[str]:
@@ -217,8 +215,8 @@ def _measure_in_workers(
                 continue
             say(", ".join(some))
             every = {**finished, **some} if needs(some) else some
-            task = _PartsTask(folder.path, every, rows, context.config, fingerprint, n_processes)
-            yield Unit(", ".join(some), task)
+            about = context.config, context.fingerprint, n_processes
+            yield Unit(", ".join(some), _PartsTask(folder.path, every, rows, *about))
 
     with (
         defer_interrupts() as stop_if_asked,
@@ -251,20 +249,14 @@ def _measure_in_worker(task: _PartsTask) -> Mapping[str, Part]:
     Raises:
         InfoFlowError: for a model whose weights have changed since the run began, and as parts do.
     """
-    loaded, config = load_in_worker(task.config), task.config
-    found = model_fingerprint(loaded.model)
-    if found != task.fingerprint:
-        raise InfoFlowError(
-            f"the run began on model {task.fingerprint}, and {config.model} is now {found} (other "
-            "weights): expected the same; leave its files as they are while a run goes on"
-        )
+    config, fingerprint = task.config, task.fingerprint
+    model = load_in_worker(config, fingerprint).model
     folder = RunFolder(task.out)
     with let_own(folder):
-        batches = Batches(loaded.model, task.rows, name=config.data)
-        capabilities = inspect_model(loaded.model, task.rows[0][None])
-        context = RunContext(
-            config, loaded.model, capabilities, batches, False, n_processes=task.n_processes
-        )
+        batches = Batches(model, task.rows, name=config.data)
+        found = inspect_model(model, task.rows[0][None])
+        n = task.n_processes
+        context = RunContext(config, model, found, fingerprint, batches, False, n_processes=n)
         measure_parts(folder, task.parts, context, lambda line: None)
     return task.parts
 

@@ -18,7 +18,7 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE
+from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE, config_value
 from infoflow_lens.probing import registry
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -36,6 +36,7 @@ class RunContext:
         config: the settings of the run.
         model: the loaded model.
         capabilities: what can be measured on the model, layer by layer.
+        fingerprint: of the model's weights.
         batches: all sequences.
         progress: whether to show bars.
         executor: where probes run that can be spread over processes.
@@ -46,6 +47,7 @@ class RunContext:
     config: ProbingConfig
     model: nn.Module
     capabilities: ModelCapabilities
+    fingerprint: str
     batches: Batches
     progress: bool
     executor: Executor = field(default_factory=Executor)
@@ -77,7 +79,7 @@ class RunContext:
     @property
     def width(self) -> int:
         """d_model; 0 where the config does not say."""
-        return int(getattr(getattr(self.model, "cfg", None), "d_model", None) or 0)
+        return int(config_value(self.model, "d_model") or 0)
 
 
 class Part:

@@ -132,14 +132,15 @@ def run_probing(
         # refused before the folder is claimed, so that other settings may be tried in it
         batches = Batches(model, stored.sequences, name=config.data)
         identity = model_identity(model, batches)
+        weights = identity["model"]
         record = RunRecord(
             config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
             seed=config.seed,
-            model_fingerprint=identity["model"],
+            model_fingerprint=weights,
             configuration_fingerprint=configuration,
             weight_processing=capabilities.normalization,
         )
-        context = RunContext(config, model, capabilities, batches, progress, executor)
+        context = RunContext(config, model, capabilities, weights, batches, progress, executor)
         ready(context)
         parts = parts_with_enough_data(parts, context, say, if_possible)
         code = code_of_own(parts, context)

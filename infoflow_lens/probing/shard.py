@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import digest_of, make_temporary_folder
 from infoflow_lens.foundation.progress import hide_library_bars
+from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
@@ -199,7 +201,7 @@ def measure_in_worker(task: StretchTask) -> MeasuredStretch:
 
 def _measure_into(folder: Path, task: StretchTask) -> None:
     config, growing = task.config, task.space.on_disk
-    loaded = load_in_worker(config)
+    loaded = load_in_worker(config, task.fingerprint)
     rows = task.rows.unpack() if isinstance(task.rows, PackedSequences) else task.rows
     batches, n, check_space = Batches(loaded.model, rows), config.shard, task.space.check
     manifests: dict[str, list[Any]] = {name: [] for name in growing}
@@ -210,7 +212,6 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
         after_batch = partial(check_space, probes)
         measure(loaded.model, part, probes, index, task.extent, config, after_batch)
         for name, probe in probes.items():
-            probe.check_model(task.fingerprint)
             if name not in growing:
                 task.so_far[name].merge(probe)
         for name, of_shard in write_growing(probes, growing, index, folder).items():
@@ -218,9 +219,21 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
     write_state(folder / SUMS, {"told": manifests, "sums": states_of(task.so_far)}, {})
 
 
-def load_in_worker(config: ProbingConfig) -> LoadedModel:
-    """Load the model of a run, once in a process."""
-    return _load_model(config.model, choose_device(config.device), config.dtype, config.backend)
+def load_in_worker(config: ProbingConfig, fingerprint: str) -> LoadedModel:
+    """Load the model of a run, once in a process.
+
+    Raises:
+        InfoFlowError: for a model whose weights have changed since the run began.
+    """
+    device = choose_device(config.device)
+    loaded = _load_model(config.model, device, config.dtype, config.backend)
+    found = model_fingerprint(loaded.model)
+    if found != fingerprint:
+        raise InfoFlowError(
+            f"the run began on model {fingerprint}, and {config.model} is now {found} (other "
+            "weights): expected the same; leave its files as they are while a run goes on"
+        )
+    return loaded
 
 
 @lru_cache(maxsize=1)

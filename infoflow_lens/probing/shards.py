@@ -20,7 +20,6 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.interrupts import defer_interrupts
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import read_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches
@@ -380,7 +379,6 @@ def _run_in_workers(
     """Measure what is left in workers."""
     config, executor = context.config, context.executor
     here = executor.scheduler is None
-    fingerprint = model_fingerprint(context.model)
     scratch = gathered.folder.scratch.absolute() / uuid.uuid4().hex
     scratch.mkdir()
 
@@ -398,7 +396,7 @@ def _run_in_workers(
                 begun=begun,
                 so_far=so_far,
                 config=config,
-                fingerprint=fingerprint,
+                fingerprint=context.fingerprint,
                 space=SpaceCheck(n_left, config.shard, gathered.growing, scratch, n_processes),
                 scratch=scratch,
             )

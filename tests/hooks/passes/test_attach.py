@@ -35,7 +35,7 @@ from infoflow_lens.hooks import (
     measure_why,
     probe_cache,
 )
-from infoflow_lens.hooks.model.semantics import attention_hook
+from infoflow_lens.hooks.model.semantics import attention_hooks
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model, build_token_model
@@ -626,7 +626,7 @@ def test_a_cache_that_one_has_gives_the_same(case):
 
 def test_a_cache_that_lacks_something_is_refused(token_model, token_inputs):
     _, cache = token_model.run_with_cache(token_inputs, names_filter="blocks.0.hook_resid_pre")
-    missing = ", ".join(attention_hook(token_model, layer) for layer in (0, 1))
+    missing = ", ".join(attention_hooks(token_model, (0, 1)))
     with pytest.raises(InfoFlowError, match=f"lacks {missing}, which PositionsProbe read"):
         probe_cache(token_model, cache, [PositionsProbe()])
     _, cache = token_model.run_with_cache(token_inputs[:1], remove_batch_dim=True)

@@ -8,7 +8,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 
 from infoflow_lens import InfoFlowError, InfoFlowWarning, RecoveryProbe, attach, run_probes
 from infoflow_lens.hooks import PositionsProbe, RecoveryResult
-from infoflow_lens.hooks.model.semantics import attention_hook
+from infoflow_lens.hooks.model.semantics import attention_hooks
 from infoflow_lens.hooks.recovery.targets import random_keys, sketch_matrix
 from tests.conftest import D_TOKEN, HEADS, N_TOKENS, make_token_model
 from tests.versions import for_each
@@ -191,7 +191,7 @@ def test_a_target_that_never_changes_has_no_variance_to_explain(size):
         shown[..., 0] = 100.0
         return shown
 
-    hooks = [(attention_hook(model, layer), look_at_the_first) for layer in (0, 1)]
+    hooks = [(name, look_at_the_first) for name in attention_hooks(model, (0, 1))]
     with model.hooks(fwd_hooks=hooks):
         (result,) = run_probes(model, x, [RecoveryProbe()], batch_size=size, progress=False)
     assert all(fvu.isnan().all() for fvu in result.fvu)
