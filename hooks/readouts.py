@@ -109,8 +109,8 @@ class LogitDifference(Readout):
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""
         logits = _take_position(logits_of(output), self.position)
-        against = logits if self.against is None else _take_ids(logits, self.against)
-        return _take_ids(logits, self.answer).mean(-1) - against.mean(-1)
+        against = logits if self.against is None else take_ids(logits, self.against)
+        return take_ids(logits, self.answer).mean(-1) - against.mean(-1)
 
     def __str__(self) -> str:
         if self.words:
@@ -146,7 +146,7 @@ class LogProbability(Readout):
         """Read the logarithm, in float32 or more."""
         logits = _take_position(logits_of(output), self.position)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        return _take_ids(wide, self.answer).logsumexp(-1)
+        return take_ids(wide, self.answer).logsumexp(-1)
 
     def __str__(self) -> str:
         return f"log-probability of {self.answer!r}"
@@ -339,7 +339,7 @@ def _check_logits(model: nn.Module, readout: Readout) -> None:
         )
 
 
-def _take_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Tensor, "batch id"]:
+def take_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Tensor, "batch id"]:
     """Read the numbers of some ids.
 
     Raises:

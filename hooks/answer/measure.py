@@ -34,7 +34,7 @@ from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import check_one_device
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
-from infoflow_lens.hooks.readouts import LogitDifference, Readout, name_choice
+from infoflow_lens.hooks.readouts import LogitDifference, Readout, name_choice, take_ids
 from infoflow_lens.hooks.shares.measure import measure_shares
 
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
@@ -309,14 +309,11 @@ def _answer_chances(
     readout = question.readout
     if not isinstance(readout, LogitDifference) or readout.against is None:
         return (), torch.zeros(2, 0, dtype=torch.float64)
-    sides = [
-        [side] if isinstance(side, int) else side for side in (readout.answer, readout.against)
-    ]
-    rows = []
+    rows, sides = [], (readout.answer, readout.against)
     for run in (question.clean, question.other):
         row = run.logits[readout.position] if run.logits.ndim == 2 else run.logits
-        chances = row.double().softmax(-1)
-        rows.append([float(chances[list(ids)].sum()) for ids in sides])
+        chances = row.double().softmax(-1)[None]
+        rows.append([float(take_ids(chances, ids).sum()) for ids in sides])
     return readout.name_sides(question.model), torch.tensor(rows, dtype=torch.float64)
 
 

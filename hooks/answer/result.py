@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.display import strip_word
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.answer.paths import TARGET
@@ -366,7 +367,7 @@ class AnswerNumbers(Result):
     def _span(self, number: int) -> str:
         """Name a unit of tokens by its words and where it begins."""
         word = self.unit_names[number]
-        return f"{word.strip() or word}@{int(self.spans[number, 0])}"
+        return f"{strip_word(word)}@{int(self.spans[number, 0])}"
 
     def _unit(self, position: int) -> str:
         """Name what a position is in: a unit of several tokens, or its token."""
@@ -449,7 +450,7 @@ class AnswerNumbers(Result):
         """Say which words matter most, and what becomes of the score by others in their place."""
         other, changed = (self.value + self.token_other).tolist(), set(self.changed)
         swapped = [
-            f"to {other[i]:+.2f} with {word.strip() or word} in the place of {self._span(i)} alone"
+            f"to {other[i]:+.2f} with {strip_word(word)} in the place of {self._span(i)} alone"
             for i, word in enumerate(self.other_span_words)
             if not changed.isdisjoint(range(*self.spans[i].tolist()))
         ]

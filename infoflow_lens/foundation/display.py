@@ -75,6 +75,11 @@ def printable(text: str) -> str:
     )
 
 
+def strip_word(word: str) -> str:
+    """Return a word without the blanks around it; one that is all blanks stays."""
+    return word.strip() or word
+
+
 def begin_sentence(text: str) -> str:
     """Return a text with a capital at its beginning; all other letters stay."""
     return text[:1].upper() + text[1:]

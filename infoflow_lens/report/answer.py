@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from infoflow_lens.foundation.display import strip_word
 from infoflow_lens.hooks.answer.result import AnswerNumbers
 from infoflow_lens.report.assets import add_policy
 from infoflow_lens.report.charts import Table, render_chart
@@ -155,7 +156,7 @@ def _tokens(answer: AnswerNumbers) -> list[_Word]:
     for i in sorted(range(len(sizes)), key=lambda i: (not otherwise[i], -sizes[i])):
         effects = answer.replacement_effects[i].tolist()
         others = [
-            (word.strip() or word, answer.value + effect)
+            (strip_word(word), answer.value + effect)
             for word, effect in zip(answer.replacements[i], effects)  # NaN behind the last
         ]
         if not others:
@@ -163,7 +164,7 @@ def _tokens(answer: AnswerNumbers) -> list[_Word]:
         word, other = answer.span_words[i], answer.other_span_words[i]
         rows.append(
             _Word(
-                word.strip() or word,
+                strip_word(word),
                 int(answer.spans[i, 0]),
                 others,
                 answer.value + float(mean[i]),

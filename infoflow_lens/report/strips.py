@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from markupsafe import Markup, escape
 
+from infoflow_lens.foundation.display import strip_word
 from infoflow_lens.hooks.answer.result import KINDS, AnswerNumbers, describe_kind
 
 _LEFT, _TOP, _ROW, _NARROW, _LETTER = 74, 26, 24, 30, 7.2
@@ -62,7 +63,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
         bold = ' font-weight="700"' if unit in changed else ""
         parts.append(
             f'<text class="tick"{bold} x="{middle[unit]:.1f}" y="16" text-anchor="middle">'
-            f"{escape(word.strip() or word)}</text>"
+            f"{escape(strip_word(word))}</text>"
         )
     # a row for each layer, a cell for each word
     for row, (layer, shares) in enumerate(zip(layers, strips, strict=True)):
