@@ -16,7 +16,7 @@ _EXAMPLES = 3
 _COLUMNS = {
     "layer": "layers count from 0",
     "head": "heads count from 0",
-    "label": "what describes the head on these texts, or idle",
+    "label": "what describes the head on these texts; idle ones together do nothing",
     "fixed": "share of its worth that is lost with its mean pattern, by position or by distance",
     "max": "the same with all weight on the largest key, the first position's apart",
     "worth": "what the output loses when the head writes its mean alone",
@@ -67,7 +67,8 @@ def heads_table(result: Findings) -> Table | None:
     for head in per_head(result).to_dict("records"):
         label = None
         if result.labels is not None:
-            label = result.labels.mechanisms[head["layer"]][head["head"]]
+            label = result.labels.label_of(head["layer"], head["head"])
+            label += ", idle" * bool(head["idle"])
         control = math.nan
         if recovery is not None and recovery.control_fvu:
             control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())

@@ -14,7 +14,7 @@ from infoflow_lens.theory.rules import MaxPosition, Rule
 RULES = {
     "max_position": "each head passes on the token of its largest score",
     "top_k": "each head passes on its k largest scores",
-    "mechanisms": "each head passes on what its mechanism does",
+    "mechanisms": "each head passes on what describes it",
 }
 ALL_KEYS = "all keys"
 
