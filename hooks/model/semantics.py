@@ -130,10 +130,10 @@ def _adds(
     middle: Tensor | None,
 ) -> bool | None:
     """Say whether attention's output is added to the state, or is the state; None for neither."""
-    if entering is None or attention is None or mlp is None or leaving is None:
+    if entering is None or attention is None or leaving is None:
         return None
-    sums = entering + attention, attention + mlp
-    if _same(sums[0] + mlp, leaving):
+    sums = entering + attention, attention if mlp is None else attention + mlp
+    if _same(sums[0] if mlp is None else sums[0] + mlp, leaving):
         return True
     # a factor, or another part, may follow the sums; what the norm of the MLP reads tells then
     found = [middle is not None and _same(total, middle) for total in sums]

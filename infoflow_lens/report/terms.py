@@ -11,7 +11,7 @@ TERMS = {
     "influence": "how much a state moves when an input token does",
     "influence inside": "share of the influence of other tokens that lies in the predicted set",
     "AUROC": "does influence rank predicted tokens above the others? .5 is chance",
-    "label": "the ideal patterns that may replace a head's own: fixed, the largest key, several keys",
+    "label": "which ideal pattern describes a head: fixed, the largest key, several keys",
     "worth": "what the output loses when a head writes its mean alone",
     "recovery": "can a linear map read the attended token off the state?",
     "control": "the same map for a token that the head does not attend to",
