@@ -294,7 +294,7 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
     if dtype is not None:
         model.to(dtype)
     model.eval()
-    return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
+    return _describe(model, "checkpoint", str(folder))
 
 
 def _from_gguf(path: Path, place: Place) -> LoadedModel:
@@ -315,7 +315,7 @@ def _from_gguf(path: Path, place: Place) -> LoadedModel:
         check_sizes(path, config, Stored.read_gguf(path))
         alone, _ = transformers_model(folder, config, place, gguf_file=path.name)
         opened = open_model(alone, load_tokenizer(folder, gguf_file=path.name))
-    return LoadedModel(opened, opened.tokenizer, "file", _description(opened, str(path)))
+    return _describe(opened, "file", str(path))
 
 
 def _load_gpt2(folder: Path, place: Place) -> LoadedModel:
@@ -354,7 +354,7 @@ def _load_gpt2(folder: Path, place: Place) -> LoadedModel:
             fold_value_biases=False,
         )  # fmt: skip
         model.to(place.device)
-    return _wrap_model(model, name)
+    return _describe(model.eval(), "name", name)
 
 
 def _load_name(name: str, place: Place, hooked: bool) -> LoadedModel:
@@ -428,7 +428,7 @@ def _load_by_transformer_lens(name: str, place: Place) -> LoadedModel:
             )
     if words is not None:
         model.tokenizer = None
-    return _wrap_model(model, name)
+    return _describe(model.eval(), "name", name)
 
 
 def _no_words(folder: Path) -> Any:
@@ -448,7 +448,7 @@ def _load_old_format(name: str, place: Place) -> LoadedModel:
     with without_trace(), _naming_model(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=place.device, dtype=place.dtype)
-    return _wrap_model(model, name)
+    return _describe(model.eval(), "name", name)
 
 
 def _download_revision(name: str) -> str:
@@ -493,8 +493,7 @@ def _open(
             check_sizes(Path(name), config, stored)
         alone, note = transformers_model(name, config, place)
         opened = open_model(alone, load_tokenizer(name))
-    description = ", ".join([_description(opened, known_as or name), *filter(None, [note])])
-    return LoadedModel(opened, opened.tokenizer, source, description)
+    return _describe(opened, source, known_as or name, note)
 
 
 def _open_adapter(folder: Path, place: Place) -> LoadedModel:
@@ -515,8 +514,7 @@ def _open_adapter(folder: Path, place: Place) -> LoadedModel:
     with without_trace(), _naming_model(str(folder)):
         model = add_adapter(found.model.original_model, folder, place.device)
         opened = open_model(model, load_tokenizer(str(folder)) or found.tokenizer)
-    description = f"{_description(opened, str(folder))}, an adapter on {str(base)!r}"
-    return LoadedModel(opened, opened.tokenizer, "folder", description)
+    return _describe(opened, "folder", str(folder), f"an adapter on {str(base)!r}")
 
 
 def _take_model(
@@ -561,22 +559,15 @@ def _take_model(
                 f"a tokenizer is given beside a {kind}: expected none, as a model of "
                 "TransformerLens has its own; set it there, model.tokenizer = ..."
             )
-        return loaded or LoadedModel(
-            model, getattr(model, "tokenizer", None), "memory", _description(model, "in memory")
-        )
+        return loaded or _describe(model, "memory", "in memory")
     name = getattr(model, "name_or_path", None)
     tokenizer = load_tokenizer(name) if tokenizer is None and isinstance(name, str) else tokenizer
-    opened = open_model(model, tokenizer)
-    return LoadedModel(opened, tokenizer, "memory", _description(opened, name or kind))
+    return _describe(open_model(model, tokenizer), "memory", name or kind)
 
 
-def _wrap_model(model: Any, name: str) -> LoadedModel:
-    """Put a model of TransformerLens in evaluation mode, and describe it."""
-    model.eval()
-    return LoadedModel(model, model.tokenizer, "name", _description(model, name))
-
-
-def _description(model: Any, name: str) -> str:
+def _describe(model: Any, source: Source, name: str, note: str = "") -> LoadedModel:
+    """Describe a model, by its name and with a note behind all else."""
+    tokenizer = getattr(model, "tokenizer", None)
     weight = next(model.parameters())
     kind = type(model.original_model if isinstance(model, NamedModel) else model)
     words = [
@@ -587,8 +578,10 @@ def _description(model: Any, name: str) -> str:
         str(weight.device),
     ]
     if getattr(model, "reads_vectors", False):
-        return ", ".join([*words, "over vector tokens"])
-    return ", ".join(words if model.tokenizer is not None else [*words, "no tokenizer"])
+        words.append("over vector tokens")
+    elif tokenizer is None:
+        words.append("no tokenizer")
+    return LoadedModel(model, tokenizer, source, ", ".join([*words, *filter(None, [note])]))
 
 
 @contextmanager
