@@ -90,7 +90,10 @@ class DRetrieval(RetrievalTask):
     def vectors(self) -> Float[Tensor, "component d_token"]:
         """a_1 .. a_D, the unit vectors, drawn from the task's seed."""
         generator = torch.Generator().manual_seed(derive_seed("directions", self.seed))
-        gaussian = torch.randn(self.n_components, self.d_token, generator=generator)
+        shape = self.n_components, self.d_token
+        # the same numbers in each default dtype
+        gaussian = torch.randn(shape, generator=generator, dtype=torch.float32)
+        gaussian = gaussian.to(torch.get_default_dtype())
         if self.directions == "orthonormal":
             return torch.linalg.qr(gaussian.T).Q.T.contiguous()
         return gaussian / gaussian.norm(dim=-1, keepdim=True)

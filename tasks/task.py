@@ -253,12 +253,15 @@ class VectorTask(Task):
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None
     ) -> Float[Tensor, "batch pos d_token"]:
-        """Draw `n` sequences of i.i.d. tokens; splits differ by their seeds alone."""
-        shape = (n, self.n_tokens, self.d_token)
+        """Draw `n` sequences of i.i.d. tokens; splits differ by their seeds alone.
+
+        They have PyTorch's default dtype, and the same numbers in each.
+        """
+        shape, default = (n, self.n_tokens, self.d_token), torch.get_default_dtype()
         if self.tokens in ("uniform", "unit"):
-            unit = torch.rand(shape, generator=generator)
+            unit = torch.rand(shape, generator=generator, dtype=torch.float32).to(default)
             return unit if self.tokens == "unit" else unit * 2 - 1
-        x = torch.randn(shape, generator=generator)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32).to(default)
         return x / x.norm(dim=-1, keepdim=True) if self.tokens == "sphere" else x
 
     def features(self) -> "datasets.Features":

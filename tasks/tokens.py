@@ -339,7 +339,9 @@ def draw_distinct(
     # the places of the k largest of random numbers, some rows at a time
     rows = max(1, 2**24 // choices)
     parts = [
-        torch.rand(min(rows, n - start), choices, generator=generator).topk(k, dim=1).indices
+        torch.rand(min(rows, n - start), choices, generator=generator, dtype=torch.float32)
+        .topk(k, dim=1)
+        .indices
         for start in range(0, n, rows)
     ]
     return torch.cat(parts)

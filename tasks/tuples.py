@@ -65,9 +65,9 @@ MatrixKind = Literal["gaussian", "orthogonal", "rotoreflection"]
 def _matrices(
     kind: MatrixKind, n: int, d: int, seed: int, n_draws: int
 ) -> Float[Tensor, "component d d"]:
-    """Return the matrices of a target of best pairs."""
+    """Return the matrices of a target of best pairs, in float32, as they are kept."""
     generator = torch.Generator().manual_seed(derive_seed("matrices", seed))
-    draws = torch.randn((n_draws, n, d, d), generator=generator)
+    draws = torch.randn((n_draws, n, d, d), generator=generator, dtype=torch.float32)
     if kind == "gaussian":
         draws = draws / d**0.5
     else:
@@ -77,7 +77,7 @@ def _matrices(
         draws = q * signs[..., None, :]  # uniform over the orthogonal group
     if kind == "rotoreflection":
         # R S R^T: the same turn S in planes that are drawn at random
-        draws = draws @ _rotoreflection(d) @ draws.mT
+        draws = draws @ _rotoreflection(d).to(draws) @ draws.mT
     return draws[largest_overlap(draws).argmin()]
 
 
@@ -137,7 +137,9 @@ class IntrinsicDimension(RetrievalTask):
     @property
     def matrices(self) -> Float[Tensor, "component d_token d_token"]:
         """A_1 .. A_D."""
-        return _matrices(self.matrix_kind, self.n_components, self.d_token, self.seed, self.n_draws)
+        n, d = self.n_components, self.d_token
+        drawn = _matrices(self.matrix_kind, n, d, self.seed, self.n_draws)
+        return drawn.to(torch.get_default_dtype())
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -219,7 +221,8 @@ class BestTree(RetrievalTask):
     @property
     def matrices(self) -> Float[Tensor, "edge d_token d_token"]:
         """A_ij of every edge."""
-        return _matrices(self.matrix_kind, len(self.edges), self.d_token, self.seed, 1)
+        drawn = _matrices(self.matrix_kind, len(self.edges), self.d_token, self.seed, 1)
+        return drawn.to(torch.get_default_dtype())
 
     @property
     def components(self) -> tuple[Component, ...]:

@@ -209,7 +209,7 @@ def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             apart[torch.arange(len(places)), places] = torch.inf
             # less than a quarter of the way to any other token, which the verifier asks for
             step = min(_STEP, 0.2 * float(apart.min()))
-            noise = torch.randn(tokens[places].shape, generator=generator)
+            noise = torch.randn(tokens[places].shape, generator=generator, dtype=torch.float32)
             yield _document(
                 "growth", shape, samples, input=tokens, held=held, active=places,
                 moved=tokens[places] + step * torch.nn.functional.normalize(noise, dim=-1),

@@ -105,15 +105,16 @@ class Rows:
         given = torch.tensor([*map(float, values)], dtype=torch.float64)
         column = torch.zeros(self.d_model, 1, dtype=torch.float64)
         column[:, 0].index_add_(0, torch.tensor(list(rows)), given)
-        exact = bool((given.float().double() == given).all())
-        return column.float() if exact else column
+        default = torch.get_default_dtype()  # which the other columns have
+        exact = bool((given.to(default).double() == given).all())
+        return column.to(default) if exact else column
 
     def score_positions(
         self, alpha: Float[Tensor, "source destination"]
     ) -> tuple[Float[Tensor, "d_model pos"], Float[Tensor, "d_model pos"]]:
         """Return key and query of the score alpha[src, dest], by one-hot positions (Lemma 1)."""
         places = self.units(self.positions)
-        return places, places @ alpha.T
+        return places, places @ alpha.T.to(places)
 
 
 @dataclass(frozen=True, eq=False)

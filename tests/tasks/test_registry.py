@@ -1,6 +1,7 @@
 """Tasks are found by name, and near misses are explained."""
 
 import pytest
+import torch
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.tasks import list_tasks
@@ -10,6 +11,25 @@ def test_every_listed_task_loads_with_its_defaults():
     for name in list_tasks():
         x, y = load_task(name).sample(2, seed=0)
         assert len(x) == len(y) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_torch_changes_no_draw(dtype):
+    """The same seed gave other texts under torch.set_default_dtype."""
+    expected = {name: load_task(name).sample(8, seed=1) for name in list_tasks()}
+    torch.set_default_dtype(dtype)
+    try:
+        found = {name: load_task(name).sample(8, seed=1) for name in list_tasks()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    near = 4 * torch.finfo(dtype).eps
+    for name, (x, y) in found.items():
+        wanted, target = expected[name]
+        assert x.dtype == (dtype if wanted.is_floating_point() else torch.int64), name
+        assert torch.allclose(x.double(), wanted.double(), atol=near), name
+        # sums of products of a half precision are rounded more than what they are made of
+        if not (y.is_floating_point() and dtype == torch.bfloat16):
+            assert torch.allclose(y.double(), target.double(), atol=1e-5), name
 
 
 @pytest.mark.parametrize(

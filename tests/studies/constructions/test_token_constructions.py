@@ -270,3 +270,20 @@ def test_a_beta_that_float32_cannot_hold_is_refused(name):
     """An error bound was said where scores overflow (findings T10)."""
     with pytest.raises(InfoFlowError, match=r"beta is 1e\+38"):
         build_construction(name, beta=1e38)
+
+
+@pytest.mark.parametrize("name", sorted(CONSTRUCTIONS))
+def test_the_default_dtype_of_torch_is_the_users(name):
+    """Some ended in an error of torch under torch.set_default_dtype(float64)."""
+    model, task = build_construction(name)
+    x, _ = task.sample(10, seed=0)
+    with torch.no_grad():
+        expected = model(x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            again, task = build_construction(name)
+            found = again(task.sample(10, seed=0)[0])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, expected.double(), atol=0.02)
