@@ -173,6 +173,11 @@ class RunFolder:
         for name in names:
             path = self.path / name
             refuse_links(self.path, path)
+            if not os.path.lexists(path):
+                raise InfoFlowError(
+                    f"{str(path)!r} is gone, and belongs to {names[0]}: expected all that this run "
+                    f"has written; delete {' and '.join(names)} to make it again"
+                )
             with naming_file(path, "read"):
                 digest = digest_of(path)
             if digest not in self._digests_of(name):

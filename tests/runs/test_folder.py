@@ -112,6 +112,14 @@ def test_a_file_system_that_cannot_synchronise_is_written_to(tmp_path, monkeypat
         write_run(tmp_path.with_name("other"), (1, 2))
 
 
+def test_a_part_that_is_gone_is_made_again_and_needs_no_room_on_the_disk(tmp_path):
+    write_run(tmp_path, (1, 2))
+    (tmp_path / "table.csv").unlink()
+    said = r"table.csv' is gone, .*; delete parts/0.json and table.csv to make it again"
+    with pytest.raises(InfoFlowError, match=said):
+        RunFolder(tmp_path).holds("parts/0.json", "table.csv")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes have no names there")
 @pytest.mark.parametrize("name", [MANIFEST, "table.csv", "parts/0.json", "finished.json"])
 def test_nobody_waits_for_a_pipe_in_a_folder(tmp_path, name):
