@@ -304,6 +304,11 @@ def measure_edge_budget(
         for method in asked
         for name in ([f"{CHANCE} {i}" for i in range(draws)] if method == CHANCE else [method])
     ]
+    if not names:
+        raise InfoFlowError(
+            f"methods are {methods!r} with draws = {draws}: expected one that chooses edges, or "
+            "draws of chance; leave methods out for all that the model can give"
+        )
     settings = {
         "probe": "edge_budget",
         "methods": list(asked),

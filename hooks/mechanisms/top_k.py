@@ -214,7 +214,7 @@ def _keep(plain: Pass, layer: int, k: int, seed: int | None, pattern: Tensor) ->
     for row, index, n in zip(order, plain.indices.tolist(), lengths, strict=True):
         # by sequence, without its padding, so whatever the batch
         generator = torch.Generator().manual_seed(derive_seed("top k", seed, layer, index))
-        row[:, :n, :n] = torch.rand(len(row), n, n, generator=generator)
+        row[:, :n, :n] = torch.rand(len(row), n, n, generator=generator, dtype=torch.float32)
     order = order.to(pattern.device).masked_fill(~visible, -1.0)
     least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
     kept = pattern * ((order >= least) & visible)

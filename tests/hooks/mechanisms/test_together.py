@@ -276,6 +276,15 @@ def test_random_keys_do_not_depend_on_the_batch_size(model, tokens, keys):
     torch.testing.assert_close(other.losses, keys.losses, rtol=1e-5, atol=1e-5)
 
 
+def test_random_keys_do_not_depend_on_the_default_number_type(model, tokens, keys):
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = measure_top_k(model, tokens, control=True, progress=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(other.losses, keys.losses, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_random_keys_of_a_text_do_not_depend_on_those_beside_it(model, tokens, batch_size):
     """They were drawn by the width of the batch: 4.9 nats apart; and a run went on with others."""
