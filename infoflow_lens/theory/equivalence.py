@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.theory.comparison import Component, Part, Score
+from infoflow_lens.theory.comparison import Component, Part, Score, best_tuples
 from infoflow_lens.theory.score_graph import (
     ASKED,
     collapse,
@@ -32,6 +32,11 @@ _FILLINGS = 12  # other tokens of a tuple under which the order of one place is 
 _ENDS = 40  # tokens that are put in order
 _RESTS = 6  # values of the other components, over which an outer function is averaged
 _MOST_ORDERS = 24  # of the places of a tuple
+_FEW = 8  # single tokens that serve a tuple, at most
+_FAR = 10
+_EXTREME = (64, 32)  # sequences and tokens, whose best tuples are extreme
+_TRIED = ((50, 16), (1000, 16), (1000, 64), (100, 256))  # on which they must serve, in turn
+_MOST_TRIED = 10**7  # scores of one of these
 
 
 @dataclass(frozen=True)
@@ -259,12 +264,16 @@ def _split(
         notes.append("places of a tuple may hold the same token")
     graph, parts = graph_of(fewer, tokens), list[Component]()
     for places in graph.parts:
+        part = _part(fewer, places, tokens) if len(graph.parts) > 1 else fewer
         ends = _ends(fewer, places, tokens) if len(places) > 1 else None
+        few = _few(part, tokens) if ends is None and part is fewer else None
         if ends is not None:
             notes.append("a score of tuples is best at ends of an order of single tokens")
+        elif few is not None:
+            notes.append("the best tuple has the best tokens by a few scores of single tokens")
         elif len(graph.parts) > 1:
             notes.append("a score of tuples splits into scores of fewer tokens")
-        parts += ends or [_part(fewer, places, tokens) if len(graph.parts) > 1 else fewer]
+        parts += ends or few or [part]
     return parts
 
 
@@ -305,6 +314,62 @@ def _ends(
                 replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
             )
     return parts
+
+
+def _few(component: Component, tokens: Float[Tensor, "sample d_token"]) -> list[Component] | None:
+    """Find a few scores of single tokens by which the best tuple's tokens are best; None if none.
+
+    The farthest pair by the sum or the largest of coordinates' distances has the ends of a few
+    directions. The scores are the component's own at one place beside extreme tokens, and beside
+    such as lie farther out. They must serve every sequence that is tried, of four lengths: where
+    more tokens are best as T grows, as for the farthest pair in a plane, some fail.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(n: int, n_tokens: int) -> Tensor:
+        return tokens[torch.randint(len(tokens), (n, n_tokens), generator=generator)]
+
+    if component.arity == 1 or any(
+        n * size**component.arity > _MOST_TRIED for n, size in (_EXTREME, *_TRIED)
+    ):
+        return None
+    extreme = draw(*_EXTREME)
+    best = best_tuples(extreme, component)[0]
+    beside = extreme[torch.arange(len(extreme))[:, None], best]
+    # seen from far outside, a distance is an order along a direction
+    beside = torch.cat([_FAR * beside, beside])
+    kept = [
+        partial(_end, component.preference, row[None], place, 1.0)
+        for row in beside
+        for place in range(component.arity)
+    ]
+    for number, (n, n_tokens) in enumerate(_TRIED):
+        x = draw(n, n_tokens)
+        best = best_tuples(x, component)[0]
+        found = torch.stack([score(x[:, :, None]).argmax(dim=1) for score in kept])
+        # [score, sequence, place]: whether the token at the place is the best by the score
+        serves = found[:, :, None] == best
+        if not bool(serves.any(dim=0).all()):
+            return None
+        if number != 1:
+            continue
+        # as few as serve these sequences, each time the one that serves most of what is left
+        chosen, left = list[int](), torch.ones_like(best, dtype=torch.bool)
+        while bool(left.any()) and len(chosen) < _FEW:
+            chosen.append(int((serves & left).sum(dim=(1, 2)).argmax()))
+            left = left & ~serves[chosen[-1]]
+        if bool(left.any()):
+            return None
+        # what was chosen first may be served by those chosen later
+        for index in list(chosen):
+            others = [each for each in chosen if each != index]
+            if bool(serves[others].any(dim=0).all()):
+                chosen = others
+        kept = [kept[index] for index in chosen]
+    return [
+        replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
+        for score in kept
+    ]
 
 
 def _score_at(

@@ -128,7 +128,8 @@ class Question:
         # trees that no sample has active at once need not be counted apart
         active = samples.largest_active() if profile.n_trees > 1 else 1
         return cls(
-            task, profile, tuple(_readings(samples, components)), reads,
+            task, profile,
+            tuple(_readings(samples, Samples.draw(task, _OBSERVED, seed), components)), reads,
             max(1, min(profile.n_trees, -(-active // max(1, profile.dimension)))),
         )  # fmt: skip
 
@@ -230,7 +231,9 @@ class Question:
         return True
 
 
-def _readings(samples: Samples, components: Sequence[Component]) -> list[Reading]:
+def _readings(
+    samples: Samples, own: Samples | None, components: Sequence[Component]
+) -> list[Reading]:
     """The lists of components that serve a target, from its outer function where it is known."""
     outer = getattr(samples.task, "outer_function", None)
     if outer is None or any(c.tuples is not None for c in components):
@@ -240,6 +243,6 @@ def _readings(samples: Samples, components: Sequence[Component]) -> list[Reading
         return readings(components, tokens)
     extrema = [1.0 if c.extremum == "max" else -1.0 for c in components]
     signs = torch.tensor(getattr(samples.task, "signs", extrema))
-    return readings(
-        components, tokens, lambda z: outer(z * signs.to(z)), samples.component_values()
-    )
+    # at the T that is asked, too: what never decides among many tokens may decide among few
+    values = [each.component_values() for each in (samples, own) if each is not None]
+    return readings(components, tokens, lambda z: outer(z * signs.to(z)), torch.cat(values))

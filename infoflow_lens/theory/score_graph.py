@@ -26,6 +26,9 @@ from infoflow_lens.theory.comparison import Component, Score, sum_of_parts
 ASKED = 400  # pairs of fillings for each question
 _COLLAPSED = 10_000
 _ANCHORS = 6  # fillings of the other places, over which scores of some places are averaged
+_POOL = 2000  # from which extreme ones are taken, where some of them hide the order
+_BEST = 40
+_EXTREME = 4
 _ROUNDING = 1e-5  # relative, of numbers of 32 bits
 _FIRST = 40  # draws, for a first look
 _MOST_PLACES = 12  # the treewidth is exact, by subsets
@@ -268,17 +271,50 @@ def order_of(component: Component, places: Sequence[int], n_filled: int, tokens:
         score, n = component.preference, 5 * ASKED
         if not reverses(score, component.arity, filled, given, tokens, n, whole):
             return said
-    generator = torch.Generator().manual_seed(4)
-    return partial(
-        _average, component.preference, places,
-        _fillings(tokens, _ANCHORS, component.arity, generator),
-    )  # fmt: skip
+    anchors = _choose_anchors(component.preference, component.arity, places, n_filled, tokens)
+    return partial(_average, component.preference, places, anchors)
 
 
 def _average(score: Score, places: Sequence[int], anchors: Tensor, x: Tensor) -> Tensor:
+    return _score_beside(score, places, anchors, x).double().mean(dim=-1)
+
+
+def _score_beside(
+    score: Score, places: Sequence[int], anchors: Tensor, x: Tensor
+) -> Float[Tensor, "*batch anchor"]:
+    """Score tokens at some places beside each of several fillings of the rest."""
     filled = anchors.to(x).expand(*x.shape[:-2], *anchors.shape).clone()
     filled[..., list(places), :] = x.unsqueeze(-3)
-    return score(filled).mean(dim=-1)
+    return score(filled)
+
+
+def _choose_anchors(
+    score: Score,
+    arity: int,
+    places: Sequence[int],
+    n_filled: int,
+    tokens: Float[Tensor, "sample d_token"],
+) -> Float[Tensor, "anchor arity d_token"]:
+    """Choose fillings of the rest beside which fillings of some places show their order.
+
+    A few are enough where each shows the whole order, as for sums. The least of two parts shows
+    the order of one only where the other is larger, and the largest where it is smaller: there the
+    fillings of the rest that make scores largest and smallest are taken, too.
+    """
+    generator = torch.Generator().manual_seed(4)
+    anchors = _fillings(tokens, _ANCHORS, arity, generator)
+    first, second = (_fillings(tokens, ASKED, arity, generator)[:, list(places)] for _ in range(2))
+    second[:, n_filled:] = first[:, n_filled:]
+    beside = partial(_score_beside, score, places)
+    # differences that some filling of the rest shows, and others hide
+    shown = _step(partial(beside, anchors), first, second) != 0
+    if bool((shown.any(dim=1) == shown.all(dim=1)).all()):
+        return anchors
+    # beside fillings that are best under these, as it is the best that must be told apart
+    best = first[beside(anchors, first).double().mean(dim=1).argsort()[-_BEST:]]
+    pool = _fillings(tokens, _POOL, arity, generator)
+    order = beside(pool, best).double().mean(dim=0).argsort()
+    return torch.cat([anchors, pool[order[:_EXTREME]], pool[order[-_EXTREME:]]])
 
 
 def partners_grow(component: Component, tokens: Float[Tensor, "sample d_token"]) -> bool:

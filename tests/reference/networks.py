@@ -358,9 +358,61 @@ def masked(rng, d):
     return made
 
 
+def transformed(rng, d):
+    """The largest of growing functions of several maxima, of single tokens or pairs: one score."""
+    pairs = rng.random() < 0.5
+    scores = [(bilinear if pairs else linear)(rng, d) for _ in range(rng.randint(2, 3))]
+    kinds = [GROWING[rng.choice(list(GROWING))] for _ in scores]
+    parts = [(pair if pairs else single)(s) for s in scores]
+
+    def best(*tokens):
+        return torch.stack([g(s(*tokens)) for g, s in zip(kinds, scores, strict=True)]).amax(dim=0)
+
+    def outer(z):
+        return torch.stack([g(z[:, i]) for i, g in enumerate(kinds)]).amax(dim=0)
+
+    return Made(parts, outer, (best_pair if pairs else one_head)(best, best), 2 if pairs else 1)
+
+
+def least(rng, d):
+    """The largest of the lower of a single's score and a pair's: each is looked up apart."""
+    f, g = linear(rng, d), bilinear(rng, d)
+    score = lambda x: torch.minimum(f(x[..., 0, :]), g(x[..., 1, :], x[..., 2, :]))  # noqa: E731
+
+    def network(heads, x, layer=1):
+        alone = one_head(f, f)(heads, x, layer)
+        return torch.minimum(alone, best_pair(g, g)(heads, x, layer))
+
+    return Made([Component(3, score)], lambda z: z[:, 0], network, 3)
+
+
+DISTANCES = {
+    "line": lambda x, a: (x @ a).square(),
+    "sum": lambda x, a: x.abs().sum(dim=-1),
+    "largest": lambda x, a: x.abs().amax(dim=-1),
+}
+
+
+def farthest(rng, d, kind="line"):
+    """The largest distance of two tokens, by the ends of a few directions: one layer."""
+    a = torch.tensor([rng.gauss(0, 1) for _ in range(d)])
+    signs = torch.cartesian_prod(*[torch.tensor([1.0, -1.0])] * d).view(-1, d)
+    ends = {"line": torch.stack([a, -a]), "sum": signs, "largest": torch.eye(d)}[kind]
+    ends = torch.cat([ends, -ends]) if kind == "largest" else ends
+
+    def network(heads, x, layer=0):
+        found = [heads.read(layer, "CLS", (x @ way)[:, None], x)[:, 0] for way in ends]
+        both = torch.stack([DISTANCES[kind](y - z, a) for y in found for z in found])
+        return both.amax(dim=0)
+
+    made = pair(lambda x, y: DISTANCES[kind](x - y, a), symmetric=True)
+    return Made([made], lambda z: z[:, 0], network)
+
+
 FAMILIES = [
     largest, smallest, one_of_many, alike, alike_pairs, largest_pair, separable, repeated, top_k,
-    pairs_of_any_kind, star, path, pair_and_single, star_and_single, definite, twice, rare,
+    pairs_of_any_kind, star, path, pair_and_single, star_and_single, definite, twice, transformed,
+    least, farthest, rare,
 ]  # fmt: skip
 
 
