@@ -506,7 +506,7 @@ def test_texts_become_what_the_model_takes():
     with torch.no_grad():
         expected = model(**made).logits
         assert torch.equal(named(["w5 w6", "w7 w8 w9"]), expected)
-        assert torch.allclose(named("w5 w6"), expected[:1, :3], atol=1e-6)
+        assert torch.allclose(named("w5 w6"), expected[:1, :3], atol=1e-4)
     assert named.to_tokens("w5 w6").tolist() == [[2, 5, 6]]
     assert named.to_single_token("w5") == 5
     with pytest.raises(InfoFlowError, match="'w5 w6' is 2 tokens"):
