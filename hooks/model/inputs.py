@@ -181,19 +181,10 @@ class Batches:
         """Return the first `n` sequences."""
         return self.part(0, n)
 
-    def part(self, start: int, stop: int | None = None, longest: int | None = None) -> "Batches":
-        """Return the sequences from `start` to before `stop`, cut to `longest` tokens."""
-
-        def cut(rows: Any) -> Any:
-            rows = rows[start:stop]
-            if longest is None or not len(rows):
-                return rows
-            if isinstance(rows, Tensor):
-                return rows[:, :longest]
-            return rows.cut(longest) if hasattr(rows, "cut") else [r[:longest] for r in rows]
-
-        columns = {name: cut(rows) for name, rows in self.columns.items()}
-        return Batches(self._model, cut(self.rows), self._name, columns)
+    def part(self, start: int, stop: int | None = None) -> "Batches":
+        """Return the sequences from `start` to before `stop`."""
+        columns = {name: rows[start:stop] for name, rows in self.columns.items()}
+        return Batches(self._model, self.rows[start:stop], self._name, columns)
 
     def take(self, indices: Sequence[int]) -> "Batches":
         """Return some of the sequences, in this order."""

@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infoflow_lens.agreement import Agreement, CoverageCurve, compare, coverage_curve
-from infoflow_lens.hooks import (
-    AttendedResult,
-    HeadLabels,
-    InfluenceResult,
-    PositionsResult,
-)
+from infoflow_lens.hooks import AttendedResult, HeadLabels, InfluenceResult, PositionsResult
 from infoflow_lens.theory import InformationSets, propagate
 
 

@@ -16,7 +16,7 @@ _EXAMPLES = 3
 _COLUMNS = {
     "layer": "layers count from 0",
     "head": "heads count from 0",
-    "label": "what describes the head on these texts; idle ones together do nothing",
+    "label": "what describes the head on these texts; idle ones do next to nothing together",
     "fixed": "share of its worth that is lost with its mean pattern, by position or by distance",
     "max": "the same with all weight on the largest key, the first position's apart",
     "worth": "what the output loses when the head writes its mean alone",

@@ -59,13 +59,6 @@ class RunContext:
         """The first sequences, for what takes long."""
         return self.batches.first(self.config.n_detail)
 
-    @property
-    def rest(self) -> Batches | None:
-        """The sequences after those of `detail`, cut to the same length; None if there are none."""
-        if (self.batches.n_sequences or 0) <= self.config.n_detail:
-            return None
-        return self.batches.part(self.config.n_detail, longest=self.detail.longest)
-
     def options(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return the settings that all measures share, and how they go on."""
         return {

@@ -38,11 +38,9 @@ class StoredSequences(Sequence[Tensor]):
         extent: how many, and how long.
     """
 
-    def __init__(
-        self, file: "_ArrowFile", extent: Extent, start: int = 0, longest: int | None = None
-    ) -> None:
+    def __init__(self, file: "_ArrowFile", extent: Extent, start: int = 0) -> None:
         self.extent = extent
-        self._file, self._start, self._longest = file, start, longest
+        self._file, self._start = file, start
 
     def __len__(self) -> int:
         return self.extent.n_sequences
@@ -60,26 +58,19 @@ class StoredSequences(Sequence[Tensor]):
                 raise InfoFlowError(f"step is {step}: expected sequences in their own order")
             return self._part(start, max(start, stop))
         place = range(len(self))[index] + self._start
-        return self._file.rows(place, place + 1)[0][: self._longest]
+        return self._file.rows(place, place + 1)[0]
 
     def __iter__(self) -> Iterator[Tensor]:
         stop = self._start + len(self)
         for start in range(self._start, stop, _AT_ONCE):
-            for row in self._file.rows(start, min(start + _AT_ONCE, stop)):
-                yield row[: self._longest]
-
-    def cut(self, longest: int) -> "StoredSequences":
-        """Return the same sequences, of at most so many tokens each."""
-        most, least = min(self.extent.longest, longest), min(self.extent.shortest, longest)
-        return StoredSequences(self._file, Extent(len(self), most, least), self._start, longest)
+            yield from self._file.rows(start, min(start + _AT_ONCE, stop))
 
     def _part(self, start: int, stop: int) -> "StoredSequences":
         extent = self.extent
         if stop - start < len(self):
-            longest, shortest = self._file.lengths(self._start + start, self._start + stop)
-            most = self._longest or longest
-            extent = Extent(stop - start, min(longest, most), min(shortest, most))
-        return StoredSequences(self._file, extent, self._start + start, self._longest)
+            lengths = self._file.lengths(self._start + start, self._start + stop)
+            extent = Extent(stop - start, *lengths)
+        return StoredSequences(self._file, extent, self._start + start)
 
 
 class _ArrowFile:
