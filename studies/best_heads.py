@@ -308,9 +308,11 @@ class _Search:
         drawn = torch.randint(len(forms), (n_sets, n_scores), generator=self.generator)
         known = forms[torch.cat([torch.stack(different), drawn])]
         known = known.unflatten(1, (self.n_heads, self.roles))
-        random = torch.randn(known.shape, generator=self.generator)
+        random = torch.randn(known.shape, generator=self.generator, dtype=torch.float32)
         random[..., -1, :] = 0  # keys alone tell nothing at first
-        by_chance = torch.rand(known.shape[:3], generator=self.generator) < 0.125
+        by_chance = (
+            torch.rand(known.shape[:3], generator=self.generator, dtype=torch.float32) < 0.125
+        )
         by_chance[: len(different)] = False
         forms = torch.where(by_chance[..., None, None], _unit(random), known)
         return HeadScores(forms, self._gates(forms))
@@ -318,7 +320,11 @@ class _Search:
     def _expand_roles(self, heads: HeadScores) -> HeadScores:
         """Return the same heads with their one score in every role."""
         forms = heads.forms.expand(-1, -1, self.roles, -1, -1).contiguous()
-        gates = torch.randn((*forms.shape[:3], *heads.gates.shape[3:]), generator=self.generator)
+        gates = torch.randn(
+            (*forms.shape[:3], *heads.gates.shape[3:]),
+            generator=self.generator,
+            dtype=torch.float32,
+        )
         return HeadScores(forms, gates)
 
     def _gates(
@@ -340,14 +346,14 @@ class _Search:
         gates = heads.gates.repeat_interleave(times, dim=0)
         step = steps.repeat_interleave(times)[:, None, None, None, None]
         shape = forms.shape[:3]
-        changed = torch.rand(shape, generator=self.generator).flatten(1) < 0.5
+        changed = torch.rand(shape, generator=self.generator, dtype=torch.float32).flatten(1) < 0.5
         one = torch.randint(changed.shape[1], (len(forms), 1), generator=self.generator)
         rows = changed.scatter(1, one, True).view(shape)[..., None, None]
-        noise = torch.randn(forms.shape, generator=self.generator)
+        noise = torch.randn(forms.shape, generator=self.generator, dtype=torch.float32)
         moved = _unit(forms + step * noise / forms[0, 0, 0].numel() ** 0.5)
         forms = torch.where(rows, moved, forms)
         if self.roles > 1:
-            noise = torch.randn(gates.shape, generator=self.generator)
+            noise = torch.randn(gates.shape, generator=self.generator, dtype=torch.float32)
             gates = torch.where(rows, gates + step * noise, gates)
         return HeadScores(forms, gates)
 

@@ -257,7 +257,8 @@ class Target(RetrievalTask):
     def _check_outer_output(self) -> None:
         generator = torch.Generator().manual_seed(0)
         if not _moves(
-            self.outer_function, torch.randn(16, len(self.components), generator=generator)
+            self.outer_function,
+            torch.randn(16, len(self.components), generator=generator, dtype=torch.float32),
         ):
             raise InfoFlowError(
                 "outer has no derivative by the retrieved values, from which active tokens are "

@@ -340,7 +340,9 @@ def _pass(
     generator = torch.Generator().manual_seed(0)
 
     def add_noise(activation: Tensor, hook: Any) -> Tensor:
-        noise = torch.randn(activation.shape, generator=generator).to(activation)
+        noise = torch.randn(activation.shape, generator=generator, dtype=torch.float32).to(
+            activation
+        )
         # masked scores stay so: they are far below all others
         moved = activation > 0.5 * activation.clamp(min=torch.finfo(activation.dtype).min).min()
         moved |= activation > -1e3

@@ -390,7 +390,7 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
     if reads_vectors(model):
         architecture: Any = model.architecture
         shape = (n_sequences, architecture.n_tokens, architecture.d_token)
-        return torch.randn(shape, generator=generator).to(first.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(first.dtype)
     cfg: Any = model.cfg
     length = min(max(16, local_window(model) + 2), _LONGEST_EXAMPLE, cfg.n_ctx)
     return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)

@@ -224,7 +224,7 @@ def is_linear(module: nn.Module, like: Tensor) -> bool:
     if next(module.parameters(), None) is None:  # nothing to read: dropout, identity
         return False
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, like.shape[-1], generator=generator).to(like)
+    x, y = torch.randn(2, like.shape[-1], generator=generator, dtype=torch.float32).to(like)
     try:
         out = run_forward(module, torch.stack([x, y, x + y, torch.zeros_like(x)]))
         alone = run_forward(module, y[None])[0]

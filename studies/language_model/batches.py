@@ -88,7 +88,9 @@ def repeat_stretches(
 
 def _different(vocabulary: int, n: int, count: int, seed: int, begin: int) -> Tensor:
     generator = torch.Generator().manual_seed(derive_seed("repeated", seed))
-    ids = torch.rand(n, vocabulary - 1, generator=generator).argsort(dim=1)[:, :count]
+    ids = torch.rand(n, vocabulary - 1, generator=generator, dtype=torch.float32).argsort(dim=1)[
+        :, :count
+    ]
     return ids + (ids >= begin)
 
 

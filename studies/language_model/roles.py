@@ -329,5 +329,7 @@ def _level(rows: "pd.DataFrame") -> float:
     roles, cost = roles - roles.mean(), cost - cost.mean()
     generator = torch.Generator().manual_seed(derive_seed("roles"))
     # a correlation of centred ranks is a product, since permuting changes neither norm
-    orders = torch.rand(_PERMUTATIONS, len(cost), generator=generator).argsort(dim=1)
+    orders = torch.rand(_PERMUTATIONS, len(cost), generator=generator, dtype=torch.float32).argsort(
+        dim=1
+    )
     return float(((cost[orders] @ roles) < (cost @ roles)).double().mean())

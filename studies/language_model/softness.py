@@ -254,7 +254,9 @@ class _Control:
         generator = torch.Generator().manual_seed(seed)
         d_model, d_head = seen.reads.shape[2], seen.z.shape[3]
         # so numbers of queries and keys vary by about 1, whatever the width
-        drawn = torch.randn(3, d_model, d_head, generator=generator) / d_model**0.5
+        drawn = (
+            torch.randn(3, d_model, d_head, generator=generator, dtype=torch.float32) / d_model**0.5
+        )
         query, key, self.values = (seen.reads @ weight for weight in drawn)
         self.scores = query @ key.transpose(1, 2)
 

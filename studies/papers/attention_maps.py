@@ -315,7 +315,7 @@ def _shuffle(
     """Draw as many keys in every row, at random among the other positions."""
     n = draws.shape[1]
     own = torch.eye(n, dtype=torch.bool)
-    noise = torch.rand(draws.shape, generator=generator).masked_fill(own, 2.0)
+    noise = torch.rand(draws.shape, generator=generator, dtype=torch.float32).masked_fill(own, 2.0)
     counts = (draws & ~own).sum(dim=2, keepdim=True)
     return noise.argsort(dim=2).argsort(dim=2) < counts
 

@@ -154,7 +154,9 @@ class CostLaw(Study):
     ) -> Float[Tensor, "sample coordinate"]:
         """Coordinates of |I| tokens in [0, 1)."""
         generator = torch.Generator().manual_seed(derive_seed(self.name, part, seed))
-        return torch.rand(n, settings["size"] * settings["d_token"], generator=generator)
+        return torch.rand(
+            n, settings["size"] * settings["d_token"], generator=generator, dtype=torch.float32
+        )
 
     def _train_decoder(self, settings: Settings, seed: int, device: str) -> float:
         """Return the error of a decoder, with an encoder that is trained, too, or the code's."""

@@ -397,7 +397,7 @@ def _draw_within(
         generator = torch.Generator().manual_seed(derive_seed("asked", seed, epoch))
         near = torch.randint(1, furthest + 1, (len(x),), generator=generator)
         # half of the questions are from the new distance; the others keep what was learnt
-        near[torch.rand(len(x), generator=generator) < 0.5] = furthest
+        near[torch.rand(len(x), generator=generator, dtype=torch.float32) < 0.5] = furthest
         return move_queries(x, int(settings["hops"]) - near), y
 
     return draw

@@ -246,7 +246,7 @@ def _add_noise(model: TokenTransformer, share: float, deviation: float, seed: in
     for name, weights in model.named_parameters():
         if weights.requires_grad:
             generator = torch.Generator().manual_seed(derive_seed("noise", seed, name))
-            noise = torch.randn(weights.shape, generator=generator)
+            noise = torch.randn(weights.shape, generator=generator, dtype=torch.float32)
             with torch.no_grad():
                 weights.mul_(share).add_(deviation * noise)
 

@@ -368,7 +368,8 @@ def test_nothing_moves_the_global_random_state(name):
     assert places == []
 
 
-def test_every_draw_has_a_generator():
+def test_every_draw_has_a_generator_and_a_type_of_its_own():
+    """The default type is the user's, and another one draws other numbers."""
     bare = []
     for where, tree in sources():
         for node in ast.walk(tree):
@@ -377,6 +378,6 @@ def test_every_draw_has_a_generator():
             module, name = dotted(node.func.value), node.func.attr
             if module == "torch" and name in DRAWS:
                 given = {keyword.arg for keyword in node.keywords}
-                if "generator" not in given:
+                if "generator" not in given or (name in ("rand", "randn") and "dtype" not in given):
                     bare.append(f"{where}:{node.lineno}")
     assert bare == []
