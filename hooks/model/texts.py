@@ -227,8 +227,10 @@ def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[i
         bos = tokenizer.bos_token or ""
         is_one = len(tokenizer(bos, add_special_tokens=False)["input_ids"]) == 1
         texts = [bos + text for text in texts] if is_one else texts
+    # a text that is longer than the context is cut or refused later, and needs no warning here
+    options = {"return_attention_mask": False, "verbose": False}
     with panics_as_errors("the tokenizer"):
-        rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+        rows: list[list[int]] = tokenizer(list(texts), **options)["input_ids"]
     # TransformerLens takes EOS off the end
     if getattr(cfg, "tokenizer_appends_eos", False):
         for row in rows:

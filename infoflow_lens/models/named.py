@@ -323,7 +323,7 @@ class NamedModel(HookedRootModule):
                 "open_model(model, tokenizer=...)"
             )
         many = [texts] if isinstance(texts, str) else list(texts)
-        made = self.tokenizer(many, return_tensors="pt", padding=len(many) > 1)
+        made = self.tokenizer(many, return_tensors="pt", padding=len(many) > 1, verbose=False)
         return {name: value.to(self.cfg.device) for name, value in made.items()}
 
     def to_tokens(

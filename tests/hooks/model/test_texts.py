@@ -1,5 +1,7 @@
 """Texts that are tokenised together are what the model itself makes of each alone."""
 
+import logging
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -96,3 +98,17 @@ def test_groups_hold_all_texts_in_their_order_and_long_ones_alone():
     for group in groups:
         assert len(group) == 1 or max(map(len, group)) <= 2**16
         assert len(group) == 1 or sum(map(len, group)) <= 2**20
+
+
+def test_texts_longer_than_the_context_bring_no_warning_of_indexing_errors(folder, caplog):
+    """Texts that are cut into windows never run whole, of which the tokenizer knows nothing."""
+    opened = load_any(folder).model
+    opened.tokenizer.model_max_length = 2
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        ids_of_texts(opened, ["w5 w6 w7 w8 w9"])
+        opened.to_tokens("w5 w6 w7 w8 w9", truncate=False)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "indexing errors" not in caplog.text
