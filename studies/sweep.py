@@ -298,7 +298,7 @@ class Sweep:
 
     @property
     def finding(self) -> str:
-        """What came, in a sentence; empty without a verdict."""
+        """Say what came, in a sentence; empty without a verdict."""
         return self.study.say_finding(self.finished) if self.has_verdict else ""
 
     def write_table(self) -> str:

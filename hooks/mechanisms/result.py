@@ -145,9 +145,9 @@ class MechanismsResult(Result):
                     rules.append(MaxPosition(chosen[layer][:, head : head + 1]))
                 elif name == "specific_position":
                     least = share * mean.amax(dim=-1, keepdim=True)
-                    rules.append(_read_fixed_keys((mean >= least) & (mean > 0), real))
+                    rules.append(_make_rule_of_keys((mean >= least) & (mean > 0), real))
                 elif name == "global":
-                    rules.append(_read_fixed_keys(mean > 0, real))  # every key that is allowed
+                    rules.append(_make_rule_of_keys(mean > 0, real))  # every key that is allowed
                 elif name != "own_position":
                     rules.append(MaxPosition(attended[layer][:, head : head + 1]))
             layers.append(rules)
@@ -180,7 +180,7 @@ class MechanismsResult(Result):
         ).plot("What the output loses")
 
 
-def _read_fixed_keys(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
+def _make_rule_of_keys(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
     """Make the rule of fixed keys, of those that each sequence has."""
     if real.all():
         return SpecificPositions(reads)

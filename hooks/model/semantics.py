@@ -92,7 +92,7 @@ def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"],
     """
     if has_own_attention(model):
         return None
-    known, length = _known_keys(model), n_pos
+    known, length = _cache_keys(model), n_pos
     if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
         n_ctx = config_value(model, "n_ctx")
         length = 1 << max(0, n_pos - 1).bit_length()
@@ -103,7 +103,7 @@ def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"],
 
 
 @cache_by_mode
-def _known_keys(model: nn.Module) -> dict[int, tuple[Bool[Tensor, "query key"], ...]]:
+def _cache_keys(model: nn.Module) -> dict[int, tuple[Bool[Tensor, "query key"], ...]]:
     """Hold what has been found of a model, by length."""
     return {}
 
