@@ -180,7 +180,7 @@ class Target(RetrievalTask):
             )
         for number, component in enumerate(self.components, start=1):
             self._check_component(number, component)
-        self._check_outer_output()
+        self._check_outer_function()
 
     def _restrict(self, subsets: tuple[tuple[int, ...] | None, ...]) -> tuple[Component, ...]:
         if len(subsets) != len(self.components):
@@ -247,28 +247,28 @@ class Target(RetrievalTask):
                 f"{float(scores[0]):.4g} among {len(x)}: expected a function of this tuple's "
                 "tokens; take no means over other axes than the last two, and draw nothing"
             )
-        if not _moves(component.score, x):
+        if not _has_gradient(component.score, x):
             raise InfoFlowError(
                 f"the score of component {number} has no derivative by its tokens, from which "
                 "active tokens are found: expected a differentiable function; leave out round(), "
                 "detach(), comparisons and the like"
             )
 
-    def _check_outer_output(self) -> None:
+    def _check_outer_function(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        if not _moves(
+        if not _has_gradient(
             self.outer_function,
             torch.randn(16, len(self.components), generator=generator, dtype=torch.float32),
         ):
             raise InfoFlowError(
-                "outer has no derivative by the retrieved values, from which active tokens are "
-                "found: expected a differentiable function"
+                "outer has no derivative by the retrieved values, and active tokens are found by "
+                "differentiating it: expected a differentiable function"
             )
         values = self.outer_function(torch.zeros(2, len(self.components)))
         if values.ndim != 2 or len(values) != 2:
             raise InfoFlowError(
                 f"outer gives {tuple(values.shape)} for values [2, {len(self.components)}]: "
-                "expected [2, d_output]; for a scalar keep the last axis"
+                "expected [2, d_output]; return [2, 1] for one number each"
             )
 
     def draw(
@@ -291,7 +291,7 @@ class Target(RetrievalTask):
         return x
 
 
-def _moves(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+def _has_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Say whether a derivative of the function by `x` differs from 0 anywhere."""
     with torch.enable_grad():
         x = x.detach().requires_grad_(True)

@@ -159,23 +159,24 @@ def make_ideal(
     heads: Sequence[int],
     own: Pattern | None = None,
 ) -> Pattern:
-    """Idealise the patterns of some heads of a layer.
+    """Make the ideal patterns of some heads of a layer.
 
     Args:
-        ideal: which; all but "ablated", which is of outputs.
-        pattern: of these heads.
+        ideal: its name; "ablated" replaces outputs, and is none of these.
+        pattern: float [batch, head, query, key], the patterns of these heads in this pass.
         visible: the keys that each query may see.
-        means: of the layer.
-        heads: which heads they are.
-        own: their patterns in the plain pass, if `pattern` is of another, for what is left out of
-            means.
+        means: the mean patterns of the layer; None where the ideal is no mean.
+        heads: the numbers of these heads.
+        own: their patterns in the plain pass, which are in the means and are taken out of them;
+            None where `pattern` is of the plain pass.
     """
-    own, mean = pattern if own is None else own, None
-    if ideal in ("position", "offset"):
-        assert means is not None
+    if own is None:
+        own = pattern
+    mean = None
+    if means is not None and ideal == "position":
         mean = means.position_mean(own, heads)
-        if ideal == "offset":
-            mean = means.offset_mean(own, heads, visible)
+    elif means is not None and ideal == "offset":
+        mean = means.offset_mean(own, heads, visible)
     return ideal_pattern(pattern, visible, ideal, mean)
 
 

@@ -132,14 +132,19 @@ def mean_without(
 def rescale(
     kept: Float[Tensor, "*#batch query key"], total: Float[Tensor, "*#batch query one"]
 ) -> Float[Tensor, "*batch query key"]:
-    """Rows with these sums; unchanged rows stay bit-identical, rows without weight stay so.
+    """Scale rows of weights, none below 0, to the sums that they are to have.
 
-    Where what is left is so small that the factor would overflow, weights are divided first.
+    Rows of zeros stay so, and rows that have their sum already stay bit-identical.
+
+    Args:
+        kept: the rows.
+        total: the sums.
     """
-    left = kept.sum(dim=-1, keepdim=True)
-    left = left.masked_fill(left == 0, 1)
-    factor = total / left
-    return torch.where(factor.isinf(), kept / left * total, kept * factor)
+    remaining = kept.sum(dim=-1, keepdim=True)
+    remaining = remaining.masked_fill(remaining == 0, 1)
+    factor = total / remaining
+    # of rows with next to no weight the factor overflows: their weights are divided first
+    return torch.where(factor.isinf(), kept / remaining * total, kept * factor)
 
 
 def fill_with_mean(

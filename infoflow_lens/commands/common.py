@@ -145,7 +145,7 @@ def say_json(value: Any) -> None:
 
 
 def console(markup: bool = True) -> Any:
-    """Make Rich's console without highlighting, which prints as :func:`say`.
+    """Make Rich's console, which shows control characters of texts as :func:`say` does.
 
     Args:
         markup: whether ``[bold]`` and the like are styles.
@@ -154,15 +154,16 @@ def console(markup: bool = True) -> Any:
 
     from infoflow_lens.foundation.display import printable
 
-    class Plain(Console):
-        """A console that shows escapes in texts; its own styles come later, and stay."""
+    class EscapingConsole(Console):
+        """A console that prints control characters in the place of obeying them."""
 
         def render_str(self, text: str, **settings: Any) -> Any:
+            # Rich puts the codes of its styles in behind this, so that they stay
             return super().render_str(printable(text), **settings)
 
-    # some terminals say that they have no columns, where Rich would print nothing
+    # with COLUMNS=0, which some terminals set, Rich would print nothing
     width = 80 if os.environ.get("COLUMNS") == "0" else None
-    return Plain(highlight=False, markup=markup, width=width)
+    return EscapingConsole(highlight=False, markup=markup, width=width)
 
 
 def print_lines(heading: str, lines: Any) -> None:

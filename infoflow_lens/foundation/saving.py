@@ -193,11 +193,12 @@ def writing_parts(
     targets = [file for path in paths for file in reversed(files_of(path))]
     with atomic_paths(targets, _earlier_parts(paths[-1], n_parts)) as places:
 
-        def write(index: int, plain: Mapping[str, Any], tensors: dict[str, Tensor]) -> str:
+        def write(index: int, fields: Mapping[str, Any], tensors: dict[str, Tensor]) -> str:
+            """Write the tensors of a part, and its text; return a short digest of the text."""
+            # the text names the digest of its tensors, so that files of two parts cannot be mixed
             digest = fingerprint(tensors)
-            text = sign(schema, {**plain, "tensors": digest})
+            text = sign(schema, {**fields, "tensors": digest})
             held, described = places[2 * index : 2 * index + 2]
-            # the digest of the tensors stands in the text, so that neither file can be another's
             with naming_file(targets[2 * index]):
                 save_file(tensors, held, metadata=header_of_tensors(schema, digest))
                 described.write_bytes(text.encode())

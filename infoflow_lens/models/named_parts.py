@@ -165,16 +165,16 @@ def find_directions(
 def sum_biases(
     model: Any, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
 ) -> Float[Tensor, " d_model"]:
-    """Sum what the matrices of attention and MLP add below a layer, whatever the tokens.
+    """Sum the output biases b_O and b_out of the layers below one, as TransformerLens's method.
 
     Args:
-        model: with blocks.
-        layer: from 0 to the number of layers; all layers below it count.
-        mlp_input: whether its attention counts, too.
-        include_mlp_biases: whether those of MLPs count.
+        model: a model with TransformerLens's names.
+        layer: from 0 to the number of layers.
+        mlp_input: whether b_O of the layer itself counts, too, as for the input of its MLP.
+        include_mlp_biases: whether b_out counts.
 
     Raises:
-        InfoFlowError: if a block has no single matrix there.
+        InfoFlowError: if attention or MLP of a block is no single linear map at its end.
     """
     total = torch.zeros(model.cfg.d_model, dtype=model.cfg.dtype, device=model.cfg.device)
     for number in range(layer + mlp_input):

@@ -369,15 +369,20 @@ def choose_device(device: str) -> str:
 
 
 def _acquire_gpu(names: list[str]) -> tuple[FileLock, int]:
-    """Lock the first free GPU; return the lock and the GPU's place among the names."""
+    """Lock the GPU that the fewest of our processes hold, the first of several, without waiting.
+
+    Returns:
+        The lock, and the GPU's index among the names, of which there is at least one.
+    """
     user = getattr(os, "getuid", lambda: os.environ.get("USERNAME", ""))()
     folder = Path(tempfile.gettempdir()) / f"infoflow-lens-gpus-{user}"
     with naming_file(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-    for turn in count():
-        for place, name in enumerate(names):
-            lock = FileLock(folder / f"{name}.{turn}.lock")
+    # a second process of a GPU takes its second lock, once all have a first one
+    for n_others in count():
+        for index, name in enumerate(names):
+            lock = FileLock(folder / f"{name}.{n_others}.lock")
             with suppress(Timeout):
                 lock.acquire(timeout=0)
-                return lock, place
+                return lock, index
     raise AssertionError  # count() has no end

@@ -522,10 +522,19 @@ def _reasons(
     answer: Answer,
     asked: Question,
 ) -> tuple[str, ...]:
-    """Return the argument, in words."""
+    """Return the sentences that justify the verdict: what is needed and what is enough.
+
+    How it was tried, and what was not weighed, stands last.
+
+    Args:
+        result: the estimate, of which the sentences are.
+        profile: how the target compares tuples.
+        shape: of the model.
+        answer: what the search found with one mechanism for all heads.
+        asked: the target as the search sees it.
+    """
     reasons = []
-    # in the order of the argument: what is needed, what is excluded, what is enough, and how it was
-    # tried
+    # uses one mechanism in all heads; result.schedule is the best of any
     alone = answer.schedule
     if result.needed:
         reasons.append(
@@ -551,21 +560,21 @@ def _reasons(
         if alone.adaptive:
             reasons.append(
                 "it is adaptive: what a layer looks for depends on what was found before, which "
-                "takes queries made by a network of all that is held, and a score that jumps at "
-                "what was found [derived]"
+                "takes queries that a network computes from the whole state, and a score that "
+                "jumps at what was found [derived]"
             )
     if result.d_head:
         d_heads = ", ".join("?" if n is None else str(n) for n in result.d_head)
         products = ", ".join(map(str, result.products))
         reasons.append(
-            f"this schedule asks for d_head >= ({d_heads}) by layer, the rank of its scores; fewer "
-            f"is open; and for ({products}) products in feed-forward networks, beside the target's "
-            "own outer function"
+            f"this schedule asks for d_head >= ({d_heads}) by layer, the rank of its scores "
+            f"(whether fewer are enough is open); and for ({products}) products in feed-forward "
+            "networks, beside the target's own outer function"
         )
     if alone is not None and (numbers := alone.size * result.d_token) > max(shape.d_model):
         reasons.append(
             f"|I| d = {numbers} numbers do not fit in E = {max(shape.d_model)}: they must be "
-            "coded, at the upper exponent"
+            "coded, which costs parameters by the upper exponent"
         )
     if result.needed:
         reasons.extend(_heads_in_words(result, profile))
@@ -630,15 +639,18 @@ def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
 def flags_of(
     profile: ComparisonProfile, n_heads: Sequence[int], count: Count, trees: int
 ) -> tuple[str, ...]:
-    """Return the limits of the argument that concern verdicts and counts."""
+    """Return what a reader has to know of verdicts and counts, as sentences.
+
+    "[flag]" marks where the argument may fail, "[chosen]" what was assumed to make it.
+    """
     flags = list(profile.flags_for(count))
-    # limits of the count itself
+    # of the count itself
     if count != "proved" and profile.order > 1:
         flags.append(
             f"[flag] count={count!r} is an upper bound on the target's number of comparisons, so "
             "it suggests but does not prove what is excluded; a witness does"
         )
-    # limits of how the paper applies it
+    # of K in eq (5), the number of trees of comparisons that a position runs at once
     if trees == 1 and profile.n_trees >= 3:
         flags.append(
             "[flag] K = 1 is the literal reading of eq (5), under which one head of global "
@@ -647,12 +659,12 @@ def flags_of(
         )
     if len(n_heads) > 1 and profile.order == 2:
         flags.append(
-            "[flag] that h_1 decides whatever layer 2 does is asymptotic: at small T a wide layer "
-            "2 can make up the count"
+            "[flag] h_1 decides regardless of layer 2 only as T grows: at small T a wide layer 2 "
+            "can make up the count"
         )
     flags.append(
         "[chosen] a score looks at tuples inside what one position holds, or at one tuple across "
-        "two; with arbitrary scores the abstract model beats its own counting bound"
+        "two; with arbitrary scores the counting bound is false for the abstract model"
     )
     return tuple(flags)
 

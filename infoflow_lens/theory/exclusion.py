@@ -316,9 +316,14 @@ def _worst(component: Component, x: Float[Tensor, "token d"], samples: Samples) 
 
 
 def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
-    """Yield more places than heads, each of which some sequence makes matter."""
+    """Yield candidates: n_heads + 1 positions, each of which changes the answer in some sequence.
+
+    One layer has a largest score a head, so one of these positions is not retrieved. Each
+    candidate is verified later; those that fail cost time alone.
+    """
     task, n_places = samples.task, shape.n_heads[0] + 1
     n = task.n_tokens
+    # tokens that are ids have no second option close by
     if n_places > n or samples.sequences(1).ndim == 2:
         return
     if shape.positional and n_places > _MOST_PLACES:
@@ -330,7 +335,8 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
         places = active[row].nonzero()[:n_places, 0].tolist()
         others = [p for p in range(n) if p not in places]
         if len(places) == n_places and (others or shape.positional):
-            # the other option: of another input where positions are told apart, else from elsewhere
+            # what a place may hold instead: with positions, what another input has there; without,
+            # a token of another place of this input
             second = x[(row + 1) % len(x), places] if shape.positional else x[row, others[:1]]
             options = torch.stack([x[row, places], second.expand(n_places, -1)], dim=1)
             yield _document(
@@ -348,7 +354,7 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
                 options=torch.stack([x[row, places], copies], dim=1),
                 contexts=x[row].expand(n_places, -1, -1),
             )  # fmt: skip
-    # a token of each of several inputs, beside what makes it matter there
+    # an active token of each of several inputs, in a context in which it is active
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples.seed))
     for rows in order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES]:
         for around in (_active_alone, _all_but_some):

@@ -128,6 +128,14 @@ class _State(NamedTuple):
 def _kinds(
     components: Sequence[Component], n_tokens: int, causal: bool, served: Collection[int] = ()
 ) -> _Kinds:
+    """Group a target's components by how heads can retrieve them, with the sizes that this takes.
+
+    Args:
+        components: of the target.
+        n_tokens: T.
+        causal: whether a token sees earlier ones alone.
+        served: the numbers of components that another plan retrieves, which are left out.
+    """
     groups: dict[str, list[int]] = {k: [] for k in ("single", "ranked", "pair", "wide", "listed")}
     for index, component in enumerate(components):
         if index in served:
@@ -139,19 +147,20 @@ def _kinds(
         else:
             kind = {1: "single", 2: "pair"}.get(component.arity, "wide")
         groups[kind].append(index)
-    # a rank is found from the nearer end: step by step from the top, or from below
-    nearer, below = [1], []
+    # the r-th largest is found step by step from the nearer end, the top or the bottom
+    n_steps, below = [1], []
     for index in groups["ranked"]:
         component = components[index]
         n = n_tokens if component.positions is None else len(component.positions)
-        nearer.append(min(component.rank, n - component.rank + 1))
+        n_steps.append(min(component.rank, n - component.rank + 1))
         below.append(component.rank > n - component.rank + 1)
     rest, common = 0, 0
     for index in groups["listed"]:
         shared, rests = common_positions(components[index])
         common = max(common, len(shared))
         held: dict[int, set[int]] = {}
-        # a holder reads the rest of all tuples that it holds; the widest one sets the size
+        # each tuple is collected by one of its positions, which reads the others of all tuples
+        # that it collects; the position that reads the most sets the size
         for holder, row in zip(tuple_holders(n_tokens, rests), rests, strict=True):
             held.setdefault(holder, {holder}).update(row)
         rest = max(rest, max(map(len, held.values())))
@@ -162,10 +171,11 @@ def _kinds(
         pairs=tuple(groups["pair"]),
         wide=tuple(groups["wide"]),
         listed=tuple(groups["listed"]),
-        rank=max(nearer),
+        rank=max(n_steps),
         below=tuple(below),
         rest=rest,
         common=common,
+        # the later token of a pair does the retrieval, and may be the first or the second of it
         sides=2 if causal and ordered else 1,
         max_arity=max([0, *(components[i].arity for i in (*groups["pair"], *groups["wide"]))]),
     )

@@ -348,14 +348,14 @@ def _mechanisms(run: tokens.TokenRun) -> list[Row]:
 
 
 def _mean_maps(run: tokens.TokenRun) -> list[Row]:
-    """Average patterns over the test sequences of the paper's two examples of each task."""
+    """Average patterns over the test sequences of each of the two examples that the paper draws."""
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
     device = next(run.model.parameters()).device
     rows: list[Row] = []
-    for example, which in _examples(run.task, run.x).items():
-        caught = call(run.model, run.x[which].to(device), names).activations
+    for example, chosen in _examples(run.task, run.x).items():
+        activations = call(run.model, run.x[chosen].to(device), names).activations
         for layer, name in enumerate(names):
-            mean = caught[name][:, 0].double().mean(dim=0).cpu()
+            mean = activations[name][:, 0].double().mean(dim=0).cpu()  # of the one head
             rows += [
                 {
                     "kind": "map",
