@@ -70,6 +70,7 @@ def _state_of(model: nn.Module) -> tuple[Any, ...]:
     own = [(vars(m).get("forward"), vars(m).get("_compiled_call_impl")) for m in modules]
     # what `attach` puts on a model runs the model's own function
     own = [(_under_ours(forward), compiled) for forward, compiled in own]
+    # a module may be the same and its weights of another size, as after resizing in place
     sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
     return (*modules, own, *_kinds_of_attention(modules), _precision(model), sizes)
 
@@ -228,6 +229,8 @@ def _block_calls(log: PassLog, attentions: list[AttentionCall]) -> list[ModuleCa
         streams = [call for call in around if call.stream() is not None]
         listed = [call for call in streams if call.is_list_item]
         alone = [call for call in reversed(streams) if len(call.attentions) == 1]
+        # by preference: elements of lists, then calls of this attention alone from the outside in,
+        # then any call that maps a stream
         sums = {c: _count_sums(log, c, attention) for c in (*listed, *alone, *streams)}
         # with a sum behind that of attention, as a list of sublayers within a block is no block
         whole = [c for c in listed if sums[c] > 1] or [c for c in sums if sums[c]]
@@ -309,6 +312,7 @@ def _axes(stream: Tensor, batch: int, n_pos: int | None) -> tuple[int, int, int]
     first = shape.index(batch) if batch in shape else 0
     rest = [axis for axis in range(3) if axis != first]
     second = next((axis for axis in rest if shape[axis] == n_pos), rest[0])
+    # the axes are 0, 1 and 2, so what is left of 3 is that of the width
     return first, second, 3 - first - second
 
 
@@ -320,6 +324,7 @@ def _distance(bare: list[Tensor], watched: list[Tensor]) -> float:
         if x.is_floating_point() and x.shape == y.shape and x.numel()
     ]
     return max(
+        # the bound keeps outputs that are all alike from dividing by 0
         (float((x - y).abs().max() / (x.max() - x.min()).clamp_min(1e-9)) for x, y in pairs),
         default=0.0,
     )

@@ -135,12 +135,14 @@ def _call_model(
     if point == TOKENS:
         return model(entering)
     if can_start(model) and not whole.columns:
+        # TransformerLens skips the unembedding where no output is asked for
         kind = {} if output else {"return_type": None}
         return model(entering, start_at_layer=layer_of(point) or 0, **kind)
     points = hook_points(model)
     replace_start = bind_to_thread(lambda module, inputs: (entering,))
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
+        # nobody looks at what the blocks left out give, so the state that enters stands for each
         with block_starts(model).starting(layer, [entering] * layer) if layer else nullcontext():
             # the blocks of an opened model see as many rows as they give
             if hasattr(model, "anatomy") and len(whole) == 1 < len(entering):
@@ -272,6 +274,7 @@ def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]
             # a permanent one of a hook point is a library's, where it says so
             if not handle.is_permanent or given is None or not _is_ours(given):
                 yield module, given or _within(placed)
+        # what is left has no handle in a hook point's own list: hooks of torch itself
         for placed in raw.values():
             if hasattr(module, "fwd_hooks") or not _is_ours(placed):
                 yield module, placed
@@ -365,6 +368,7 @@ def restore_module_tensors(model: nn.Module) -> Iterator[None]:
         return isinstance(value, Tensor)
 
     before = [
+        # None, too, as a pass may put a tensor there
         (vars(module), {k: v for k, v in vars(module).items() if v is None or is_tensor(v)})
         for module in model.modules()
     ]

@@ -302,6 +302,7 @@ def _find_reach_by_anatomy(
     What is edited there is what the model goes on with.
     """
     added = found.get("hook_mlp_out")
+    # without that sum an edit of hook_resid_mid changes only what the MLP reads
     stays = block.adds or added is None
     reached = [p for p in _EDITED if p in found and (stays or p != "hook_resid_mid")]
     return reached, None if added is None or not added.any() else block.is_parallel
@@ -372,6 +373,7 @@ def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
     if z is None or (z.ndim == 3 and pattern is None):
         return None
     n_heads = z.shape[2] if pattern is None else pattern.shape[1]
+    # flat keys [batch, pos, kv_head * d_head] have this share of the numbers of z
     return keys.numel() * n_heads // z.numel()
 
 

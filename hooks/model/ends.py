@@ -109,6 +109,7 @@ def _table_length(log: PassLog, added: Tensor) -> int | None:
         if is_among(added, op.outputs):
             if op.name == "embedding":
                 indices, table = op.inputs[:2]
+                # some tables, as OPT's, have rows in front of that of position 0
                 return len(table) - int(indices.min())
             if op.name not in UNCHANGED:
                 return None
@@ -152,11 +153,13 @@ def _reader(
     """Find the first call of a module that reads a tensor, moved perhaps, and fits."""
     same = [tensor]
     calls = [call for call in log.module_calls() if call.start >= start]
+    # one step more than operations: a call may begin behind the last of them
     for number, op in enumerate([*log.operations[start:], None], start):
         for call in (c for c in calls if c.start == number):
             read = [t for t in call.inputs if t.is_floating_point()]
             if len(read) == 1 and is_among(read[0], same) and fits(call):
                 return call
         if op is not None and op.inputs and is_among(op.inputs[0], same):
+            # transformers cuts positions out (logits_to_keep) before the unembedding reads them
             same += op.outputs if op.name in {*UNCHANGED, "__getitem__"} else []
     return None

@@ -275,6 +275,7 @@ class _LoadedBatches(Batches):
 
     def _parts(self, batch_size: int) -> Iterator[Batches]:
         """Batches as the loader makes them; single rows, as of streams, are put together."""
+        # rows with other columns cannot share a batch
         for (single, names), read in groupby(self._read(), lambda r: (r.is_single, [*r.columns])):
             if not single:
                 yield from read
@@ -403,6 +404,7 @@ def local_window(model: nn.Module) -> int:
         return int(getattr(cfg, "window_size", None) or 0)
     # the config of a bridge does not say; that of the model it wraps does
     behind: Any = getattr(getattr(model, "original_model", None), "config", None)
+    # Qwen2 names a window in its config, and does not use it
     if not getattr(behind, "use_sliding_window", True):
         return 0
     for name in ("sliding_window", "window_size"):
@@ -546,6 +548,7 @@ class _Reader:
                 fill = float(rows[0].flatten()[0])
                 together = pad_sequence(rows, batch_first=True, padding_value=fill)
                 return check_inputs(self.model, together, self.name)
+        # one by one, so that the error names the sequence
         for index, row in enumerate(rows, first):
             check_inputs(self.model, row[None], f"{self.name}[{index}]")
         return None
@@ -671,6 +674,7 @@ def forward_names(model: nn.Module) -> frozenset[str]:
     while isinstance(inner, nn.Module) and id(inner) not in seen:
         seen.add(id(inner))
         found |= inspect.signature(type(inner).forward).parameters.keys()
+        # base_model of transformers may be the model itself, so a repeat ends the search
         held = (getattr(inner, name, None) for name in ("original_model", "base_model", "model"))
         inner = next((one for one in held if isinstance(one, nn.Module)), None)  # type: ignore[assignment]
     return frozenset(found)
@@ -696,6 +700,7 @@ def _is_default(model: nn.Module, name: str, column: list[Tensor]) -> bool:
         return all(row.equal(torch.arange(len(row))) for row in column)
     if name != "token_type_ids":
         return False
+    # without a table of types, as in GPT-2, type 0 has the embedding of token 0, and is no default
     has_types = name in forward_names(model) and not hasattr(_config(model), "type_vocab_size")
     return not has_types and not any(bool(row.any()) for row in column)
 
@@ -893,6 +898,7 @@ def call_columns(
         if values.shape in (size, (1, size[1]))
     }
     mask = named.get(MASKS[0])
+    # beside positions it tells padding from packed documents; with more axes it is no padding
     if isinstance(mask, Tensor) and ("position_ids" in found or mask.ndim > 2):
         found[MASKS[0]] = mask.expand(size[0], *mask.shape[1:])
     return {} if is_second_stack(model) else found
@@ -921,6 +927,7 @@ def call_inputs(
     names = ("input", "input_ids", "inputs_embeds")
     if is_second_stack(model):
         args = ()
+        # the decoder's own, under the names that other models have: n[8:] is without "decoder_"
         kwargs = {n[8:]: value for n, value in kwargs.items() if n.startswith("decoder_")}
         if not any(kwargs.get(name) is not None for name in names):
             raise InfoFlowError(
@@ -1004,6 +1011,7 @@ def _call_of_texts(
     chosen = {key: kwargs[key] for key in ("prepend_bos", "padding_side") if key in kwargs}
     tokens: Tensor = model.to_tokens(texts, **chosen)  # type: ignore[operator]
     bos = {key: value for key, value in chosen.items() if key == "prepend_bos"}
+    # to_tokens gives no mask, so each text alone tells how many of its tokens are real
     lengths = torch.tensor([model.to_tokens(text, **bos).shape[1] for text in texts])  # type: ignore[operator]
     real = Batch(tokens, lengths).mask()
     if bool(real.all()):

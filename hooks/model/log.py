@@ -137,6 +137,7 @@ class PassLog(Tap):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # set by `_keep` while the operation runs, where that is the one that gives z
         self._last_read = None
         out = super().__torch_function__(func, types, args, kwargs)
         if self._is_aside or not (outputs := list(tensors_in(out))):

@@ -55,6 +55,7 @@ class Projection:
             return module.weight.detach().T
         with part_in_eval_mode(module):
             zero = self._zero(module)
+            # a unit vector gives a row of the matrix and the bias, zero the bias alone
             units = torch.eye(self.d_in).to(zero)
             return run_forward(module, units) - run_forward(module, zero)
 
@@ -86,6 +87,7 @@ class NormNumbers(NamedTuple):
         self, x: Float[Tensor, "*batch d_model"], y: Float[Tensor, "*batch d_model"]
     ) -> Float[Tensor, "*batch 1"]:
         """Read off what divided each position, where `x` became `y`."""
+        # by sums over the width, as single entries of what is divided may be 0
         moved = self.apply(x, 1)
         return (moved * moved).sum(-1, True) / (moved * (y - self.bias)).sum(-1, True)
 
@@ -136,10 +138,13 @@ def _numbers_of(module: nn.Module, like: Float[Tensor, " d_model"]) -> NormNumbe
     wide = torch.promote_types(like.dtype, torch.float32)
     probe, x, plus, minus, shifted, y = (t.to(wide) for t in (probe, x, *rows_out))
     size = probe.square().mean().sqrt()
+    # a norm gives -x the same scale as x: half the sum is the bias, half the difference the rest
     weight, bias = (plus - minus) / 2 * size / probe, (plus + minus) / 2
     bar = _BARS.get(like.dtype, 1e-4)
+    # a norm that takes the mean off gives the same when all entries are shifted
     shift = (shifted - plus).abs().max()
     numbers = NormNumbers(weight, bias, bool(shift <= bar * plus.abs().max()))
+    # the numbers count only if they also give what the norm makes of another vector
     again = numbers.apply(x, numbers.scale(x, y)) + bias
     return numbers if torch.allclose(again, y, atol=bar * float(y.abs().max())) else None
 

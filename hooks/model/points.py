@@ -159,6 +159,7 @@ def cache_by_mode(find: Callable[[nn.Module], FoundT]) -> Callable[[nn.Module], 
 
     @functools.wraps(find)
     def call(model: nn.Module) -> FoundT:
+        # first, as a model that has changed gets another anatomy, which is part of the mode
         refresh(model)
         precision = next((parameter.dtype for parameter in model.parameters()), None)
         kind = getattr(model, "compatibility_mode", None)

@@ -54,6 +54,7 @@ class Operands:
     def run(self, func: Callable[..., Any]) -> Any:
         """Make the call, with the operands that `pair` has now."""
         pair, args, kwargs = self._given
+        # with its own operands the call is made as the model has written it
         if self.pair is pair:
             return func(*args, **kwargs)
         if self.equation is not None:
@@ -92,6 +93,7 @@ class Layout:
         q, k = given.split(",")
         inner = "".join(axis for axis in q if axis in k and axis not in out)
         heads = out[:-2]
+        # keys may lack axes of heads, where several heads share them; queries have every axis
         fits = set(q) == {*heads, out[-2], *inner} and set(k) <= {*heads, out[-1], *inner}
         if "." in given or not fits:
             return None

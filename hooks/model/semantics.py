@@ -95,6 +95,7 @@ def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"],
     known, length = _cache_keys(model), n_pos
     if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
         n_ctx = config_value(model, "n_ctx")
+        # the next power of two, so that texts of many lengths need few runs
         length = 1 << max(0, n_pos - 1).bit_length()
         length = max(n_pos, min(length, n_ctx or length))
     if length not in known:

@@ -195,6 +195,7 @@ class SiteRun(Tap):
         return args, {**kwargs, "inputs_embeds": self._show_embedding(given)}
 
     def _embed(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        # a later call of the same module does not give the stream that enters the first block
         if self._index != -1 or self._is_inside:
             return None
         old = next(tensors_in(out))  # quantized embeddings give their scale with it
@@ -202,12 +203,14 @@ class SiteRun(Tap):
 
     def _show_embedding(self, tensor: Tensor) -> Tensor:
         embedding = tensor
+        # hooks get [batch, pos, width], and the model its own order of axes back
         if EMBED in self._names and self._anatomy.start.is_turned:
             turned = tensor.transpose(0, 1)
             answer = self._fire(EMBED, turned)
             embedding = tensor if answer is turned else answer.transpose(0, 1)
         elif EMBED in self._names:
             embedding = self._fire(EMBED, tensor)
+        # from here on sums are looked at, as one of them adds the positions
         if POS_EMBED in self._names:
             self._copies = {id(embedding): embedding}
         return embedding
@@ -224,6 +227,7 @@ class SiteRun(Tap):
                 scale = numbers.scale(args[0], out)
                 fired = self._fire(SCALE, scale)
                 if fired is not scale:
+                    # the scale divides all but the bias, so the ratio of both scales acts on that
                     new = (numbers.bias + (out - numbers.bias) * scale / fired).to(out.dtype)
             return self._fire(NORMALIZED, new) if NORMALIZED in self._names else new
 
@@ -248,6 +252,7 @@ class SiteRun(Tap):
         order = [*range(self._index + 1, len(self._blocks)), *range(self._index + 1)]
         self._index = next(i for i in order if self._blocks[i].module is module)
         self._is_inside, self._stage, self._copies, self._seen = True, 0, {}, set()
+        # the anatomy counts attentions and products from the beginning of each block
         self.restart()
         block = self._block
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -295,6 +300,7 @@ class SiteRun(Tap):
                 if place is not None and (place.kind, place.path) == ("output", path):
                     out = self._show_part(out, f"hook_{name}", place)
                     if name == "resid_mid":
+                        # the sum of the MLP adds to this state, which hooks may have replaced
                         self._reach_mid(self._stream_of(out))
             return out
 
@@ -333,6 +339,7 @@ class SiteRun(Tap):
         answer = self._fire(f"blocks.{self._index}.{name}", state)
         if answer is state:
             return tensor
+        # back to the model's order of axes, with batch and positions in one where it has them so
         return answer.permute([axes.index(axis) for axis in range(3)]).reshape(tensor.shape)
 
     def _reach_mid(self, state: Tensor) -> None:
@@ -360,6 +367,7 @@ class SiteRun(Tap):
 
     def _adds_to_state(self, args: tuple[Any, ...]) -> bool:
         """Say whether the next sum of interest has come."""
+        # a sum before attention has run is not the one that adds what attention gives
         place = {0: self._block.attn_out, 2: self._block.mlp_out}.get(self._stage)
         if place is None or place.kind != "sum" or (self._stage == 0 and not self.n_attentions):
             return False
@@ -397,6 +405,7 @@ class SiteRun(Tap):
         pair, place = list(args), self._anatomy.start.pos_embed
         at = 0 if id(args[1]) in self._copies else 1
         if place is not None and place.number == self._sums:
+            # positions without an axis of the batch are shown, and may be edited, for each sequence
             positions = pair[at].expand(pair[1 - at].shape)
             answer = self._fire(POS_EMBED, positions)
             pair[at] = pair[at] if answer is positions else answer
@@ -439,6 +448,8 @@ class SiteRun(Tap):
             return None if new is value else torch.where(closed & (new == -torch.inf), tensor, new)
         if site == "pattern":
             return self._fire(name, tensor)
+        # [batch, pos, head, d] as in TransformerLens; heads that a model repeats for each group of
+        # queries are shown once, and repeated again behind the hook
         has_copies = site in ("k", "v") and tensor.shape[1] == found.n_heads
         copies = found.n_heads // found.n_kv_heads if has_copies else 1
         value = tensor[:, ::copies].transpose(1, 2)
@@ -503,6 +514,7 @@ def _swap(value: Any, old: Tensor, new: Tensor) -> Any:
     if value is old:
         return new
     if isinstance(value, dict):
+        # outputs of transformers are dicts of a class of their own, made from fields by name
         made = {name: _swap(item, old, new) for name, item in value.items()}
         return made if type(value) is dict else type(value)(**made)
     if isinstance(value, (tuple, list)):

@@ -61,6 +61,7 @@ class BlockStarts:
             self._gives.append(give)
 
         with ExitStack() as stack:
+            # a module that several layers share has one hook, which notes each of its calls
             for block in dict.fromkeys(self.blocks):
                 stack.callback(block.register_forward_hook(bind_to_thread(note)).remove)
             yield
@@ -82,6 +83,7 @@ class BlockStarts:
             states: what each block before it gives; a single row stands for all that enter.
         """
         given = [*zip(self._gives[:layer], states, strict=True)]
+        # by call and not by module: a shared one gives other states in each of its layers
         order = iter([*given, *[None] * (len(self.blocks) - layer)])
         with ExitStack() as stack:
             if layer:
@@ -115,6 +117,7 @@ class _Skip:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Give the states in as many rows as enter, or run."""
+        # calls of other threads run as usual, and take no turn of this pass
         known = next(self._order, None) if threading.get_ident() == self._thread else None
         if known is None:
             return self._forward(*args, **kwargs)

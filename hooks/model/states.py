@@ -33,6 +33,7 @@ def count_sums(
     for op in operations:
         has = {id(t) in from_attention for t in op.inputs}
         if op.name in ADDITIONS and all(has_shape(t, shape) for t in op.inputs[:2]):
+            # the first has attention on one side alone; from then on each sum counts
             n += n > 0 or len(has) == 2
         if op.attention is attention or True in has:
             from_attention |= {id(t) for t in op.outputs}
@@ -289,5 +290,6 @@ def _addends(tensor: Tensor, made: dict[int, Operation], depth: int = 0) -> list
     return [
         part
         for t in op.inputs[:2]
+        # a sum in place gives the tensor that it has read, which would be followed without end
         for part in ([t] if t is tensor else _addends(t, made, depth + 1))
     ]

@@ -80,6 +80,7 @@ class _Closing:
             return (self.tensor * self.sign <= CLOSED).expand(self.shape)
         if bool(torch.as_tensor(self.fill).max() <= CLOSED):
             return self.tensor.bool().expand(self.shape)
+        # a fill with an ordinary number, such as 0, is no mask
         return torch.zeros_like(self.tensor, dtype=torch.bool).expand(self.shape)
 
 
@@ -132,11 +133,13 @@ class AttentionCall:
         shape, device = self.scores.shape, self.scores.device
         closed = torch.zeros(shape, dtype=torch.bool, device=device)
         if self.is_causal:
+            # torch counts from the first query and the first key, also where there are more keys
             closed |= torch.ones(shape[-2:], dtype=torch.bool, device=device).triu(1)
         for closing in self.closings:
             found = closing.find_keys()
             if found.shape[-1] < shape[-1]:  # made before the sinks came
                 found = F.pad(found, (0, shape[-1] - found.shape[-1]))
+            # a mask from before the scores were reshaped has the same numbers in other axes
             closed |= found.reshape(shape) if found.numel() == closed.numel() else found
         # no product of finite queries and keys is half of the lowest number of its precision
         closed |= self.scores <= torch.finfo(self.scores.dtype).min / 2
@@ -156,6 +159,7 @@ _SDPA_DEFAULTS = {
     "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0,
     "is_causal": False, "scale": None, "enable_gqa": False,
 }  # fmt: skip
+# the function is a builtin without a signature, so its arguments are bound to this one
 _SDPA = inspect.Signature(
     [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
@@ -271,6 +275,7 @@ class Tap(TorchFunctionMode):
             return self._run_sdpa(args, kwargs)
         # its parts are run one by one, so that they are seen
         if func is _MULTIHEAD:
+            # torch switches a mode off within its own function, so it is entered again
             with self:
                 return _multihead_in_sight(*args, **kwargs)
         if name == "flex_attention":
@@ -306,12 +311,14 @@ class Tap(TorchFunctionMode):
         answer = self._watch(call, site, by_head)
         if answer is None or answer is by_head:
             return tensor
+        # back to the axes and the precision of the model, with the sinks as they were
         answer = answer.to(tensor.dtype).reshape(part.shape)
         return answer if part is tensor else torch.cat([answer, tensor[..., -call.sinks :]], -1)
 
     # Following: from a product to a softmax, and from that to a product
 
     def _origin(self, tensor: Any) -> _Product | AttentionCall | None:
+        # an id is used again once its tensor is gone, so the tensor itself is compared
         entry = self._followed.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
@@ -320,6 +327,7 @@ class Tap(TorchFunctionMode):
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Carry a product or a pattern on through an operation."""
+        # cat takes its tensors as one list
         given = args[0] if args and isinstance(args[0], (tuple, list)) else args
         inputs = (*given, *kwargs.values())
         if not any(id(t) in self._followed for t in inputs) or not isinstance(out, Tensor):
@@ -347,6 +355,7 @@ class Tap(TorchFunctionMode):
         products = {o.number: o for _, o in pairs if isinstance(o, _Product)}
         closings = origin.closings
         for number, other in products.items():
+            # those of the first product are there already
             closings += other.closings if number != origin.number else ()
         closings += self._closings(name, args, kwargs, source, out.shape)
         n_products = origin.n_products + len(products) - 1
@@ -392,6 +401,7 @@ class Tap(TorchFunctionMode):
         # a pattern on the right: some models write values first
         swapped = isinstance(self._origin(right), AttentionCall)
         call = self._origin(right if swapped else left)
+        # without an equation it is not known over which axis a pattern on the right is summed
         if isinstance(call, AttentionCall) and (operands.equation or not swapped):
             return self._values(func, operands, call, swapped)
         layout = Layout.parse_scores(operands.equation)
@@ -408,6 +418,7 @@ class Tap(TorchFunctionMode):
                 operands.pair = layout.left_back(q), layout.right_back(k)
         out: Tensor = operands.run(func)
         if out.ndim > 2:
+            # baddbmm adds its mask within the product, where no sum shows it
             base = operands.base
             closings = () if base is None else (_Closing(base, out.shape),)
             self._mark(out, _Product(q, k, out.shape[-1], number, closings))
@@ -419,6 +430,7 @@ class Tap(TorchFunctionMode):
         # softmaxes over other axes (experts, vocabularies of one position) are no attention
         if scores.ndim < 3 or not scores.is_floating_point() or dim not in (-1, scores.ndim - 1):
             return func(*args, **kwargs)
+        # counted whether or not somebody looks, as the anatomy knows an attention by its number
         number = self.n_attentions
         self.n_attentions += 1
         if not self._wants(number):
@@ -431,6 +443,7 @@ class Tap(TorchFunctionMode):
             # columns behind the keys are sinks, which belong to no key
             call.sinks = max(scores.shape[-1] - product.n_keys, 0)
             call.closings = product.closings
+            # q and k were computed before it was known that their product is of attention
             if self._keeps:
                 pair = {"q": product.q, "k": product.k}
                 call.seen = {site: split_heads(t, self.batch) for site, t in pair.items()}

@@ -136,6 +136,7 @@ def _find_end(model: nn.Module) -> Int[Tensor, " pos"]:
     own = np.flatnonzero(np.equal(made["special_tokens_mask"], 0))
     n_end = len(made["input_ids"]) - 1 - int(own.max())
     (row,) = ids_of_texts(model, ["a"])
+    # TransformerLens takes EOS off, so what the tokenizer puts there may not be read
     is_read = n_end and row[-n_end:].tolist() == made["input_ids"][-n_end:]
     return row[-n_end:] if is_read else row[:0]
 
@@ -183,6 +184,7 @@ def group_by_size(
             yield group
             group, total = [], 0
         group.append(text)
+        # a long text fills its group, so that no other joins it
         total += _TOGETHER if n > _LONG_TEXT else n
     if group:
         yield group
