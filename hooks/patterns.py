@@ -75,6 +75,7 @@ class PatternsProbe(Probe[PatternsResult]):
         attention = [
             make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers
         ]
+        # one transfer for all: the patterns of every layer, then the scores of every layer
         host = to_host(attention)
         return {
             "patterns": host[: len(layers)],

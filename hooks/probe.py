@@ -74,6 +74,7 @@ class Split:
     def n_held_out(self, n: int) -> int:
         """Count those of the first `n` sequences that are held out."""
         if self.mode == "by_index" and self.step == 1:
+            # the count of i with i % every == every - 1 between first and first + n
             return (self.first + n) // self.every - self.first // self.every
         return int(self.held_out(self.indices(0, n)).sum())
 

@@ -212,6 +212,7 @@ def spearman(
     ranks = []
     for values in (one, other):
         above = (values[:, :, None] - values[:, None]).sign() * candidate[:, None]
+        # how many candidates lie below each, less how many lie above
         place = above.sum(dim=2) * candidate  # twice the mean rank of equals, around 0
         ranks.append(place / place.norm(dim=1, keepdim=True).clamp(min=1))
     return (ranks[0] * ranks[1]).sum(dim=1)

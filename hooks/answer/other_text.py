@@ -62,6 +62,7 @@ def choose_likely_text(
         pairs = []
         for place in places:
             worth = weight * guesses[place] + _NEARNESS * likeness[place]
+            # what was run already is not run again
             worth[[token for at, token in tried if at == place]] = -torch.inf
             best = worth.topk(min(n, len(worth)))
             pairs += [(place, token) for token in best.indices[best.values.isfinite()].tolist()]
@@ -71,6 +72,7 @@ def choose_likely_text(
         texts = clean.repeat(len(pairs), 1)
         texts[range(len(pairs)), at.to(clean.device)] = tokens.to(clean)
         change, gain, chance = question.score_texts(texts)
+        # a readout that is below 0 already has to fall by the margin all the same
         short = (max(question.clean.value, 0.0) + change + _MARGIN).clamp(min=0)
         commoner = torch.maximum(common[clean.cpu()[at]], common[tokens])
         scores = gain + chance + _LIKENESS * likeness[at, tokens].double() - _SHORT * short

@@ -112,6 +112,7 @@ def find_circuit(
     down = score_paths(streams, nodes, gradients, streams.clean, streams.other)
     up = score_paths(streams, nodes, gradients, streams.other, streams.clean)
     sign = math.copysign(1, question.gap)
+    # the mean over both texts, as what a path does depends on the rest
     worth = {path: (up[path] - down[path]) / 2 * sign for path in down}
     rank = sorted((p for p in worth if worth[p] > 0), key=lambda p: -worth[p])
 
@@ -138,10 +139,12 @@ def find_circuit(
         left = {path: min(each) for path, each in measured.items()}
         cost = {path: min(both) - left[path] for path in found}
         fine = [path for path in found if left[path] >= target]
+        # a path with which others lose their way makes the circuit smaller: each counts .02
         fine.sort(key=lambda p: (-(left[p] + 0.02 * (len(found) - len(without[p]))), _order(p)))
         if not fine or len(found) == 1:
             break
         fewer = connect(found - set(fine[: max(1, len(found) // 10)]))
+        # a tenth of fewer than 20 is one path, whose removal was measured above
         reached = measure([fewer])[0] if len(found) >= 20 else measured[fine[0]]
         if min(reached) >= target:
             found, both = fewer, reached
@@ -199,6 +202,7 @@ def score_paths(
     question, end = streams.question, streams.end
     writers = [Node(-1, -1, position) for position in question.changed] + sorted(nodes)
     behind = max((node.layer for node in nodes), default=0)
+    # a writer at another position reaches the answer by the heads that read it alone
     until = {
         _alone(node): question.n_layers if node.position == end else behind for node in writers
     }
@@ -295,6 +299,7 @@ def _input(
     if kind == "query":
         return {"q": made["q"][row, head]}
     vectors = made[kind[0]][row]
+    # keys and values may be grouped: several heads in a row read the same
     return {kind[0]: {position: vectors[head * len(vectors) // n_heads]}}
 
 
@@ -425,6 +430,7 @@ def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Flo
                 z_of[reader] = streams.attend(run, layer, reader.head, reader.position, **given)
             for stream, last in job.until.items():
                 mine = {node: z_of[node] for node in stream[1] if node in z_of}
+                # a stream begins with its first writer, and goes on up to its last reader
                 if last > layer and (mine or stream in job.states):
                     moved.append((job, stream, mine))
         left = _step(streams, layer, moved).get("out", ())
@@ -525,6 +531,7 @@ def cut_together(streams: Streams, paths: Sequence[Path]) -> float:
     for layer in sorted({reader.layer for reader in readers if reader is not None}):
         here = {r: read for r, read in readers.items() if r is not None and r.layer == layer}
         until = {stream: layer for read in here.values() for stream in read.values()}
+        # the last layer that is followed is the one of these readers
         *_, (_, live, found) = _follow(streams, until, base, streams.other)
         for reader, read in here.items():
             given: dict[str, Any] = {}
@@ -554,6 +561,7 @@ def _random_shares(
     for _ in range(_RANDOM):
         some: set[Path] = set()
         front: list[Node | None] = [None]
+        # bounded, as draws may repeat, or end at readers that nothing leads to
         for _ in range(20 * n_paths):
             if len(some) >= n_paths:
                 break

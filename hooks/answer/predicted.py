@@ -41,5 +41,6 @@ def predict_tokens(
         scores[row] = found.values[-1, 0, 0].double().cpu()
         notes += [note for note in found.notes if note not in notes]
     scores[2] = -(last - torch.arange(n_pos)).abs()
+    # nearness alone says nothing of what a state sees, so the two others decide
     sees = scores[:2].nan_to_num(0).amax(dim=0) > 0
     return scores.masked_fill(~sees, torch.nan), notes

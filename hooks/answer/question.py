@@ -229,6 +229,7 @@ class Question:
             options = []
             position = self.n_pos
             for first in range(stop - 1, max(-1, stop - 1 - self.batch_size), -1):
+                # rows are sorted by their start, so the first one of a batch has its lowest layer
                 layer, at = starts[order[first]]
                 position = min(position, at)
                 tokens = (stop - first) * (self.n_pos - position) + _EACH
@@ -254,6 +255,7 @@ class Question:
 
         def count() -> Float[Tensor, " number"]:
             found = measure()
+            # kept with the numbers, so that a run which goes on counts these passes, too
             return torch.cat([found, found.new_tensor([self.forwards - before])])
 
         found = self._kept.measure_once(hash_values(asked), count, n + 1)

@@ -155,6 +155,7 @@ class AnswerNumbers(Result):
 
     def find_unit(self, position: int) -> int:
         """Find the unit that a position is in."""
+        # units stand in their order: those that end at or before the position come before its own
         return int((self.spans[:, 1] <= position).sum())
 
     @property
@@ -199,6 +200,7 @@ class AnswerNumbers(Result):
         both = self.token_predicted.isfinite().any(dim=0) & self.token_mean.isfinite()
         both[self.read_at] = False
         n = int(both.sum())
+        # the rank correlation of two random orders has the standard deviation 1 / sqrt(n - 1)
         band = min(1.0, 1.96 / (n - 1) ** 0.5)
         chance = f"95 of 100 random orders lie within {band:.2f} of 0"
         said = describe_orders(found, chance, least=band)

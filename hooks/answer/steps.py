@@ -77,6 +77,7 @@ def measure_tokens(
     draw_guesses(list(range(len(spans))), 0)
     mean, error = mean_and_error(changes)
     largest = int(mean.abs().argmax())
+    # those whose mean, one error up, reaches the largest, one error down
     open_ = mean.abs() + error >= mean.abs()[largest] - error[largest]
     if int(open_.sum()) > 1:
         draw_guesses(open_.nonzero().flatten().tolist(), N_DRAWS)

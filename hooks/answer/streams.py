@@ -331,6 +331,7 @@ class Streams:
             head, scores.masked_fill(~is_open, 0), (now - was).double()
         )
         sink = run.sink[head, query].double()
+        # the logarithms of the weights in the run, which with the sink have the sum 1
         logs = scores - scores.logsumexp(0) + torch.log1p(-sink.clamp(max=1 - 1e-12))
         weights = (logs + change).masked_fill(~is_open, -torch.inf).exp()
         weights = weights / (weights.sum() + sink)
@@ -370,15 +371,19 @@ class ScoreRule:
         one = scores[0, :, -1, first] if first != last else torch.zeros_like(two)
         (gradient,) = torch.autograd.grad((two - one).sum(), q, retain_graph=True)
         slope = gradient[0, -1].double()
+        # [head, d_head, 2]: the two keys, of which the slope is a sum with one factor each
         pair = torch.stack([keys[last], -keys[first] * float(first != last)], dim=-1)
         along = pair.sum(dim=-1)
         scale = (slope * along).sum(-1) / along.square().sum(-1).clamp(min=1e-30)
         rest = (slope - scale[:, None] * along).norm(dim=-1) / slope.norm(dim=-1).clamp(min=1e-30)
         if float(rest.max()) < _find_tolerance(_LINEAR, q) or first == last:
             return cls(scale, torch.inf)
+        # the slope of c tanh(x / c) at the score s is 1 - (s / c)^2, so the factors at two scores
+        # give c and the scale
         of_last, of_first = torch.linalg.lstsq(pair, slope[..., None]).solution[..., 0].T
         two, one = two.detach().double().square(), one.detach().double().square()
         bounds = (of_last * one - of_first * two) / (of_last - of_first)  # c squared, by head
+        # the head whose factors differ most, as where they are near one another rounding decides
         best = int((of_last / of_first - 1).abs().argmax())
         cap = float(bounds[best].clamp(min=1e-30).sqrt())
         return cls(of_last / (1 - two / cap**2), cap)
@@ -390,5 +395,6 @@ class ScoreRule:
         step = self.scale[head] * product
         if self.cap == torch.inf:
             return step
+        # back to the product before the cap, where the change is added
         raw = self.cap * (scores / self.cap).clamp(-1 + 1e-12, 1 - 1e-12).atanh()
         return self.cap * ((raw + step) / self.cap).tanh() - scores

@@ -70,6 +70,7 @@ class Damage:
 
     def mark_rows(self, batch: Batch) -> Bool[Tensor, "batch row"]:
         """Mark the rows that count: those of real positions, for "loss" with a real next one."""
+        # models over vectors give one row, which is known before any output is seen
         is_one = self._is_one_row or batch.tokens.ndim == 3
         if is_one or self.read is not None:
             n_rows = 1 if self.read is None or is_one else len(self.read)
@@ -102,6 +103,7 @@ class Damage:
         if self.name != "nmse":
             return 1.0
         variance = self._squares - float(torch.as_tensor(self._sum).square().sum()) / self.n_rows
+        # a difference of two sums so near one another is rounding alone
         if variance <= 1e-12 * max(self._squares, 1e-300):
             raise InfoFlowError(
                 "the output is the same for all inputs, so no share of its variance can be lost: "
@@ -134,6 +136,7 @@ class Damage:
             each = (_divergence(self.rows(copy, batch), before) for copy in copies)
             found, far = zip(*each, strict=True)
             lost = torch.stack(found)
+            # rows that move far are few, and measured once more by logarithms, one copy at a time
             for index in torch.stack(far).flatten(1).any(dim=1).nonzero().flatten().tolist():
                 rows = self.rows(copies[index], batch)
                 exact = _far_divergence(rows, before, far[index])

@@ -156,6 +156,7 @@ def estimate_batch(
         read = damage.rows(output, batch)
         every = directions(read.detach(), damage, batch, draws, seeds)
         by_draw = [gradients(read, leaves, direction) for direction in every]
+    # a divergence is half the quadratic form of the change, a squared change the whole
     scale = (1.0 if damage.name == "nmse" else 0.5) / draws
     lost = []
     with torch.no_grad():
@@ -165,6 +166,7 @@ def estimate_batch(
             columns = []
             for ideal in ideals:
                 if ideal == "ablated":
+                    # the leaves of z come behind those of the patterns of all layers
                     of_output = [own.heads_first(found[len(layers) + i]) for found in by_draw]
                     columns.append(own.square(own.ablate(outputs[i]), of_output))
                 else:

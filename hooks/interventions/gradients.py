@@ -136,7 +136,9 @@ def directions(
         torch.mul(by_row[draw, :, :, None], by_feature[draw, :, None], out=direction)
         if p is not None and root is not None:
             direction *= root
+            # sqrt(p) s - p (sqrt(p) . s) for signs s has the covariance diag(p) - p p^T, which is F
             direction.addcmul_(p, direction.sum(dim=-1, keepdim=True), value=-1)
+        # one buffer for all draws, as that of a large vocabulary is large: use it before the next
         yield direction
 
 

@@ -257,6 +257,7 @@ class HeadLabels(Result):
         Worth is what the output loses without a head, alone; estimates may miss it by far.
         """
         frame, n_layers = self.to_frame(), int(self.heads[:, 0].max()) + 1
+        # rounded up, so that layers which are left over go to the first parts
         bounds = [-(-n_layers * i // 3) for i in range(4)]
         rows = []
         for first, stop in pairwise(bounds):
@@ -642,6 +643,7 @@ class _Labelling:
         for head in heads:
             place, (lost, worth) = f"{head[0]}.{head[1]}", self.tables[head]
             if with_worth:
+                # in place: the same tensors are in `tables`
                 worth.copy_(values[f"{place} ablated"])
             lost[:, PATTERN_IDEALS.index(ideal)] = values[f"{place} {ideal}"]
 
@@ -662,6 +664,7 @@ class _Labelling:
         for head in tried:
             for text in texts:
                 if is_better:
+                    # caught in the pass before, which was of the assignment in use
                     text.states = {**text.states, **(text.caught or {})}
                     text.is_stale = text.caught is None  # measured by a run that was stopped
                 text.first = head[0] if head[0] in starts else None

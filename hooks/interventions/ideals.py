@@ -74,6 +74,7 @@ class LayerMeans:
     @cached_property
     def _offsets(self) -> tuple[Tensor, Tensor]:
         """Sum weights and count keys by offset, position 0 apart; float64."""
+        # means of a position times how many have it are sums again, to be added up by offset
         sums = self.pattern * self.n[:, None]
         sums = sums * (torch.arange(sums.shape[-1]) > 0)
         return sum_by_offset(sums), self._counts(self.n)
@@ -104,18 +105,23 @@ class LayerMeans:
         if self.leaves_out:
             own = pattern.double() * (torch.arange(n_key, device=pattern.device) > 0)
             longest = self.pattern.shape[-1]
+            # padded to the longest, so that an offset has the same place as in the sums of all
             size = (longest - n_key, longest - n_query)
             mine = sum_by_offset(torch.nn.functional.pad(own, (0, size[0], 0, size[1])))
             real = pattern.sum(dim=-1) > 0  # the patterns of padding are empty
             once = torch.nn.functional.pad(real.double(), (0, size[1]))
             sums, counts = sums - mine, counts - self._counts(once)
+        # [head, offset], or [batch, head, offset] where each sequence is left out of it;
+        # rounding may give less than 0
         mean = (sums / counts.clamp(min=1)).clamp(min=0)
+        # the smallest offset, 1 - n_key of the longest, has place 0
         place = torch.arange(n_query)[:, None] - torch.arange(n_key) + self.pattern.shape[-1] - 1
         made = mean[..., place.to(pattern.device)] * visible
         made[..., 0] = 0
         sink = self.position_mean(pattern, heads)[..., :1]
         total = pattern.double().sum(dim=-1, keepdim=True)
         rest = rescale(made, (total - sink).clamp(min=0))
+        # position 0 takes what is left, so that a row keeps its sum where no other key is visible
         rest[..., :1] = total - rest[..., 1:].sum(dim=-1, keepdim=True)
         return rest
 
@@ -139,6 +145,7 @@ class LayerMeans:
         own = z.masked_fill(~real.to(z.device)[:, :, None, None], 0).double()
         total = (self.output[:, heads] * self.n[:, None, None]).sum(dim=0).to(z.device)
         count = self.n.sum().to(z.device) - real.to(z.device).sum(dim=1)
+        # over all positions of all other sequences, [batch, head, d_head]
         everywhere = (total - own.sum(dim=1)) / count.clamp(min=1)[:, None, None]
         return torch.where(n > 1, (mean * n - own) / (n - 1).clamp(min=1), everywhere[:, None])
 

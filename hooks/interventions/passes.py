@@ -104,6 +104,7 @@ def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
     """Count the sequences that a pass may hold, by the size of its largest tensor."""
     cfg = getattr(model, "cfg", None)
     sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
+    # of neurons, which often are 4 times the stream, of logits, or of patterns
     width = max(4 * (sizes[0] or 1), sizes[1] or 1, n_pos * n_heads)
     room = _ROOM.get(next(model.parameters()).device.type, _ROOM["cpu"])
     return max(1, room // (n_pos * width))

@@ -81,10 +81,12 @@ def ideal_pattern(
         largest = pattern.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(pattern).scatter_(-1, largest, total)
     if name == "gated":
+        # below every weight, so that neither closed keys nor the first one are chosen
         others = pattern.masked_fill(~visible, -1.0)
         others[..., 0] = -1.0
         best = others.max(dim=-1, keepdim=True)
         made = torch.zeros_like(pattern)
+        # where the first is the only key that is seen, it has the whole row
         made[..., :1] = torch.where(best.values < 0, total, pattern[..., :1])
         rest = (total - made[..., :1]).clamp(min=0)
         return made.scatter_add_(-1, best.indices, rest)
@@ -216,6 +218,7 @@ class SeenKeys:
         assert known is not None
         keys = known[self._layer][: pattern.shape[-2], : pattern.shape[-1]]
         seen = (pattern > 0).any(dim=1)
+        # a query with weight on a key that the model closes to tokens is padding
         of_padding = (seen & ~keys).any(dim=2)
         read = (seen & ~of_padding[:, :, None]).any(dim=1).to(torch.uint8)
         # what is not read between tokens that are is no padding, but has too little weight

@@ -83,6 +83,7 @@ def fill_table(mine: Table, others: Table) -> Table:
     n_rows, n_tokens = (torch.zeros(len(sequences), dtype=torch.int64) for _ in range(2))
     bare = torch.full(shape[:1], torch.nan, dtype=torch.float64)
     for part in (mine, others):
+        # `unique` has sorted the sequences, so each is found by halving
         rows = torch.searchsorted(sequences, part.sequences)
         columns = torch.tensor([edits.index(name) for name in part.edits])
         for target, values in ((lost, part.lost), (rise, part.rise)):
@@ -347,6 +348,7 @@ class Intervention(Probe[InterventionResult]):
         done = 0
         for layer, group in groupby(edits, lambda edit: _start_of(edit, states, first)):
             every = list(group)
+            # what enters the layer where the pass starts, and those before it, is known already
             catches = [i for i in plain_run.catches if layer is None or i > layer]
             for start in range(0, len(every), together):
                 some = every[start : start + together]
@@ -421,6 +423,7 @@ class Intervention(Probe[InterventionResult]):
                 lengths = seen.lengths_of(seen.tokens.shape[1]).tolist()
                 rows = [row[:n] for row, n in zip(seen.tokens, lengths, strict=True)][:2]
                 self._starts = layers_to_start(seen.model, read_inputs(seen.model, rows))
+        # where passes may start is known of the model; this batch may still have to run whole
         if seen.tokens is None or seen.columns:
             return frozenset()
         if seen.lengths is not None and layer_with_later_keys(seen.model) is not None:
@@ -617,6 +620,7 @@ class _Judge:
     def measure(self, output: Tensor) -> tuple[Losses, Losses]:
         """Measure what each sequence loses in each copy, and the rise; NaN where there is none."""
         lost = self.lost(output)
+        # both are one function where the loss itself is the readout
         if self.rise == self.lost:
             return lost, lost
         return lost, self.rise(output) if self.rise else torch.full_like(lost, torch.nan)
@@ -653,6 +657,7 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
         torch.zeros_like(n_rows),
         scale=damage.state(),
     )
+    # the rise of the next-token loss is reported beside every metric, where there is such a loss
     if source.is_known and asked.read is None and _predicts(plain):
         beside = _Judge.from_loss(NextTokenLoss(), plain, batch)
         found.rise, found.bare, found.n_tokens = beside.lost, beside.bare, beside.n_tokens
@@ -688,9 +693,11 @@ def jackknife(
     sums, weights = sums.nan_to_num(), torch.where(known, weights, 0).double()
     n = known.sum(dim=0)
     total, weight = sums.sum(dim=0), weights.sum(dim=0)
+    # the ratio without each sequence, [sequence, edit]
     left = (total - sums) / (weight - weights)
     mean = torch.where(known, left, 0).sum(dim=0) / n
     squares = torch.where(known, (left - mean).square(), 0).sum(dim=0)
+    # without one of n a mean moves by 1 / (n - 1) of that sequence's distance from it
     return (squares * (n - 1) / n).sqrt().masked_fill(n < 2, torch.nan)
 
 

@@ -160,6 +160,7 @@ class _MeasuredForward:
         self._model, self._named, self.stands_for = model, named, own
         self._forward = own or type(model).forward.__get__(model)
         self._thread, self._running = threading.get_ident(), False
+        # so that inspect.signature finds the arguments of the model's own forward
         functools.update_wrapper(self, self._forward)
 
     def leave(self, session: Session) -> None:

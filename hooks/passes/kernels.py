@@ -112,6 +112,7 @@ def ranking_kernel() -> Any:
             tl.store(values + row * N + index, best)
             tl.store(places + row * N + index, tl.minimum(place, n_keys - 1))
             tl.store(ties + row * N + index, tl.maximum(equal, 0))
+            # it has -inf from here on, as closed keys have, and must not be chosen again
             free = free & (key != place)
             left = tl.where(key == place, lowest, left)
 

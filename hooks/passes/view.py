@@ -74,6 +74,7 @@ class Needs:
         names, layers = [token_hook(model)] if tokens else [], range(layer_count(model))
         attention = attention_hooks(model, layers) if scores or ranks else []
         for layer in layers:
+            # a slice, as the list is empty where neither scores nor ranks are asked for
             names += attention[layer : layer + 1]
             names += [pattern_hook(model, layer)] if pattern else []
             for state in states:
@@ -287,6 +288,7 @@ class Pass:
             without: key positions that are never ranked, from 0 on or from -1 backwards.
         """
         chosen, left_out = tuple(ranks), tuple(without)
+        # as deep as any probe of the pass asks, so that all of them share one ranking
         deepest = max(self._depths.get(left_out, 0), *chosen)
         every = self._cache(
             ("ranked", layer, left_out, deepest),
@@ -419,6 +421,7 @@ class Pass:
     def _rank(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
         by_weight, visible = self._shows_weights(layer), None
         scores = self.pattern(layer) if by_weight else self._read_scores(layer)
+        # no mask where closed keys have weight 0, or -inf as in TransformerLens's own attention
         if not by_weight and visibility(self.model, scores.shape[-1]) is not None:
             visible = self.visible(layer)
         if without:
@@ -466,6 +469,7 @@ class Pass:
             shape = [1] * activation.ndim
             shape[0], shape[axis] = mask.shape
             padding = ~mask.to(activation.device).view(shape)
+            # padding may hold anything, and takes the value that moves neither a sum nor a maximum
             activation = activation.masked_fill(padding, -torch.inf if scores else 0)
         if scores:
             return activation.amax().float()
