@@ -40,6 +40,7 @@ def _same_token(ids: Ids) -> Bool[Tensor, "query key"]:
 
 def _after_same_token(ids: Ids) -> Bool[Tensor, "query key"]:
     """Relate a query to the key behind another place of its token: induction."""
+    # the roll brings the last key to place 0, which stands behind none
     return _same_token(ids).roll(1, dims=1) & (torch.arange(len(ids)) > 0)
 
 

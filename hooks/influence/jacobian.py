@@ -98,6 +98,7 @@ class JacobianInfluence(StateInfluence):
             # an estimate, or a model without forward mode
             if energy is None:
                 m = d_model if self.estimate is None else min(self.estimate, d_model)
+                # a backward pass runs through the layer of the state and those below it
                 each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]
                 self._expect_groups(first // together, groups, each)
                 energy = self._reverse(here, targets, chunk, errors)
@@ -173,6 +174,7 @@ class JacobianInfluence(StateInfluence):
                     (found,) = torch.autograd.grad(
                         value, start, towards, retain_graph=True, is_grads_batched=True
                     )
+                    # [pair, batch, source]
                     energies[pairs] = _energy(found, torch.float32).cpu()
                     self._work_done(len(pairs) * (layer + 1))
                 energy = energies.view(len(rows), m, batch, n_source).transpose(0, 2).double()

@@ -148,6 +148,7 @@ class ResampleInfluence(StateInfluence):
                     moved[layer, part] = gap.gather(1, asked[each[part, 2]])
                 self._work_done(len(part))
             moved = moved.view(n_layers, len(sources), n_donors, batch, -1)
+            # from [layer, source, sequence, asked], with the sources last
             influence[..., sources] = self._aggregate(moved).permute(0, 2, 3, 1)
         return influence, {}
 

@@ -167,6 +167,7 @@ class EdgeBudgetResult(NextTokenResult):
         n = len(self.bare)
         generator = torch.Generator().manual_seed(derive_seed("edges needed", seed))
         drawn = torch.randint(n, (draws, n), generator=generator)
+        # how often each draw has each window, as weights; the first row has each window once
         counts = torch.zeros(draws, n, dtype=torch.float64)
         counts.scatter_add_(1, drawn, torch.ones_like(counts))
         counts = torch.cat([torch.ones_like(counts[:1]), counts])
@@ -217,6 +218,7 @@ def _find_crossing(
     """The edges from which on a share is regained, of logarithms of 1 + edges."""
     below = (regained < share).long()
     points = torch.arange(edges.shape[1] - 1)
+    # the last one, as a curve may cross the share more than once
     last = (below[:, :-1] * (points + 1)).amax(dim=1)  # 1 + the last point below
     last = (last - 1).clamp(min=0)[:, None]
 
@@ -397,6 +399,7 @@ def _count_edges(
 
 def _keep_edges(scores: EdgeScores, name: str, budgets: Sequence[float]) -> Iterable[Edit]:
     """Make an edit for each budget, with edges in the order of a method; without budgets none."""
+    # without budgets no edge is kept, so that scores, which may cost passes, are not asked for
     method: Any = CHANCE if not budgets or name.startswith(CHANCE) else name
     indices = scores.plain.indices.tolist()
     seeds = [derive_seed("edge budget", scores.seed, name, index) for index in indices]

@@ -92,6 +92,7 @@ def rank_edges(
         masks = [e[index].expand(s.shape[1:]) for s, e in zip(scores, edges, strict=True)]
         values = torch.cat([s[index][mask] for s, mask in zip(scores, masks, strict=True)])
         generator = torch.Generator().manual_seed(seed)
+        # shuffled first: a stable sort then leaves equal scores in random order
         shuffled = torch.randperm(len(values), generator=generator)
         order = shuffled[values[shuffled].argsort(descending=True, stable=True)]
         rank = torch.empty(len(values), dtype=torch.int32)
@@ -175,6 +176,7 @@ class EdgeScores:
             return sum_best_paths(self._norms(), self.states, "product")
         if method == "rollout":
             shares = [p / p.shape[1] for p in patterns]
+            # of a row of the mean over heads and the residual connection, which weighs 1
             totals = [1 + share.sum(dim=(1, 3)) for share in shares]
             own = [1 / total for total in totals]
             parts = [s / t[:, None, :, None] for s, t in zip(shares, totals, strict=True)]
@@ -215,6 +217,7 @@ class EdgeScores:
         sequences = self.others.sequences()
         n_pos = self.states.shape[1]
         for index, number in enumerate(self.plain.indices.tolist()):
+            # by the number of the sequence, so that it has the same window whatever the batch
             other = sequences[number % len(sequences)][None, :n_pos]
             seen = run(self.model, other, Needs.of(self.model, pattern=True))
             patterns = [seen.pattern(i).float().cpu() for i in range(seen.n_layers)]

@@ -100,6 +100,7 @@ def replace_greedily(
             (result,) = run_probes(model, batches, [probe], batch_size=batch_size, progress=False)
             lost = dict(zip(result.edits, result.damage().tolist(), strict=True))
             best = min(tried, key=lambda ideal: lost[ideal])
+            # a head that does not fit is left out for good, and the next one is tried
             if lost[best] <= budget:
                 taken, reached = trials[best], lost[best]
             step(1)

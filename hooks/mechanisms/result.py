@@ -138,12 +138,14 @@ class MechanismsResult(Result):
         # a real query attends to something; beyond a sequence's end there is nothing to pass on
         real = (attended[0] >= 0).any(dim=3).any(dim=1)
         for layer, names in enumerate(self.mechanisms(threshold)):
+            # passes nothing on: so a layer has a rule where all heads need their own position alone
             rules: list[Rule] = [MaxPosition(torch.full_like(chosen[layer][:, :1], -1))]
             for head, name in enumerate(names):
                 mean = self.mean_patterns[layer][head][:n_pos, :n_pos]
                 if name == "max_position":
                     rules.append(MaxPosition(chosen[layer][:, head : head + 1]))
                 elif name == "specific_position":
+                    # a mean of softmax rows has some weight everywhere: small ones do not count
                     least = share * mean.amax(dim=-1, keepdim=True)
                     rules.append(_make_rule_of_keys((mean >= least) & (mean > 0), real))
                 elif name == "global":

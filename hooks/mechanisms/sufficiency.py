@@ -87,6 +87,7 @@ class SufficiencyResult(NextTokenResult):
         if n < 2:
             return torch.full(self.losses.shape[:2], torch.nan, dtype=torch.float64)
         weight = self.n_tokens / self.n_tokens.sum()
+        # of a ratio of sums, to first order: sequences count by their shares of the tokens
         apart = (self.losses - self.bare) / self.n_tokens - self.excess()[..., None]
         return ((apart * weight).square().sum(dim=2) * n / (n - 1)).sqrt()
 
@@ -290,6 +291,7 @@ def measure_sufficiency(
     (own,) = run_probes(
         model, batches, [MeanPatternsProbe("outputs")], batch_size=batch_size, progress=False
     )
+    # one mean over all positions, put at each of them
     outputs = tuple(mean.expand(longest, -1, -1) for mean in own.mean_outputs())
     means = replace(mechanisms.means(), outputs=outputs)
     probe = AllHeads(means, assignments, readout=loss, rows=1, through_hooks=True)

@@ -69,6 +69,7 @@ class TopKResult(NextTokenResult):
         found = []
         for row, known in zip(enough, ~self.losses[self.kept.index(kept), ..., 0].isnan()):
             least = self.n_pos
+            # from the largest k down to the first that is not enough, past those not looked at
             for k, good, seen in reversed(list(zip(self.ks, row.tolist(), known.tolist()))):
                 if seen and not good:
                     break
@@ -179,6 +180,7 @@ def measure_top_k(
         values, most, n_rounds = found.values(), (1 + tolerance) * found.bare.sum(), n_rounds + 1
         for kind, layer, at in places:
             lost = losses[kinds.index(kind), layer, at] = values[f"{kind} {layer} {chosen[at]}"]
+            # without a search a layer has several places in one round, and is done with the first
             low, high = ends.pop((kind, layer), (0, 0))
             low, high = (low, at) if bool(lost.sum() <= most) else (at + 1, high)
             if search and low < high:
@@ -209,6 +211,7 @@ def _keep(plain: Pass, layer: int, k: int, seed: int | None, pattern: Tensor) ->
     visible = plain.visible(layer)[:, None]
     if seed is None:
         return ideal_pattern(pattern, visible, "top_k", k=k)
+    # random numbers in the place of scores, below them all for closed keys and padding
     order = torch.full(pattern.shape, -1.0)
     lengths = plain.lengths_of(pattern.shape[2]).tolist()
     for row, index, n in zip(order, plain.indices.tolist(), lengths, strict=True):

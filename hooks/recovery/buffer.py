@@ -81,6 +81,7 @@ class RowBuffer:
 
     def _take_in(self, taken: list[tuple[Rows, int]]) -> None:
         features = torch.cat([rows.features[:n] for rows, n in taken])
+        # values of all parts stand one behind the other, and chosen places move along with them
         first = [0, *accumulate(len(rows.values) for rows, _ in taken)]
         chosen = torch.cat(
             [rows.chosen[:n] + start for (rows, n), start in zip(taken, first, strict=False)]

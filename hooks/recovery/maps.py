@@ -62,6 +62,7 @@ class Maps:
             made.buffers()[index].append(some)
         held_out = [some for index, some in rows if index]
         if n_classes and held_out and len(order):
+            # rows come by buffer, and `order` puts them back into that of the sequences
             first = order[:ACCURACY_ROWS]
             features = torch.cat([some.features for some in held_out])
             labels = torch.cat([some.values[some.chosen[:, :n_groups].long()] for some in held_out])

@@ -115,6 +115,7 @@ class NormalEquations:
     def _gcv(self, rotated: Tensor, squares: Tensor, penalty: Tensor) -> Tensor:
         values = self._values[:, None]
         kept = values / (values + penalty)
+        # |y - f(x)|^2 in the directions of the Gram matrix, where the fit shrinks each by `kept`
         residual = squares - (rotated * (2 - kept) / (values + penalty)).sum(dim=0)
         freedom = self._n - 1 - kept.sum(dim=0)  # the intercept takes one
         # without freedom left the residual is rounding, and GCV is not defined

@@ -80,6 +80,7 @@ class RowMaker:
         n_heads = positions.shape[1]
         keys = rearrange(positions, "batch head query rank -> batch query (head rank)").int()
         keys = keys.to(state.device)
+        # CLS stands behind the tokens, and is none that a map could give back
         valid = ((keys >= 0) & (keys < n_source)).all(dim=-1)
         n_pos = position_count(seen.model, n_source)
         kept = ~seen.places(self.without, n_pos)[:, :n_source].to(valid.device)

@@ -201,12 +201,14 @@ class RegressionStatistics:
         self._check()
         mean = self.sum_x / self.n
         gram = self.gram - self.n * torch.outer(mean, mean)
+        # second moments about 0 and not about the shift: they are the units of the features
         raw = self.gram.diagonal() + self.shift_x * (2 * self.sum_x + self.n * self.shift_x)
         return NormalEquations(gram, raw.clamp(min=0).sqrt(), self.n, ridge)
 
     def fit_groups(self, equations: NormalEquations, groups: slice) -> LinearFit:
         """Return the maps of some groups."""
         mean_x, sum_y = self.sum_x / self.n, self.sum_y[groups]
+        # about the means, so that the map is fitted without its intercept
         moment = self.cross[:, groups] - torch.einsum("f,gt->fgt", mean_x, sum_y)
         squares = (self.squares[groups] - sum_y.square() / self.n).sum(dim=1)
         weight, penalty = equations.solve(moment, squares)
@@ -226,6 +228,7 @@ class RegressionStatistics:
         self._check()
         weight = fit.weight.to(self.gram.device)
         shift = torch.einsum("f,gft->gt", self.shift_x, weight) - self.shift_y
+        # sums are about the shifts: there the map has the same weight and another intercept
         bias = fit.bias.to(self.gram.device) + shift
         sum_y = self.sum_y[groups]
         constant = torch.einsum("f,gft->gt", self.sum_x, weight)
@@ -233,6 +236,7 @@ class RegressionStatistics:
         flat = weight.transpose(0, 1).reshape(len(self.gram), -1)
         predicted = ((self.gram @ flat) * flat).sum(dim=0).view(bias.shape)
         predicted = predicted + bias * (2 * constant + self.n * bias)
+        # y^2 - 2 y f(x) + f(x)^2 over all rows; rounding may give less than 0
         return (self.squares[groups] - 2 * explained + predicted).clamp(min=0)
 
     def moment_sums(self, groups: slice = ALL) -> Float[Tensor, "group target"]:

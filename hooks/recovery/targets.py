@@ -148,6 +148,7 @@ def _places(
     tokens: Int[Tensor, "batch source"], classes: Sequence[int]
 ) -> Int[Tensor, "batch source"]:
     ids = torch.tensor(classes, device=tokens.device)
+    # a token behind the last class is compared with that one, and is none, either
     ordered, order = ids.sort()
     found = torch.searchsorted(ordered, tokens.contiguous()).clamp(max=len(ids) - 1)
     return torch.where(ordered[found] == tokens, order[found], -1)
@@ -191,6 +192,7 @@ def random_keys(
         generator = torch.Generator().manual_seed((seed << 32) + index)
         length = min(length, n_query)
         drawn[row, :length] = torch.rand(length, generator=generator, dtype=torch.float64)
+    # a share of the count becomes the number of an allowed key; rounding may give the count itself
     count = allowed.sum(dim=-1)
     wanted = (drawn.to(allowed.device) * count).long().clamp(max=(count - 1).clamp(min=0))
     # allowed key number `wanted` is the first one at which the count of allowed keys reaches it

@@ -73,6 +73,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         layers = range(seen.n_layers)
         n_source = seen.activation(start_point(seen.model, None)).shape[1]
         edges = torch.stack([self.edges(seen, layer) for layer in layers]).float().cpu()
+        # NaN as well, for which no comparison holds, and which says that parts do not add up
         for layer in (~(edges >= 0)).flatten(1).any(dim=1).nonzero().flatten().tolist():
             raise InfoFlowError(self.refusal(layer))
         n_pos = edges.shape[2]

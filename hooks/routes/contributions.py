@@ -241,6 +241,7 @@ class Parts:
         scale = norm.scale(self.total(), shows)
         # heads bring nothing to padding, from which no scale can be read
         scale = torch.where(scale.isfinite(), scale, 1)
+        # b_O is in the sum that is normed; the norm's own bias comes behind it
         own = norm.apply(self.bias + torch.zeros_like(bias), scale)
         return Parts(
             self.pattern / scale[:, None], norm.apply(self.brought, 1), self.before, own + bias
@@ -313,6 +314,7 @@ def _find_factor(parts: Parts, seen: Pass, layer: int) -> float:
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")
     real = seen.is_real(shows.shape[1]).to(shows.device)
     parts_add, model_adds = parts.total()[real].double(), shows[real].double()
+    # by least squares over all real positions; near 1 it is 1, so that parts stay as they are
     factor = float((parts_add * model_adds).sum() / parts_add.square().sum().clamp(min=1e-300))
     return 1.0 if abs(factor - 1) <= tolerance(shows) else factor
 

@@ -45,6 +45,7 @@ def maximum_flows(edges: Edges, place: Places) -> Scores:
     """Return the maximum flow from every asked state down to every position."""
     flows = rows_at(edges, place)
     if len(edges) > 1:
+        # two layers need no network: no two paths to a source share an edge
         flows[1] = _through_one_layer(flows[1], edges[0])
     flows[2:] = 0
     for layer in range(2, len(edges)):

@@ -133,6 +133,7 @@ class GradedSetsProbe(RoutesProbe):
                     f"{pattern.shape[1]}, as many as the layer has"
                 )
             most = max((one for heads in self._damages() for one in heads), default=0.0)
+            # where no head is needed all strengths are 0
             share = torch.tensor(lost, device=pattern.device) / (most or 1.0)
             pattern = pattern * share[:, None, None]
         return pattern.amax(dim=1)

@@ -84,6 +84,7 @@ def _differentiate_in_reverse(
         source = start.detach().requires_grad_()
         states = rerun(source)
         towards = [torch.zeros_like(state, requires_grad=True) for state in states]
+        # J^T u is linear in u, so that its derivative is the same at u = 0
         (back,) = torch.autograd.grad(states, source, towards, create_graph=True)
         moved = [
             torch.autograd.grad(

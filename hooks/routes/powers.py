@@ -155,6 +155,7 @@ class PowerRollout(RoutesProbe):
         """Return the sum over all paths of the products of powers."""
         p, own = SETTINGS[self.question]
         kept = edges.clone()
+        # edges are raised to p below, which makes the factor of the own part `own`
         kept.diagonal(dim1=2, dim2=3).mul_(own ** (1 / p))
         return propagate_edges(kept, "power", p, queries=place)
 
@@ -219,6 +220,7 @@ def _measure_l1(
         max(1, _ROOM // (n_key * own.shape[-1]))
     ):
         taken = torch.bmm(pattern[:, queries].permute(2, 1, 0), by_key)  # [key, query, d_model]
+        # what stood at the query is on the diagonal; CLS may be no key, and has none there
         here = queries[queries < n_key]
         taken[here, here - queries[0]] += own[here]
         rows.append(taken.abs().sum(dim=-1).T)
@@ -233,8 +235,10 @@ def _measure_products(
     """L2 norms of one sequence, from the products of what the heads bring from a key."""
     products = torch.einsum("hkd,gkd->khg", brought, brought)
     weights = pattern.permute(2, 1, 0)  # [key, query, head]
+    # |sum_h w_h b_h|^2 = sum_hg w_h w_g (b_h . b_g), without a vector for each pair of tokens
     found = ((weights @ products) * weights).sum(dim=-1).clamp(min=0).sqrt().T
     here = torch.arange(min(found.shape), device=own.device)
+    # on the diagonal the state's own part is in the sum, which the products do not have
     itself = torch.einsum("hk,hkd->kd", pattern[:, here, here], brought[:, here]) + own[here]
     return found.diagonal_scatter(itself.norm(dim=-1)) if len(here) else found
 

@@ -91,6 +91,7 @@ def _split_by_key(
         if pattern is None or v is None:
             rows.append(torch.full((n_heads, z.shape[1]), torch.nan, dtype=torch.float64))
             continue
+        # bridges show values of all heads in one axis; grouped ones serve several heads
         v = v.unflatten(-1, (-1, z.shape[-1])) if v.ndim == 3 else v
         v = v.repeat_interleave(n_heads // v.shape[2], dim=2)
         brought = torch.einsum("qhd,khd->hqk", gradient[0].double(), v[0].double())

@@ -76,6 +76,7 @@ class Writers:
     def silence(self) -> Iterator[NamedHook]:
         """Make hooks in whose pass nothing is written: biases alone make what is read then."""
         for name, leaf in self.leaves.items():
+            # a rotary table is no writer, and stays, so that queries and keys are rotated as before
             yield name, _zeros if leaf.names else _stay
 
     def pin(self) -> Iterator[NamedHook]:
@@ -157,6 +158,7 @@ class Writers:
             by_leaf = differentiate(read, values, some)
             parts = []
             for leaf, gradient in zip(leaves, by_leaf, strict=True):
+                # [readout, pos, ...], without the axis of the batch, which has one sequence
                 part = (gradient.double() * leaf.value.detach().double())[:, 0]
                 n_readouts, n_pos = part.shape[:2]
                 by_head = part.reshape(n_readouts, n_pos, len(leaf.names), -1).sum(-1)

@@ -177,6 +177,7 @@ def _two_best(
         return torch.full((*scores.shape[:2], 2), -1)
     two = ranked.positions.long()
     others = scores.masked_fill(sinks[:, None], -torch.inf)
+    # the first choice stays, also where it is a sink, and is no second one
     others = others.scatter(-1, two[..., :1].clamp(min=0), -torch.inf)
     second = rank_keys(others, (1,)).positions.long()
     return torch.cat([two[..., :1], second.where(second >= 0, two[..., 1:])], dim=-1)
@@ -230,6 +231,7 @@ def _lines(
     order = by_part.abs().argsort(dim=-1, descending=True, stable=True)[..., :n_shown]
     values = by_part.gather(-1, order)
     numbers = torch.tensor([names.index(name) for name in layer.parts], device=order.device)
+    # lower layers have fewer parts, and are filled up to the width of the highest
     missing = (0, min(strongest, len(names)) - n_shown)
     return {
         "keys": chosen.masked_fill(none[..., None], -1),

@@ -78,10 +78,12 @@ class LayerScores:
         """Split the first key's score minus the second's over parts of the query and the keys."""
         margin = self.scores[head, query, keys[0]] - self.scores[head, query, keys[1]]
         by_query = differentiate(margin[None], [self.q.made], self._one(), create_graph=True)[0]
+        # the margin is linear in the query, so that this depends on the keys alone, linearly
         by_query = by_query[_index(0, 0, query, *self.q.place(head, len(self.scores)))]
         of_query = self.parts_of(self.q, head, query)
         (of_keys,) = differentiate(by_query, [self.k.made], of_query.to(by_query.dtype))
         found = torch.zeros(len(self.parts), len(self.parts), dtype=torch.float64)
+        # the second key's score is subtracted, so its derivatives have the sign already
         for key in keys:
             weights = of_keys[
                 _index(slice(None), 0, key, *self.k.place(head, len(self.scores)))
