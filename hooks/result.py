@@ -78,6 +78,7 @@ class Result(Displayed, Savable):
 
     def to_frame(self) -> "pd.DataFrame":
         """Return a table of all arrays: a row for each number, with its places on the axes."""
+        # the first has all axes, on which the others stand
         return frame_of(sorted(self.arrays.values(), key=lambda array: -len(array.dims)))
 
     def plot(self, *args: Any, **where: Any) -> "mpl.Figure":

@@ -68,6 +68,7 @@ class StateScores(Result):
         """Put the values of the asked states at their positions, and 0 elsewhere."""
         everything = torch.arange(self.n_positions)
         exists = self.positions >= 0
+        # all positions in their order: nothing has to be moved
         if self.positions.shape[1] == self.n_positions and bool(
             ((self.positions == everything) | ~exists).all()
         ):
@@ -165,6 +166,7 @@ class StateScoresProbe(Probe[ScoresT]):
     ) -> dict[str, Any]:
         """Return what the scores of a pass add."""
         return {
+            # sequences first, on whose axis batches are joined
             "scored": scores.transpose(0, 1),
             "places": place,
             "lengths": lengths,

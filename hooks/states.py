@@ -92,6 +92,7 @@ class _Concatenated(State):
         self._axes, self._fill = axes, fill
 
     def add(self, kept: Any, part: Any) -> Any:
+        # a list, joined when it is read: joining in each pass would copy all that is there
         return [*(kept or []), part]
 
     def merge(self, first: Any, second: Any) -> Any:
@@ -102,6 +103,7 @@ class _Concatenated(State):
 
     def _join(self, parts: Sequence[Any]) -> Any:
         if isinstance(parts[0], Tensor):
+            # parts of a state that was loaded may lie on another device than those of later passes
             device = parts[0].device
             return pad_and_join([part.to(device) for part in parts], self._axes, self._fill)
         return tuple(self._join(of_layer) for of_layer in zip(*parts, strict=True))

@@ -89,12 +89,14 @@ def measure_answer(
     notes: list[str] = []
     kept = None
     if resume is not None or after is not None:
+        # with its code, as a function of the user's may change under the same name
         asked = {"readout": str(readout), "code of the readout": code_digest(readout)}
         identity = identify(model, asked, inputs=read_inputs(model, text[None], name="text"))
         kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("asking", None, progress) as advance:
         question = Question(model, text, instead, readout, batch_size, kept)
         tokens, guessed = None, instead is None
+        # the other text is chosen by what tokens do, so a quick answer without one needs them, too
         if instead is None or not quick:
             tokens = measure_tokens(question, seed, advance, spans)
         if instead is None:
@@ -107,6 +109,7 @@ def measure_answer(
             if {*question.changed} <= {*last}:
                 notes.append(_LAST)
         replaced = question.replace_tokens(spans, advance)
+        # a gap near 0 would ask for a strip at every layer
         bar = LEAST_GAP if isinstance(readout, LogitDifference) else 0.0
         tolerance = TOLERANCE * max(abs(question.gap), bar)
         strips = {} if quick else measure_states(question, tolerance, advance, spans)
@@ -128,6 +131,7 @@ def measure_answer(
                 notes.append(f"no paths are drawn: {error}")
         looked, looks, writes = _measure_looks(question, units, circuit, quick)
         predicted = torch.full((len(ORDERS), question.n_pos), torch.nan, dtype=torch.float64)
+        # the predicted orders are of single tokens, for the state of one position
         if tokens is not None and spans is None and hasattr(readout, "position"):
             predicted, more = predict_tokens(model, question.clean.tokens, readout.position)
             question.forwards += 2

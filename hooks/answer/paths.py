@@ -413,6 +413,7 @@ def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Flo
             )
             if stream in job.states
         ]
+        # once for what these streams give as queries, keys and values of the readers
         shown = _step(streams, layer, [(job, stream, None) for job, stream in read])
         rows = {(id(job), stream): row for row, (job, stream) in enumerate(read)}
         moved: list[tuple[_Job, Stream, dict[Node, Tensor] | None]] = []
@@ -433,6 +434,7 @@ def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Flo
                 # a stream begins with its first writer, and goes on up to its last reader
                 if last > layer and (mine or stream in job.states):
                     moved.append((job, stream, mine))
+        # and again with what the readers now write, for the states that leave the block
         left = _step(streams, layer, moved).get("out", ())
         for (job, stream, _), state in zip(moved, left, strict=True):
             job.states[stream] = state

@@ -54,11 +54,13 @@ class Prefix:
 
         cache = DynamicCache()
         try:
+            # an empty cache, which the model fills
             call(model, Continuation(tokens, cache=cache), output=True)
             layers: list[Any] = [(layer.keys, layer.values) for layer in list[Any](cache.layers)]
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
             return None  # it wants a cache of another kind
         n_pos = tokens.shape[1]
+        # layers that keep a window of keys alone have too few for all first parts
         if not layers or any(not isinstance(k, Tensor) or k.shape[2] != n_pos for k, _ in layers):
             return None
         return cls(layers)

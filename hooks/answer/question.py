@@ -103,6 +103,7 @@ class Question:
         self.end = int(getattr(readout, "position", -1)) % self.n_pos
         self._reads_one = False
         self._prefix: Prefix | None = None
+        # in this order: each is tried with passes that use what those before have found
         self._check_starts()
         self._check_end()
         self._prefix = self._find_prefix()
@@ -192,6 +193,7 @@ class Question:
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
         starts = [
             (
+                # another text differs from the first block on
                 max(first_layer(point for point, *_ in row) or 0, 0) if tokens is None else 0,
                 self._first_position(texts[number], row),
             )
@@ -383,6 +385,8 @@ class Question:
         output = call(self.model, self._continue(texts, first), output=True).output
         self.forwards += len(texts) * (1 - first / self.n_pos)
         value = self._read_at(self.end - first).read(output).detach().double().cpu()
+        # where nothing ran, logits are those of the clean text; the last of them predicts the first
+        # token that did
         before = self.clean.logits[None, :first].expand(len(texts), -1, -1)
         rows = torch.cat([before, logits_of(output)], dim=1)[:, max(first - 1, 0) :]
         gains = []
@@ -416,6 +420,7 @@ class Question:
         embedded = (clean + at * (other - clean)).detach().requires_grad_()
         shown: dict[str, Tensor] = {}
         points = [name for name in self._points if name.endswith((".hook_z", ".hook_mlp_out"))]
+        # a copy goes on: a model may write to it in place, which a leaf does not allow
         edits: list[NamedHook] = [("hook_embed", lambda activation, hook: embedded.clone())]
         edits += [(name, keep_shown(name, shown)) for name in points]
         output = call(

@@ -230,6 +230,7 @@ class AnswerNumbers(Result):
         rows = list(tables[what]())
         frame = pd.DataFrame(rows)
         if what in ("heads", "paths") and rows:
+            # what was not measured comes last
             order = frame["effect"].abs().fillna(-1).argsort(kind="stable")[::-1]
             frame = frame.iloc[order].reset_index(drop=True)
         return frame
@@ -435,6 +436,7 @@ class AnswerNumbers(Result):
                 f"The score is the mean logit of {one} minus that of {other}: above 0 the first "
                 "have larger logits in the mean, below 0 the second."
             )
+        # bounded, as exp overflows beyond some 700
         times = math.exp(min(abs(self.value), 99.0))
         said = (
             f"{times:.3g}" if times < 1000 else f"{times:,.0f}" if times < 1e6 else "over a million"

@@ -64,6 +64,7 @@ def measure_tokens(
     def draw_guesses(numbers: list[int], first: int) -> None:
         these = slice(first, min(first + N_DRAWS, drawn.shape[1]))
         n = max(0, these.stop - first)
+        # [span, draw, pos]
         rows = clean.repeat(len(numbers), n, 1)
         for row, number in enumerate(numbers):
             place = slice(*spans[number])
@@ -137,6 +138,7 @@ def measure_states(
     def strip(layer: int) -> Float[Tensor, " span"]:
         point = question.state(layer)
         clean, other = (run.shown[point][0] for run in (question.clean, question.other))
+        # exchanging states that are the same in both texts would change nothing
         differ = [
             number
             for number, at in enumerate(places)

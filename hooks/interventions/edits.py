@@ -177,6 +177,7 @@ def stack_edits(edits: Sequence[Edit], n_sequences: int) -> list[NamedHook]:
                     "hook point"
                 )
             made = []
+            # copies of the batch stand one behind the other, one for each edit
             for edit, part in zip(edits, activation.split(n_sequences), strict=True):
                 made.append(edit.at[point](part) if point in edit.at else part)
                 check_shape(made[-1], part, edit.name, point)

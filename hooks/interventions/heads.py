@@ -571,6 +571,7 @@ class _Labelling:
             run = (of_estimates or {}).get(done)
             if run is None or len(run.plain) != len(batch):  # estimated by a run that was stopped
                 run = probe.begin_batch(self.model, batch, done)
+            # estimates have counted their passes already
             run.is_counted = of_estimates is not None
             runs.append(run)
             done += len(batch)
@@ -708,6 +709,7 @@ class _Labelling:
             most: the damage up to which they do not, where there is no loss of the next token.
         """
         order = self.worth_order
+        # the first `low` heads are known to be idle together; no more than `high` can be
         low, high = 0, len(order)
         while high - low > len(order) // _SURE_TO:
             middle = (low + high + 1) // 2

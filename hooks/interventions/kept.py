@@ -146,6 +146,7 @@ class KeptNumbers:
         """
         fresh = damage.state()
         count, seen = self._found.get("n_estimated", 0), self._found.get("seen", fresh)
+        # not isinstance, as True and False are of type int, too
         if not (type(count) is int and 0 <= count <= n) or not (
             isinstance(seen, dict)
             and seen.keys() == fresh.keys()

@@ -97,6 +97,7 @@ def label_head(
     best, other = (fixed, largest) if f <= g else (largest, fixed)
     least, least_error = min(f, g), error_of(columns[best])
     label, name, several, either = "undecided", "", best, False
+    # surely much is lost by either family: neither a fixed pattern nor one key describes the head
     if least - _ERRORS * least_error > _MUCH:
         enough = [ideal for ideal in TOPS if ideal in shares and shares[ideal] <= _LITTLE]
         label, name = ("several", enough[0]) if enough else ("spread", "")

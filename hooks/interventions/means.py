@@ -49,6 +49,7 @@ class MeanPatterns(Result):
 
     def mean_outputs(self) -> tuple[Float[Tensor, "_head _d_head"], ...]:
         """Compute the mean z of each head over all positions of all sequences."""
+        # position means count by how many sequences they are of, which makes it the mean over all
         weight = self.n / self.n.sum().clamp(min=1)
         return tuple(torch.einsum("qhd,q->hd", output, weight) for output in self.outputs)
 

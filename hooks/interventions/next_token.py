@@ -68,6 +68,7 @@ class NextTokenLoss:
     def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
         """Mark the positions whose predictions count."""
         real = batch.mask()
+        # a position predicts where a real token stands behind it: the last of a sequence does not
         following = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
         if self.read is not None:
             return torch.zeros_like(real).scatter_(1, places_of(self.read, batch), True)

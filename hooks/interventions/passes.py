@@ -61,6 +61,7 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     for layer in range(layer_count(model)):
         name = pattern_hook(model, layer)
         with ignore_edit_warnings():
+            # without any weight all heads write nothing, which shows in the output if they matter
             edited = call(model, some, edit=[(name, empty)], output=True).output
         if edited.equal(output):
             raise InfoFlowError(

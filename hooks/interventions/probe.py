@@ -344,8 +344,10 @@ class Intervention(Probe[InterventionResult]):
         rise: list[Tensor] = []
         n_heads = int(getattr(getattr(model, "cfg", None), "n_heads", None) or 8)
         rows = self.rows or sequences_at_once(model, source.batch.tokens.shape[1], n_heads)
+        # copies of the batch in one pass, each with an edit of its own
         together = max(1, rows // n)
         done = 0
+        # edits are sorted by layer, so that those whose passes start at one stand together
         for layer, group in groupby(edits, lambda edit: _start_of(edit, states, first)):
             every = list(group)
             # what enters the layer where the pass starts, and those before it, is known already

@@ -392,6 +392,7 @@ def _count_edges(
     for batch in batches.batches(batch_size):
         seen = run(model, batch, Needs.of(model, scores=True, pattern=True))
         edges = open_edges(seen, judge.states(batch))
+        # each head of a layer has all edges between the open positions
         each = [seen.pattern(i).shape[1] * keys.sum(dim=(1, 2)) for i, keys in enumerate(edges)]
         counts.append(torch.stack(each).sum(dim=0))
     return torch.cat(counts)

@@ -117,6 +117,7 @@ def measure_mechanisms(
         threshold=threshold,
         k=k,
         n_sequences=int(batches.n_sequences or 0),
+        # edits stand by layer, head and ideal, as they were named
         damage=found.damage().float().view(-1, len(IDEALS)).split(counts),
         error=found.errors().float().view(-1, len(IDEALS)).split(counts),
         mean_patterns=tuple(mean.float().cpu() for mean in means.patterns),

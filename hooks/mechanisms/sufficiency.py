@@ -105,6 +105,7 @@ class SufficiencyResult(NextTokenResult):
         """Make a number of two excesses, and its 95% interval over sequences drawn anew."""
         n = len(self.bare)
         places = [self.assignments.index(name) for name in (assignment, other)]
+        # [2, sequence], with all heads replaced, or as many as were
         lost = self.losses[places, self.n_replaced.index(max(self.n_replaced))] - self.bare
         generator = torch.Generator().manual_seed(derive_seed("resampled sequences"))
         drawn = torch.randint(n, (_RESAMPLED, n), generator=generator)

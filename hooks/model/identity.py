@@ -38,6 +38,7 @@ def model_identity(model: nn.Module, batches: Batches) -> dict[str, Any]:
     if not reads_vectors(model):
         batch = batch.cut(_N_TOKENS)
     with eval_mode(model):
+        # twice, as bits count only where a model gives the same bits again
         outputs = behaviour(output_of(model, batch), output_of(model, batch))
     names = {module: name for name, module in model.named_modules()}
     return {

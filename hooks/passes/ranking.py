@@ -47,6 +47,7 @@ def rank_keys(
             constant in each row.
     """
     ranks, deepest, n_keys = tuple(ranks), max(ranks), scores.shape[-1]
+    # as small as positions allow, since results keep them for every query
     dtype = torch.int16 if n_keys < 2**15 else torch.int32
     n = min(deepest + 1, n_keys)  # one more than asked for, for the last margin
     values, places, ties = largest_keys(

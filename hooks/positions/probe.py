@@ -72,6 +72,7 @@ class PositionsProbe(Probe[PositionsResult]):
         # all numbers come to the host in one go
         host = iter(to_host([tensor for of_layers in measured for tensor in of_layers]))
         names = ("positions", "margins", "ties", "entropy", "concentration")
+        # without spread there are the first three alone
         by_name = {name: [next(host) for _ in found] for name, found in zip(names, measured)}
         return {
             "entropy": [],
