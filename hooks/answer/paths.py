@@ -244,10 +244,12 @@ def _follow(
     for layer, run in enumerate(base):
         live = [stream for stream in states if until[stream] >= layer]
         own = [stream for stream in until if any(w.layer == layer for w in stream[1])]
+        # live ones first, so that the rows of what is yielded begin with theirs, in their order
         rows = [*dict.fromkeys(live + own)]
         if not rows:
             continue
         places = torch.tensor([position for position, _ in rows])
+        # a stream that begins in this layer enters it as in the base run
         entering = [states.get(stream, run.state[stream[0]]) for stream in rows]
         z = run.z[places].clone()
         for row, (position, writers) in enumerate(rows):

@@ -197,8 +197,10 @@ class Streams:
         model: Any = self.model
         with mark_own_call(), catching(model, (), edits), model.watching():
             out = self.blocks[layer](*args, **kwargs)
+        # some blocks give their states first in a tuple
         while not isinstance(out, Tensor):
             out = out[0]
+        # a share of a whole pass: these positions of one block
         self.question.forwards += len(states) / self.question.n_pos / self.question.n_layers
         return {**shown, "out": out.detach().reshape(states.shape)}
 
@@ -231,6 +233,7 @@ class Streams:
                 return type(value)(move(one) for one in value)
             if isinstance(value, Mapping):
                 return {name: move(one) for name, one in value.items()}
+            # a cache holds keys of the whole text, and a position alone needs none
             return None if hasattr(value, "get_seq_length") else value
 
         return tuple(move(one) for one in args), {name: move(v) for name, v in kwargs.items()}

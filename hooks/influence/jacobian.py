@@ -146,6 +146,7 @@ class JacobianInfluence(StateInfluence):
             for total, tangent in zip(squares, tangents, strict=True):
                 # [direction, batch, pos, d_model]
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
+                # a direction is one number of one source, to which its energy is added
                 total.index_add_(2, (index // d_source).to(total.device), energy)
             self._work_done(len(index))
         return torch.stack([take_places(total, here.place).cpu() for total in squares])

@@ -201,8 +201,10 @@ class HeadLabels(Result):
             label, name, ideal = self.labels[index], self.names[index], self.replacements[index]
             if self.idle[index]:
                 keys = torch.full_like(drawn[..., :1], -1)
+            # with fewer ranks than keys the head passes on all that it draws from
             elif label == "several" and int(name.removeprefix("top ")) <= ranked.shape[-1]:
                 keys = ranked[..., : int(name.removeprefix("top "))]
+            # fixed, max and undecided heads pass on what took their place
             elif label not in ("several", "spread"):
                 keys = _keys_of(ideal, drawn, ranked, self.mean_patterns[layer][head])
             layers[layer].append(MaxPosition(keys[:, None]))
@@ -622,6 +624,7 @@ class _Labelling:
         done: set[tuple[Head, HeadIdeal]] = set()
         while asked:
             for ideal in sorted({ideal for _, ideal in asked}, key=PATTERN_IDEALS.index):
+                # what the heads are worth is measured once, in the first round
                 self._measure_each(ideal, texts, [h for h in top if (h, ideal) in asked], not done)
             done |= asked
             for head, _ in asked:
@@ -638,6 +641,7 @@ class _Labelling:
         """Measure some heads by an ideal, and where that is not known what they are worth."""
         ideals: tuple[HeadIdeal, ...] = ("ablated", ideal) if with_worth else (ideal,)
         probe = HeadIdeals(ideals=ideals, heads=tuple(heads), **self.asked)
+        # kept by name, which tells rounds with other heads apart
         name = "worthiest" if with_worth else f"either {heads}"
         result = self.measure(f"{name} {ideal}", texts, probe)
         values = dict(zip(result.edits, result.lost.clamp(min=0).T, strict=True))

@@ -402,6 +402,7 @@ class Intervention(Probe[InterventionResult]):
         """
         edits: list[Edit] = list(given) if isinstance(given, Iterable) else [given]
         for edit in edits:
+            # an edit that was given alone, in no list, is refused, too
             if not isinstance(edit, Edit) or edits == [given]:
                 raise InfoFlowError(
                     f"{type(self).__name__}.edits gives a {type(edit).__name__}: expected Edit "

@@ -403,6 +403,7 @@ def _keep_edges(scores: EdgeScores, name: str, budgets: Sequence[float]) -> Iter
     # without budgets no edge is kept, so that scores, which may cost passes, are not asked for
     method: Any = CHANCE if not budgets or name.startswith(CHANCE) else name
     indices = scores.plain.indices.tolist()
+    # by method and sequence, so that the order of equal scores is the same in any batch
     seeds = [derive_seed("edge budget", scores.seed, name, index) for index in indices]
     places, n_edges = rank_edges(scores.compute(method), scores.edges, seeds)
     counts = _count_kept(budgets, n_edges) if budgets else 0 * n_edges[None]

@@ -201,6 +201,7 @@ class EdgeScores:
             InfoFlowError: if it does not add up to what attention adds.
         """
         needs = Needs.of(self.model, scores=True, pattern=True) | needs_of_parts(self.model)
+        # a pass of its own, as the plain one shows no values
         seen, found = run(self.model, self.batch, needs), []
         for layer, addition in enumerate(find_additions(self.model)):
             parts = Parts.read(seen, layer, addition)

@@ -302,7 +302,7 @@ def _find_reach_by_anatomy(
     What is edited there is what the model goes on with.
     """
     added = found.get("hook_mlp_out")
-    # without that sum an edit of hook_resid_mid changes only what the MLP reads
+    # where more than a sum leaves the block, as a norm of it, an edit does not leave as it was made
     stays = block.adds or added is None
     reached = [p for p in _EDITED if p in found and (stays or p != "hook_resid_mid")]
     return reached, None if added is None or not added.any() else block.is_parallel
@@ -381,6 +381,7 @@ def _parallel(
     found: Mapping[str, Tensor], behind: Mapping[str, Mapping[str, Tensor]]
 ) -> bool | None:
     """Say whether the MLP reads the residual stream, but not what attention adds to it."""
+    # an MLP that reads the stream moves with what enters; behind attention it moves with that, too
     answer = "hook_mlp_out"
     moved = [
         not _same(behind[point][answer], found[answer])
@@ -397,6 +398,7 @@ def _stays(found: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> bool:
     """
     if not all(point in behind and point in found for point in _CONSEQUENCES):
         return True
+    # an edit that stays changes what leaves by itself, and by what the MLP answers to it
     edit, answer, leaving = (behind[p].float() - found[p].float() for p in _CONSEQUENCES)
     return bool((leaving - answer - edit).norm() <= 0.1 * edit.norm())
 

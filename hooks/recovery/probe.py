@@ -173,6 +173,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         statistics = []
         for layer in layers:
             rows, order = rows_of(layer, parts)
+            # with a set of features for each head, a set has the groups of that head alone
             n_groups = layer.n_heads // len(rows) * len(self.ranks)
             statistics.append(
                 [
