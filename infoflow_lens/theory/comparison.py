@@ -200,6 +200,7 @@ def best_inside(
     sequences = torch.arange(len(x))[:, None, None, None]
     chunk = max(1, _MOST_SCORES_INSIDE // (sizes.numel() * component.arity))
     for part in tuples.split(chunk):
+        # [batch, holder, tuple, arity]
         positions = index[:, :, part]
         scores = component.preference(x[sequences, positions])
         if component.distinct:
@@ -243,6 +244,7 @@ def common_positions(
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the positions that all listed tuples have, and the other positions of each."""
     assert component.tuples is not None
+    # a single tuple would share all, and leave nothing for tokens to read
     common = set.intersection(*map(set, component.tuples)) if len(component.tuples) > 1 else set()
     rests = tuple(tuple(p for p in row if p not in common) for row in component.tuples)
     return tuple(sorted(common)), rests
@@ -365,6 +367,7 @@ class ComparisonTree:
                     Branch(a, b, component.preference)
                     for a, b in zip(nodes[::2], nodes[1::2], strict=False)
                 ]
+                # an odd node waits for the next round
                 nodes = pairs + nodes[len(pairs) * 2 :]
         return cls(nodes[0])
 
@@ -390,6 +393,7 @@ class ComparisonTree:
             if isinstance(node, Leaf):
                 results.append(torch.tensor(node.positions).expand(len(x), -1))
                 continue
+            # the right child was evaluated last, so it lies on top
             right, left = results.pop(), results.pop()
             keep = node.score(x[sequences, left]) >= node.score(x[sequences, right])
             results.append(torch.where(keep[:, None], left, right))
@@ -460,6 +464,7 @@ class ComparisonProfile:
 
     def leading_coefficient(self, count: Count) -> float:
         """c in number(T) ~ c T^order for large T."""
+        # at such a T lower powers of T vanish
         large = 10**15
         return self.number(large, count) / large**self.order
 
@@ -685,6 +690,7 @@ def growth_sizes(
     """
     sizes, token, cls = [], 1, 0
     for layer, heads in enumerate(n_heads):
+        # CLS reads tokens as they were before this layer, so it goes first
         if cls_hidden or layer == len(n_heads) - 1:
             cls = min(n_tokens, cls + heads * token)
         token = min(n_tokens, (1 + heads) * token)

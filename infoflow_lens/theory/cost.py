@@ -168,6 +168,7 @@ class DigitCode:
         carried, cut = x.split([self.n_coordinates - self.n_cut, self.n_cut], dim=-1)
         steps = self._steps(cut, self.n_bits, steepness)
         bits = steps @ self._bit_weights(self.n_bits, x)  # [..., coordinate, bit]
+        # b is rounded up, so the last latents may spell bits that no coordinate has
         padding = self.n_latents * self.bits_per_latent - self.n_cut * self.n_bits
         digits = torch.nn.functional.pad(bits.flatten(-2), (0, padding))
         digits = digits.unflatten(-1, (self.n_latents, self.bits_per_latent))

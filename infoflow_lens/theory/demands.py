@@ -52,6 +52,7 @@ def demands(
     found = []
     for layer in schedule.layers:
         ranks = [_rank(job, components, tokens) for job in layer.token]
+        # CLS is one query, so its row of scores has rank 1
         known = [1 if isinstance(job, (Max, Message)) else None for job in layer.cls]
         needed = [*ranks, *known]
         d_head = None if None in needed else max([1, *(n for n in needed if n is not None)])
@@ -106,6 +107,7 @@ def _inside(component: Component, held: int, with_own: bool) -> int:
         return math.comb(held, 2)
     if component.positions is not None:
         held = min(held, len(component.positions))
+    # positions only bound how many tokens there are to choose from
     n = replace(component, positions=None).n_tuples(held, ordered=not component.symmetric)
     return -(-n * component.arity // held) if with_own else n
 
@@ -144,6 +146,7 @@ def _rank(
     alike = [scores, scores * scores.abs(), scores.sign() * scores.abs().pow(1 / 3)]
     if (scores > 0).all():
         alike.append(scores.log())
+    # a head may make whichever of them has the least rank
     ranks = [rank for rank in map(rank_of, alike) if rank is not None]
     return min(ranks, default=None)
 

@@ -300,6 +300,7 @@ def _candidates(
         digits = k * -math.log10(error)
         # beyond what a float holds
         further = math.inf if digits > 300 else (10**digits if k else 0.0)
+        # a layer: four matrices of attention, two of the network; a score: a unit with two sides
         weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2 + 2 * width * sum(inside)
         result.append(
             Candidate(heads, width, sizes, k, sum(inside), ranks, weights + further,
@@ -311,6 +312,7 @@ def _candidates(
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Keep the candidates that no other one beats in everything."""
     kept: list[Candidate] = []
+    # whatever beats a candidate stands before it in this order, so one pass is enough
     for candidate in sorted(candidates, key=lambda c: (c.measures, c.n_heads)):
         if not any(
             all(a <= b for a, b in zip(other.measures, candidate.measures, strict=True))

@@ -175,6 +175,7 @@ def _joint(
     for member, index in enumerate(group):
         component = components[index]
         tuples = x[..., member, : component.arity, :]
+        # the tuple's value takes the place of this component's own in every state of rest
         z[..., index] = component.preference(tuples).to(z).unsqueeze(-1)
     return sign * outer(z.flatten(0, -2))[..., 0].view(z.shape[:-1])
 
@@ -200,15 +201,19 @@ def _one_serves(
             return False
         generator = torch.Generator().manual_seed(n)
         shape = (n, 1, max(components[i].arity for i in group))
+        # two tuples a draw, [draw, member, arity, d_token], each the same for all members
         first, second = (
             tokens[torch.randint(len(tokens), shape, generator=generator)].expand(
                 -1, len(group), -1, -1
             )
             for _ in range(2)
         )
+        # a mixture gives each member one of the two tuples
         which = torch.randint(2, (n, len(group), 1, 1), generator=generator).bool()
         rows = torch.randint(len(values), (2, values.shape[1]), generator=generator)
+        # two states of the other components, each value from its own column
         rests = values.gather(0, rows)
+        # [tuple, draw, rest]: the outer function at the first, at the second and at the mixture
         ends = torch.stack(
             [
                 _joint(outer, rests, components, group, sign, x)
@@ -257,6 +262,7 @@ def _split(
     A part in which the order at every place is one order or its reverse, as in products of numbers,
     is single tokens: the best tuple has the largest or the smallest at each place.
     """
+    # places that must differ are joined whatever the score is, so nothing splits
     if component.arity == 1 or component.distinct:
         return [component]
     fewer = collapse(component, tokens)
@@ -298,11 +304,13 @@ def _ends(
     parts = []
     for place in places:
         others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)
+        # [token, filling]
         scores = _score_at(component.preference, others, place, tokens[-_ENDS:, None])
         # for every filling of the other places, how each pair of tokens is ordered at this place
         signs = [
             (s[:, None] - s).sign() * ((s[:, None] - s).abs() > 1e-4 * s.std()) for s in scores.T
         ]
+        # the filling that tells most pairs apart; every other must agree with it or its reverse
         most = max(signs, key=lambda each: int((each != 0).sum()))
         if not all((each * most >= 0).all() or (each * most <= 0).all() for each in signs):
             return None
@@ -351,6 +359,7 @@ def _few(component: Component, tokens: Float[Tensor, "sample d_token"]) -> list[
         serves = found[:, :, None] == best
         if not bool(serves.any(dim=0).all()):
             return None
+        # the first trial refuses fast, the second chooses, the others test the choice at larger T
         if number != 1:
             continue
         # as few as serve these sequences, each time the one that serves most of what is left

@@ -138,7 +138,9 @@ def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) 
         return None
     if profile.order < order_of_attention:
         return 1
+    # the last layer has one query that is read, so its heads do not count for large T
     others = sum(n_heads[1:-1])
+    # less a hair, since the coefficient is that of a large finite T, with lower terms in it
     return max(1, math.ceil(profile.leading_coefficient(count) - 1e-6) - others)
 
 
@@ -267,6 +269,7 @@ def estimate(
     d_token = getattr(task, "d_token", 1)
     sure = [held for held in (case.run(best), case.run(alone)) if held is not None]
     schedule = best.schedule
+    # the widest layer has most room, and a lower bound must hold there, too
     widest = max(shape.d_model)
     result = Estimate(
         target=profile.name,
@@ -429,6 +432,7 @@ class _Case:
         """
         asked, case = self.asked, None if self.samples is None else self.task
         positions_matter = asked.positional and (self.shape.positional or self.shape.causal)
+        # where the model can read the positions that count, no kind of witness applies
         if case is not None and not (self.reachable and positions_matter):
             witness = carry_over(known, case, self.shape)
             unserved = self.alone.schedule is None
@@ -447,6 +451,7 @@ class _Case:
             return "allowed by construction", self._explain(self.alone), None
         if self.routing is not None and self.run(self.routing) == 1.0:
             why = "by routed heads, each with several roles, "
+            # without the explanation's own "by ", which the words before it say
             return "allowed by construction", why + self._explain(self.routing)[3:], None
         missing = self.alone.schedule is None
         # the count is of max-position retrieval; it decides only where no schedule is known

@@ -60,6 +60,7 @@ def excluding(
     if task.n_tokens > _LONGEST:
         return None
     samples = Samples(task, _INPUTS, seed)
+    # iterators, cheap ones first: a kind is sought only where those before it gave no witness
     candidates: list[Iterator[Document]] = [_out_of_reach(shape, samples)]
     if fixed:
         candidates.append(_orders(shape, samples))
@@ -77,6 +78,7 @@ def carry_over(documents: Sequence[Document], task: Any, shape: ModelShape) -> D
     if task.n_tokens > _LONGEST or _CHECKED * Samples(task, 1, 0).n_scores > _MOST_CHECKED:
         return None
     for document in documents:
+        # what excludes more heads excludes fewer, and a shorter witness can be made longer
         fewer = all(a >= b for a, b in zip(document["n_heads"], shape.n_heads, strict=True))
         if fewer and document["n_tokens"] <= task.n_tokens:
             served = (d for d in _longer(document, task.n_tokens, shape) if is_witness(d, task))
@@ -98,6 +100,7 @@ def _longer(document: Document, n_tokens: int, shape: ModelShape) -> Iterator[Do
             return [*part, *[part[free]] * (n_tokens - n)]  # noqa: B023
 
         other = {name: grown(document[name]) for name in sequences if name in document}
+        # fewer heads hold less, and the witness must state what these can hold
         if "held" in document:
             other["held"] = growth_sizes(shape.n_heads, 2**62)[-1][1]
         yield document | other | {"n_tokens": n_tokens, "n_heads": list(shape.n_heads)}
@@ -196,6 +199,7 @@ def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
     """Inputs with more active tokens than CLS can hold."""
     task = samples.task
     held = growth_sizes(shape.n_heads, 2**62)[-1][1]
+    # tokens that are whole numbers cannot be moved a little, as this witness needs
     if held >= task.n_tokens or samples.sequences(1).ndim == 2:
         return
     x = samples.sequences(_INPUTS)
@@ -224,8 +228,10 @@ def _ties(shape: ModelShape, samples: Samples) -> Iterator[Document]:
     one that makes the worst tuples with them.
     """
     sizes = [(1, 0), *growth_sizes(shape.n_heads, 2**62)]
+    # what a token and CLS hold before the last layer, and what CLS holds after it
     (token, before), (_, held) = sizes[-2:]
     for component in getattr(samples.task, "components", ()):
+        # the least number of disjoint tuples that CLS cannot hold together
         a, m, plain = component.arity, held // component.arity + 1, component.tuples is None
         n = a * m
         # where a choice may see all of two tuples, ties exclude nothing
@@ -241,6 +247,7 @@ def _ties(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             tokens = torch.cat([x, _worst(component, x, samples).expand(rest, -1)])
             gradient = _along(component, x.view(m, a, -1))
             slopes = gradient.norm(dim=-1, keepdim=True)
+            # the distance of a token to itself must not count
             near = torch.cdist(x, tokens) + torch.eye(n, len(tokens)).mul(1e9)
             # every token moves so far that the preference grows by the same step
             step = min(_STEP, 0.2 * float(near.min())) * float(slopes.min())
@@ -298,6 +305,7 @@ def _draw_ties(
         # Newton's steps of the first token of each tuple, until all are as low as the lowest
         values = component.preference(x[own])
         gradient = _along(component, x[own])[:, 0]
+        # where the preference is flat, Newton's step would be endless; hence both bounds
         by = (values - values.amin()) / gradient.square().sum(dim=-1).clamp(min=1e-9)
         x[own[:, 0]] -= by[:, None].clamp(max=1) * gradient
         x *= norms / x.norm(dim=-1, keepdim=True)
@@ -398,6 +406,7 @@ def _assemble(
     task, n_places = samples.task, len(rows)
     room = task.n_tokens - n_places
     generator = torch.Generator().manual_seed(samples.seed)
+    # [place, d_token]: the first active token of each input begins every sequence
     base = torch.stack([x[row, int(active[row].int().argmax())] for row in rows])
     contexts, options = [], []
     for place, row in enumerate(rows):

@@ -364,6 +364,7 @@ def propagate(
         path = check(path, Path, "path")
         return GradedSets(_grade(by_layer, given, path, batch, n_pos, n_sources, device), lengths)
     words = pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
+    # one more row, the empty set that "no position" brings
     words = torch.nn.functional.pad(words, (0, 0, 0, 1))
     members = torch.empty((len(by_layer), batch, n_pos, n_sources), dtype=torch.bool, device=device)
     for layer, rules in enumerate(by_layer):
@@ -456,6 +457,7 @@ def _grade(
     found = held.new_empty((len(by_layer), *held.shape))
     for layer, (rules, each) in enumerate(zip(by_layer, strength, strict=True)):
         found[layer] = held
+        # the residual stream keeps what was held; the rules raise that in place
         sets = GradedLayer(held, found[layer], path)
         for rule, one in zip(rules, each, strict=True):
             rule.grade(sets, one)

@@ -135,6 +135,7 @@ class Retrieval(Job):
 
     def rule(self, run: Progress, for_tokens: bool) -> Rule:
         """See :meth:`Job.rule`."""
+        # queries that are not this job's retrieve nothing
         keys = torch.full((len(run.x), 1, run.n_tokens + 1), -1)
         keys[:, 0, run.queries(for_tokens)] = self.chosen(run, for_tokens)
         return MaxPosition(keys)
@@ -213,6 +214,7 @@ class Routed(Retrieval):
                 "a routed head needs tokens to compare with: pass `reference`, a sample of them"
             )
         roles = roles_of(run.components, self.components)
+        # heads that share these components share the order of roles, which is dear to compute
         if self.components not in run.roles:
             run.roles[self.components] = choose_roles(run.components, roles, run.x, run.reference)
         role_index = run.roles[self.components][..., self.choice]
@@ -257,15 +259,18 @@ class Next(Retrieval):
             # so that other positions come last, from either end
             scores = scores.masked_fill(outside, torch.inf if self.from_below else -torch.inf)
         scores = -scores if self.from_below else scores
+        # [batch, T + 1]: how far each search has come: a token's to itself, that of CLS above all
         top = torch.full((len(scores), 1), torch.inf)
         reached = run.reached.get(self, torch.cat([scores, top], dim=1))
         # all queries of a layer see what the layers before have found, and not each other's finds
         after = run.reached_next.setdefault(self, reached.clone())
+        # strictly, so that no query finds the same token twice
         below = scores[:, None] < reached[:, queries, None]
         if for_tokens:
             below = below & run.sees
         best, at = scores[:, None].expand_as(below).masked_fill(~below, -torch.inf).max(dim=-1)
         nothing = best == -torch.inf
+        # a found token passes on how far it came itself, so that two runs of ranks join to one
         after[:, queries] = torch.where(nothing, reached[:, queries], reached.gather(1, at))
         return torch.where(nothing, -1, at)
 
@@ -312,6 +317,7 @@ class Message(Retrieval):
         # a candidate, then what it carries for the places below, in the order that the score asks
         parts = [everywhere.expand(batch, n)[..., None]]
         parts += [run.reached[need][..., list(order)] for need, order in self.needs]
+        # [batch, candidate, size] positions, and their tokens [batch, candidate, size, d_token]
         carried = torch.cat(parts, dim=-1)
         below = run.x[torch.arange(batch)[:, None, None], carried]
         inside = torch.ones(n, dtype=torch.bool)
@@ -320,6 +326,7 @@ class Message(Retrieval):
         if not for_tokens:
             return self.score(below).masked_fill(~inside, -torch.inf).argmax(dim=1, keepdim=True)
         seen, chosen = run.sees & inside, []
+        # distinct places are all joined, so a tree of them is one pair: its two tokens must differ
         if component.distinct:
             seen = seen & ~torch.eye(n, dtype=torch.bool)
         # a few queries at a time, since every one is paired with every candidate
@@ -327,6 +334,7 @@ class Message(Retrieval):
         for queries in everywhere.split(at_once):
             own = run.x[:, queries, None, None].expand(-1, -1, n, 1, d)
             given = below[:, None].expand(-1, len(queries), -1, -1, -1)
+            # the parent's token comes last, as the score asks for it
             scores = self.score(torch.cat([given, own], dim=-2))
             chosen.append(scores.masked_fill(~seen[queries], -torch.inf).argmax(dim=-1))
         keys = torch.cat(chosen, dim=1)
@@ -495,6 +503,7 @@ def cover(n_tokens: int, arity: int) -> Bool[Tensor, "pos key"]:
     for row, union in enumerate(unions):
         blocks[row, np.concatenate([groups[g] for g in union])] = True
     holder = maximum_bipartite_matching(csr_array(blocks), perm_type="column")
+    # a block that the matching left (-1) goes to a free token, although that lies outside of it
     free = iter(sorted(set(range(n_tokens)) - set(holder.tolist())))
     holder = [token if token >= 0 else next(free) for token in holder.tolist()]
     reads = torch.zeros(n_tokens + 1, n_tokens + 1, dtype=torch.bool)

@@ -112,6 +112,7 @@ def _through(
             if top >= bottom or left >= right:
                 continue
             paths = room[: (bottom - top) * (right - left)].view(bottom - top, right - left)
+            # [query, source]: every path through this one middle position
             join(by_middle[middle, top:bottom, None], below[middle, None, left:right], out=paths)
             best = found[top:bottom, left:right]
             torch.maximum(best, paths, out=best)
@@ -122,6 +123,7 @@ def _ranges(there: Tensor) -> list[tuple[int, int]]:
     n = there.shape[1]
     first = there.int().argmax(dim=1)
     end = n - there.flip(1).int().argmax(dim=1)
+    # a row without entries has argmax 0 both ways, which would be the whole row
     end = torch.where(there.any(dim=1), end, first)
     return list(zip(first.tolist(), end.tolist(), strict=True))
 
@@ -241,6 +243,7 @@ def propagate_edges(
     layers = _edges_of(edges, semiring, p)
     held, rows = below, []
     for weights in layers:
+        # each position holds itself alone at first, so the first layer's edges are the paths
         held = weights if held is None else step(weights, held, semiring)
         rows.append(held if queries is None else rows_at(held, queries))
     return torch.stack(rows) if rows else edges.new_empty(edges.shape)

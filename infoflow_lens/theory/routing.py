@@ -85,6 +85,7 @@ def measure_routing(
     components = tuple(task.components)
     indices = tuple(range(len(components)))
     roles = roles_of(components, indices)
+    # there are no more choices than roles, and so no use for more heads
     n_heads = min(n_heads, len(indices) if one_role else len(roles))
     jobs: tuple[Job, ...] = (
         tuple(Max(index) for index in indices[:n_heads])
@@ -96,6 +97,7 @@ def measure_routing(
     x, y = task.sample(n, seed)
     reached, held = [], []
     for part in x.split(64):
+        # what tokens hold after the layer, without CLS
         sets = run_schedule(schedule, components, part, reference=reference).members[-1, :, :-1]
         values, whole = [], torch.ones(len(part), dtype=torch.bool)
         for component in components:
@@ -121,6 +123,7 @@ def measure_routing(
 
 def nmse_of(reached: Tensor, y: Tensor) -> Tensor:
     """Mean squared error over the variance of y, by the best affine function of what is reached."""
+    # [.., sequence, output]: without means, an affine fit has a slope alone
     reached = reached - reached.mean(dim=-2, keepdim=True)
     y = y - y.mean(dim=-2, keepdim=True)
     slope = (reached * y).sum(dim=-2) / reached.square().sum(dim=-2).clamp(min=1e-300)

@@ -118,6 +118,7 @@ class MaxPosition(Rule):
         first_row = torch.arange(sets.batch, dtype=index_type, device=self.device) * n_pos
         chosen = self.positions.to(index_type)
         heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
+        # [batch, head, pos, rank] rows of the packed sets; the last row is the empty set, for -1
         rows = torch.where(heads < 0, n_rows, heads + first_row[:, None, None, None])
         for index in rows.permute(1, 3, 0, 2).reshape(-1, n_rows):  # [head * rank, row]
             sets.after[:-1] |= sets.before.index_select(0, index)
@@ -140,6 +141,7 @@ class MaxPosition(Rule):
 
     def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
         """Return the chosen keys of all heads, those of one head after those of another."""
+        # positions of one sequence stand for all
         chosen = self.positions[sequence if len(self.positions) > 1 else 0].long()
         heads = chosen.unsqueeze(-1) if chosen.ndim == 2 else chosen
         return heads.permute(1, 0, 2).flatten(1)
@@ -174,6 +176,7 @@ class SpecificPositions(Rule):
     def apply(self, sets: PackedSets) -> None:
         """See :meth:`Rule.apply`."""
         before, after = sets.view_by_position(sets.before), sets.view_by_position(sets.after)
+        # key by key, as all its readers gain the same set, and a key without readers costs nothing
         for key in self.reads.any(dim=0).nonzero().flatten().tolist():
             readers = self.reads[:, key].nonzero().flatten()
             after[:, readers] |= before[:, key : key + 1]

@@ -58,6 +58,7 @@ class LayerSchedule:
         said = []
         for queries, jobs in (("tokens", self.token), ("CLS", self.cls)):
             ordered = sorted(jobs, key=lambda job: not job.first_in_words)
+            # neighbours alone are joined: the search lists jobs of one kind behind one another
             groups = itertools.groupby([job.describe() for job in ordered], key=lambda d: d[0])
             words = [f"{verb} {', '.join(what for _, what in all_)}" for verb, all_ in groups]
             if words:
@@ -211,6 +212,7 @@ def learns(
     reference = reference_tokens(task, seed) if schedule.roles > 1 else None
     hits = 0
     for part in x.split(batch_size):
+        # [batch, source]: what CLS, the last position, holds after the last layer
         held = run_schedule(
             schedule, retrieved, as_vectors(part), causal=causal, reference=reference
         ).members[-1, :, -1]
@@ -232,5 +234,6 @@ def inputs(task: Target, n: int, seed: int) -> Tensor:
 def reference_tokens(task: Target, seed: int, n: int = 1024) -> Float[Tensor, "sample d_token"]:
     """Return tokens of other sequences than those of :func:`learns`, for routed heads."""
     sequences = max(1, -(-n // task.n_tokens))
+    # a seed of its own, so that no query meets its own sequence among them
     x = inputs(task, sequences, derive_seed("reference", seed))
     return as_vectors(x).flatten(0, 1)[:n]

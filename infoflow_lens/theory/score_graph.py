@@ -227,6 +227,7 @@ def collapse(component: Component, tokens: Float[Tensor, "sample d_token"]) -> C
     scores = component.preference(x)
     for i, j in itertools.combinations(range(component.arity), 2):
         first, second = x.clone(), x.clone()
+        # the token of i at both places, and that of j at both
         first[:, j], second[:, i] = x[:, i], x[:, j]
         best = torch.maximum(component.preference(first), component.preference(second))
         if bool((scores <= best + _ROUNDING * (scores.std() + 1e-9)).all()):
@@ -304,6 +305,7 @@ def _choose_anchors(
     generator = torch.Generator().manual_seed(4)
     anchors = _fillings(tokens, _ANCHORS, arity, generator)
     first, second = (_fillings(tokens, ASKED, arity, generator)[:, list(places)] for _ in range(2))
+    # places whose tokens are given hold the same ones in both fillings
     second[:, n_filled:] = first[:, n_filled:]
     beside = partial(_score_beside, score, places)
     # differences that some filling of the rest shows, and others hide

@@ -218,11 +218,13 @@ class _Problem:
     def token_actions(self, state: _State, layer: int) -> Iterator[_TokenAction]:
         """Yield what token heads can do in a layer."""
         kinds, heads = self.kinds, self.n_heads[layer]
+        # after the last layer CLS alone is read, so heads of tokens have nothing to do in it
         if layer == len(self.n_heads) - 1 or not self.usable[layer]:
             yield _TokenAction()
             return
         # each of these is one head, or one a component, whatever else the layer does
         covers = [0]
+        # a cover of tuples holds all shorter ones too, so only a longer one is worth a head
         if self.reads_positions and not self.causal and kinds.max_arity > state.covered:
             arities = {kinds.max_arity}
             if kinds.pairs:
@@ -232,6 +234,7 @@ class _Problem:
         if self.reads_positions and kinds.listed and not state.listed_tok:
             listed += [len(kinds.listed)]
         many = self.roles[layer]
+        # a causal token sees some tokens only: the next one that it finds need not be the next rank
         climbs = [0, 1] if kinds.ranked and not self.causal and state.run_tok < kinds.rank else [0]
         missing = len(kinds.pairs) - state.prepared
         for cover, some, climb in itertools.product(covers, listed, climbs):
@@ -240,6 +243,7 @@ class _Problem:
                 continue
             # the heads that are left prepare pairs first; single tokens take what remains
             most = min(missing, left * many // kinds.sides) if not cover else 0
+            # the coarse pass tries an even share of the missing pairs over the hidden layers, too
             for pairs in self._numbers(most, -(-missing // max(1, self.n_layers - 1))):
                 used = -(-pairs * kinds.sides // many)
                 free = len(kinds.singles) - state.single_tok if not self.causal else 0
@@ -317,6 +321,7 @@ class _Problem:
             n_taken = (
                 cls.singles + cls.pairs + cls.wide + cls.listed + cls.climb * len(kinds.ranked)
             )
+            # heads read states from before this layer, so what they bring has the old size
             excl += (n_taken + cls.read * len(self.reads)) * state.own
             excl += tokens.listed * kinds.common
             if n_taken:
@@ -332,6 +337,7 @@ class _Problem:
             )
         excl = min(limit, excl)
         at_cls = min(limit, excl + inh)
+        # no head reads tokens after the last layer, so their sets cost nothing
         at_tokens = 0 if last else min(limit, own + shared)
         size = max(at_cls, at_tokens)
         return _State(
@@ -353,6 +359,7 @@ class _Problem:
             excl=excl,
             inh=inh,
             worst=max(state.worst, size / self.widths[layer]),
+            # T tokens have states of the one size, and a single CLS one of the other
             total=state.total + at_cls + float(limit) * at_tokens,
             actions=(*state.actions, (tokens, cls)),
             sizes=(*state.sizes, size),
@@ -377,6 +384,7 @@ class _Problem:
         jobs: list[Job] = [Specific(tokens.cover)] if tokens.cover else []
         chosen = kinds.pairs[state.prepared : state.prepared + tokens.pairs]
         heads = -(-len(chosen) * kinds.sides // self.roles[layer])
+        # heads choose between pairs only where this saves heads; else each pair has its own head
         if chosen and self.roles[layer] > 1 and heads < len(chosen):
             jobs += [Routed(chosen, choice) for choice in range(heads)]
         else:
@@ -393,6 +401,7 @@ class _Problem:
             return LayerSchedule((*jobs, *tuples), (Global(),))
         at_cls: list[Job] = []
         for all_, first, number in (
+            # a head that only takes over what tokens share repeats the last component
             (kinds.singles, min(state.single_cls, len(kinds.singles) - cls.singles), cls.singles),
             (kinds.pairs, state.pair_cls, cls.pairs),
             (kinds.wide, state.wide_cls, cls.wide),
@@ -457,6 +466,7 @@ def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, boo
         candidates = []
         for state in states:
             candidates += [s for s in problem.following(state, layer) if s.worst <= bound]
+            # too many to weigh in time: the schedule of the quick pass stands
             if weighed + len(candidates) > _MOST_WEIGHED:
                 return None, False
         weighed += len(candidates)
@@ -589,6 +599,7 @@ def _solve(problem: _Problem) -> tuple[_State | None, bool]:
 def _plan(plan: Plan, problem: _Problem, components: Sequence[Component]) -> Schedule | None:
     """Schedule a plan's messages, and other jobs for the components that it leaves."""
     able = [heads * use for heads, use in zip(problem.n_heads, problem.usable, strict=True)]
+    # a model whose CLS stays idle in hidden layers has heads of CLS in the last one alone
     hidden = able if problem.cls_hidden else [*[0] * (problem.n_layers - 1), able[-1]]
     kinds = _kinds(components, problem.n_tokens, problem.causal, plan.components)
     for at in plan.placements(able, hidden):

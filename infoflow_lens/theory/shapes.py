@@ -89,6 +89,7 @@ class ModelShape:
         """Layers whose queries see all T tokens and CLS."""
         if not self.windows:
             return (True,) * self.n_layers
+        # a window counts the query itself, so CLS sees all T tokens through one of T + 1
         return tuple(window is None or window > n_tokens for window in self.windows)
 
     def reach(self, n_tokens: int) -> int:
@@ -108,6 +109,7 @@ class ModelShape:
         Raises:
             InfoFlowError: for more than the model takes.
         """
+        # a causal model reads at a position of its own behind the T tokens
         limit = self.n_tokens - 1 if self.causal else self.n_tokens
         if n_tokens > limit:
             raise InfoFlowError(
@@ -226,6 +228,7 @@ def _from_ours(architecture: Any) -> ModelShape:
     width = architecture.d_model
     widths = tuple(width) if isinstance(width, (tuple, list)) else (width,) * n
     heads = getattr(architecture, "head_dimensions", None)
+    # models of ours over token ids always embed positions
     positional = tokens or getattr(architecture, "positional_embedding", "none") not in (
         None, "none", False,
     )  # fmt: skip
@@ -264,6 +267,7 @@ def _from_config(config: Any, source: str) -> ModelShape:
     return ModelShape(
         n_heads=(heads,) * n,
         d_model=(int(sizes["width"]),) * n,
+        # a config without a length sets no bound
         n_tokens=int(sizes["length"] or 2**31),
         positional=kind not in ("none", "nope"),
         causal=causal,

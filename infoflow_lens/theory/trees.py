@@ -58,6 +58,7 @@ class Plan:
             job, read = rest[0], rest[0].parent is None
             first = max([at[need] + 1 for need, _ in job.needs], default=0)
             # a message stands above those that it needs; where heads run out, an earlier one moves
+            # reads may stand in the last layer, messages may not: tokens are not read after it
             for layer in range(first, last + read):
                 if left[read][layer]:
                     left[read][layer] -= 1
@@ -119,6 +120,7 @@ class _Maker:
         below = [p for p in graph.neighbours(place) if p != parent]
         needs = tuple(self.make(index, graph, child, place, known) for child in below)
         key = (index, place, parent)
+        # other roots may know other messages, and then this one needs those
         if key not in self._made or self._made[key].needs != needs:
             component = self.components[index]
             filled = _subtree(graph, place, parent)
@@ -151,6 +153,7 @@ class _Maker:
         filled = range(one.size)
         for rest in itertools.permutations(filled[1:]):
             order = (0, *rest)
+            # the place itself stays first and the parent last; the places below change their order
             other = partial(permute, two.score, [*order, one.size])
             if not reverses(
                 one.score, one.size + 1, filled, [one.size], self.tokens, 5 * ASKED, other
