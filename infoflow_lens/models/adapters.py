@@ -46,6 +46,7 @@ def find_base(folder: Path) -> Path:
     other = [name for name, values in _VALUES.items() if config.get(name, values[0]) not in values]
     other += [name for name, value in config.items() if value and name not in _READ]
     searched = [config.get("target_modules"), config.get("exclude_modules")]
+    # the keys of these are expressions that PEFT searches for in names of modules
     for name in ("rank_pattern", "alpha_pattern"):
         searched += config[name] if isinstance(config.get(name), dict) else []
     slow = [one for one in searched if isinstance(one, str) and _SLOW.search(one)]

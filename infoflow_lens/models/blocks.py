@@ -281,6 +281,7 @@ class Block(nn.Module):
         self, residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch 1 d_model"]:
         """Return the residual stream after the block at the last position, and run it alone."""
+        # all positions are keys here, and the last one alone is a query
         keys = self.ln1(residual)
         read = residual[:, -1:]
         read = read + self.attn(keys[:, -1:], keys, keys)

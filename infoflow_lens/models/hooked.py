@@ -292,6 +292,7 @@ class HookedModel(_Base):
         **kwargs: Any,
     ) -> Any:
         """Run as TransformerLens does; layers of different head counts give a `MixedHeadsCache`."""
+        # past HookedTransformer's own, which makes the same kind of cache for every model
         output, activations = HookedRootModule.run_with_cache(
             self, *model_args, remove_batch_dim=remove_batch_dim, **kwargs
         )

@@ -114,6 +114,7 @@ class VectorTransformer(HookedModel):
             d_vocab=1,  # no vocabulary: tokens are vectors
             d_vocab_out=architecture.d_output,
             normalization_type=None if architecture.normalization == "none" else "LN",
+            # TransformerLens divides where the paper multiplies by beta; -1: by the root of d_head
             attn_scale=-1.0 if beta is None else 1 / beta,
             attention_dir="bidirectional",
             positional_embedding_type="standard" if with_positions else "none",
@@ -417,6 +418,7 @@ def load_model(
         _check_shapes(settings, path)
         model = _model_of(settings)
         state = load_file(path / "model.safetensors", device=str(device))
+        # loading would cast the weights to the model's precision, so the model takes theirs first
         model.to(device, state["embed.W_E"].dtype)
         model.load_state_dict(state)
     except (
@@ -447,6 +449,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
     stored = read_shapes([folder / "model.safetensors"])
     n_stored = sum(name.endswith(".attn.W_Q") for name in stored)
     heads = settings.get("n_heads")
+    # layers are counted first: a twin of a million of them takes memory even without numbers
     if isinstance(heads, (list, tuple)) and len(heads) != n_stored:
         raise InfoFlowError(
             f"architecture.json in {str(folder)!r} says {len(heads)} layers, model.safetensors "
@@ -455,6 +458,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
     with torch.device("meta"):  # where tensors have sizes, and no numbers
         twin = _model_of(settings)
     expected = {name: tuple(value.shape) for name, value in twin.state_dict().items()}
+    # either of the two may have a weight that the other lacks
     for name in (*expected, *stored):
         if stored.get(name) != expected.get(name):
             raise InfoFlowError(

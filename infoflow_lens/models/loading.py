@@ -513,6 +513,7 @@ def _open_adapter(folder: Path, place: Place) -> LoadedModel:
     found = _open(str(base), place, "folder")
     with without_trace(), _naming_model(str(folder)):
         model = add_adapter(found.model.original_model, folder, place.device)
+        # an adapter may bring a tokenizer with tokens of its own
         opened = open_model(model, load_tokenizer(str(folder)) or found.tokenizer)
     return _describe(opened, "folder", str(folder), f"an adapter on {str(base)!r}")
 
@@ -603,6 +604,7 @@ def _why(name: str, error: BaseException) -> str:
     # libraries wrap the reason in errors of their own: look at all causes
     causes = list(_causes(error))
     text = " ".join(str(cause) for cause in causes).lower()
+    # first, as a gated repository is a kind of repository that is not found
     if any(isinstance(cause, hub.GatedRepoError) for cause in causes) or "gated repo" in text:
         return (
             f"{name!r} is gated on the Hugging Face hub: ask for access there and log in (hf auth "

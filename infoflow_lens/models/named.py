@@ -129,6 +129,7 @@ class NamedModel(HookedRootModule):
     def _build(self, anatomy: Anatomy) -> None:
         """Make the hook points of an anatomy."""
         self.anatomy = anatomy
+        # points of an earlier anatomy must not stay beside those of this one
         for name in [name for name in self._modules if name != "original_model"]:
             del self._modules[name]
         self.blocks = nn.ModuleList(nn.Module() for _ in anatomy.blocks)
@@ -212,6 +213,7 @@ class NamedModel(HookedRootModule):
         self.refresh()
         points = self.hook_dict
         names = [name for name, point in points.items() if _has_hooks(point)]
+        # nobody looks, so no hooks of torch need to stand on the model
         if not names:
             yield
             return
@@ -233,6 +235,7 @@ class NamedModel(HookedRootModule):
             return
         anatomy = self._find()
         before, after = site_names(self.anatomy), site_names(anatomy)
+        # hooks on points of the same names stay where they are
         if before == after:
             self.anatomy = anatomy
             self.cfg = _config(self)
@@ -376,6 +379,7 @@ class NamedModel(HookedRootModule):
         Raises:
             InfoFlowError: for several, and without a tokenizer.
         """
+        # for its error where there is no tokenizer
         self._tokenize(text)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:

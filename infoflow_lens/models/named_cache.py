@@ -152,6 +152,7 @@ class NamedCache(ActivationCache):
             state = f"blocks.{last - 1}.hook_resid_post"
         embeddings: list[str] = ["hook_embed", "hook_pos_embed"]
         names = [name for name in embeddings if name in self.cache_dict]
+        # the input of an MLP holds the attention of its own block, and not yet the MLP
         for below in range(last + mlp_input):
             names.append(f"blocks.{below}.hook_attn_out")
             if below < last and not self.model.cfg.attn_only:
@@ -200,6 +201,7 @@ class NamedCache(ActivationCache):
         """
         expected = self.cache_dict[state]
         apart = float((total - expected).abs().max() / expected.abs().max())
+        # written so that NaN, of shapes that differ, is refused, too
         if not apart <= _BARS.get(expected.dtype, 1e-3):
             raise InfoFlowError(
                 f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} do not add up to "
