@@ -165,6 +165,7 @@ def run_in_workers(
         for _ in range(workers.room() - len(running)):
             unit = next(remaining, _END)
             is_exhausted = unit is _END
+            # None says that no unit is ready yet: the next look asks again
             if not isinstance(unit, Unit):
                 return
             running[workers.submit(function, unit.value)] = unit
@@ -216,6 +217,7 @@ class _Processes:
     def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]":
         from joblib.externals.loky import ProcessPoolExecutor
 
+        # libraries read these as they are loaded, so they are set before the process starts
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         pool = self._idle.pop() if self._idle else ProcessPoolExecutor(
             1,
@@ -232,6 +234,7 @@ class _Processes:
         error = future.exception()
         if isinstance(error, BrokenProcessPool):
             pool.shutdown(wait=False, kill_workers=True)
+            # loky says in its message alone how the worker ended
             how = str(error).rpartition("exit codes of the workers are {")[2].partition("}")[0]
             raise _WorkerDiedError(how or type(error).__name__) from error
         self._idle.append(pool)
@@ -311,6 +314,7 @@ class _Cluster:
                 f"the dask scheduler at {self._scheduler!r} has had no workers for "
                 f"{_PATIENCE_LATER:.0f} seconds"
             )
+        # the second unit lies ready at the worker, so that no thread waits for the network
         return 2 * n_threads
 
     def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]":
@@ -361,6 +365,7 @@ def choose_device(device: str) -> str:
     if n < 2:
         return device
     if not _gpu_locks:
+        # processes with other visible GPUs must lock the same names for the same GPU
         named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         _gpu_locks.append(
             _acquire_gpu(named if len(named) == n else [str(number) for number in range(n)])

@@ -152,6 +152,7 @@ class RunFolder:
         Raises:
             InfoFlowError: as :meth:`check`.
         """
+        # what the earlier run named and this one does not counts as changed
         self.check({**dict.fromkeys(self.identity or ()), **identity})
         if self.identity is None:
             self.identity = json.loads(json.dumps(dict(identity)))
@@ -168,6 +169,7 @@ class RunFolder:
         Raises:
             InfoFlowError: naming a file that has changed since, is of another run, or is a link.
         """
+        # lexists, so that a link to nothing counts as a file and is refused
         if not os.path.lexists(self.path / names[0]):
             return False
         for name in names:
@@ -268,6 +270,7 @@ class RunFolder:
         files = sorted(temporary.iterdir())
         below = target.relative_to(self.path).as_posix()
         with naming_file(target):
+            # a new folder moves at once; into one that is there files go one by one
             if not target.exists():
                 for file in files:
                     self._append(f"{below}/{file.name}", digest_of(file))
@@ -384,6 +387,7 @@ class RunFolder:
         A file whose writing was cut off may still be the one before, so both are kept until a run
         ends well.
         """
+        # reading brings the header of the file, which does not know a new identity yet
         identity = self.identity
         self._read()
         self.identity = identity or self.identity

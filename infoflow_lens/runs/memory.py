@@ -78,6 +78,7 @@ def run_bytes(
         for h, width in zip(heads, widths, strict=True)
     ]
     layers[-1] = n_pos * (3 * d_model + 2 * widths[-1] + 4 * heads[-1])
+    # the encoder counts as a layer, though without attention
     layers.append(n_pos * (2 * d_encoder + d_model))
     step = batch_size * (sum(layers) + max(layers))
     evaluation = _EVALUATED_AT_ONCE * max(layers)
