@@ -106,6 +106,7 @@ def stream_data(
                 yield rows
             return
     seen = 0
+    # 256 sequences of what is drawn and has no end; files are read to theirs
     for part in _parts(model, data, n or 256, max_length, seed, scratch, column):
         if n is not None:
             most = min(n - seen, len(part))

@@ -53,6 +53,7 @@ def per_head(result: Findings) -> "pd.DataFrame":
         add_columns(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
     needed = result.found.get("top_k")
     if isinstance(needed, TopKResult):
+        # the last number is of all layers at once
         least = dict(enumerate(needed.least()[:-1]))
         table = table.assign(layer_k=table["layer"].map(least))
     return table

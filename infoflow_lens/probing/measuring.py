@@ -198,9 +198,12 @@ def _measure_in_workers(
         return read.intersection(parts) - some.keys()
 
     needed = {name for some in groups for name in needs(some)}
+    # those that others wait for go first
     waiting = sorted(groups, key=lambda some: not needed & some.keys())
+    # parts of no group are spread by shards, and were measured before these
     finished = {n: part for n, part in parts.items() if not any(n in some for some in groups)}
     n_with_probes = sum(any(_probes_of(p, context) for p in some.values()) for some in groups)
+    # processes that hold what probes gather at the same time share the memory
     n_processes = max(1, min(context.executor.jobs, n_with_probes))
 
     def units() -> Iterator[Unit | None]:
@@ -214,6 +217,7 @@ def _measure_in_workers(
                 finished.update(some)
                 continue
             say(", ".join(some))
+            # the worker reads finished parts from disk, as these need results of theirs
             every = {**finished, **some} if needs(some) else some
             about = context.config, context.fingerprint, n_processes
             yield Unit(", ".join(some), _PartsTask(folder.path, every, rows, *about))
@@ -281,6 +285,7 @@ def _run_together(
         try:
             found[name] = gathered.result(name)
         except NothingMeasuredError as error:
+            # the error waits until other results are saved, which then need not be measured again
             failed.append(f"{name}: {error}")
             continue
         found[name].save(folder.path / name)

@@ -71,6 +71,7 @@ def apply_settings(
                     f"or run_probes with a {type(probe).__name__}"
                 )
         try:
+            # all fields at once, as one alone may not fit the others of before
             made[name] = dataclasses.replace(probe, **own)
         except InfoFlowError as error:
             raise InfoFlowError(f"{name}: {error}") from error

@@ -186,6 +186,7 @@ class ProbePart(Part):
 
     def check(self, context: RunContext) -> None:
         """Refuse a model that does not show what the probe reads, and an incomplete probe."""
+        # on a copy, since a probe that is prepared has begun
         copy.deepcopy(self._probe).prepare(context.model)
 
     def lacking(self, layer: LayerCapabilities) -> str:

@@ -50,6 +50,7 @@ class SpaceCheck:
             self._before = now
             return
         self._is_done = True
+        # a difference, as the first batch also brings what does not grow with the sequences
         grown = {name: max(now[name] - self._before[name], 0) / n for name in now}
         by_shard = sum(bytes_ for name, bytes_ in grown.items() if name in self.on_disk)
         in_all = sum(grown.values()) - by_shard

@@ -109,6 +109,7 @@ def run_probing(
         nullcontext() if n_threads is None else threads(n_threads),
     ):
         out, in_memory = folder.path, loaded is not None or batches is not None
+        # other settings are refused before the model is loaded, which takes long
         folder.check(settings_identity(config))
         with nullcontext() if progress else hide_library_bars():
             if loaded is None:
@@ -123,6 +124,7 @@ def run_probing(
                 made_from = sequences_identity(config, configuration, tokenizer)
             stored = find_sequences(folder, made_from)
             coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
+            # the first part shows what the model can give, before all data are read
             begin = next(coming) if stored is None else stored.sequences
             capabilities = inspect_model(model, begin[0][None])
             parts = possible_parts(capabilities, config, say, if_possible)
@@ -172,6 +174,7 @@ def run_probing(
         write_tables(out, result)
         result.report(out / "report.html")
         last(result)
+        # data or models in memory have no files by which a second start could know them
         if not in_memory:
             write_output(folder, config.output_settings(), config.sources(), result.to_output())
         return result

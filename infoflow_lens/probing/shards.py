@@ -139,6 +139,7 @@ class ShardSums:
         for number, found in groupby(self.missing_shards(), lambda index: index // self.stride):
             left = list(found)
             shards = range(left[0], left[-1] + 1)
+            # the stretch that was begun here goes on from its sum and the probes of its begun shard
             if shards.start == self.n_shards:
                 yield number, shards, self.begun, self._stretch
             else:
@@ -151,6 +152,7 @@ class ShardSums:
             InfoFlowError: if it is of another model, or cannot be written.
         """
         folder = measured.write_contents()
+        # files of what grows are in place before the sums that count their shards
         for name, digest in measured.digests.items():
             target = self.folder.path / name
             with naming_file(target):
@@ -178,6 +180,7 @@ class ShardSums:
         kind, manifests = self.fresh[name].sharded, self._manifests.get(name)
         if kind is None or not manifests:
             return self._whole[name].result()
+        # all shards have the record of the run, so that of the first stands for the whole
         path = self.folder.path / name
         return kind.from_shards(path, manifests, kind.of.load(path / "000000").record)
 
@@ -212,6 +215,7 @@ class ShardSums:
     def _add_waiting(self) -> None:
         while self.n_left and self._waits(self.n_shards // self.stride):
             name = self._name(self.n_shards // self.stride)
+            # asked for its error: a file that is not the run's own must not be added
             self.folder.holds(name)
             self._add_sums(self.folder.path / name)
 
@@ -328,6 +332,7 @@ def run_in_shards(
     say(f"{', '.join(probes)}" + (f": going on after {seen} sequences" if seen else ""))
     # processes that take a shard each are not worth starting for one
     alone = context.executor.is_one_process or gathered.n_left <= context.config.shard
+    # workers report whole stretches, so a begun shard counts as done with its stretch only
     total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
     with (
         progress_bar("probing", total, context.progress, done=done) as show,
@@ -361,6 +366,7 @@ def _run_locally(context: RunContext, gathered: ShardSums, advance: Callable[[in
             probes, before = gathered.begin(), gathered.n_seen
             part = gathered.part(range(index, index + 1))
 
+            # the probes are bound as a default, since the name stands for others in the next round
             def after_batch(n: int, probes: Probes = probes) -> None:
                 advance(n)
                 stop_if_asked()

@@ -67,6 +67,7 @@ class StoredSequences(Sequence[Tensor]):
 
     def _part(self, start: int, stop: int) -> "StoredSequences":
         extent = self.extent
+        # lengths are read only where some sequences are left out
         if stop - start < len(self):
             lengths = self._file.lengths(self._start + start, self._start + stop)
             extent = Extent(stop - start, *lengths)
@@ -94,12 +95,14 @@ class _ArrowFile:
         with self._reading(start, stop) as (table, column):
             rows = column.combine_chunks()
             offsets = rows.offsets.to_numpy()
+            # a slice of lists still holds all values; its offsets say which are its own
             values = rows.values.slice(offsets[0], offsets[-1] - offsets[0])
             shape: tuple[int, ...] = (-1,)
             if pa.types.is_fixed_size_list(values.type):
                 shape = (-1, values.type.list_size)
                 values = values.flatten()
             dtype = getattr(torch, table.schema.metadata[_DTYPE].decode())
+            # a copy, which stays when the file is mapped anew
             numbers = torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
             self._n_read += numbers.nbytes
             return list(numbers.to(dtype).reshape(shape).split(np.diff(offsets).tolist()))
@@ -134,6 +137,7 @@ class _ArrowFile:
                 with self._open() as file, pa.ipc.open_stream(file) as reader:
                     self._table = reader.read_all()
             column = self._table.column(0).slice(start, stop - start)
+            # a slice of Arrow ends silently where the table does
             if len(column) != stop - start:
                 raise ValueError(f"it holds {len(self._table)} sequences, not {stop}")
             yield self._table, column
@@ -195,6 +199,7 @@ def find_sequences(folder: RunFolder, made_from: Any) -> SequenceStore | None:
     except InfoFlowError:  # they are written anew, where the folder may be written
         return None
     identity = about.get("identity")
+    # by way of JSON, which the note on disk has gone through: tuples are lists there
     made = {**asdict(extent), "identity": identity, "made_from": json.loads(json.dumps(made_from))}
     if about != made or not isinstance(identity, str):
         return None
@@ -250,6 +255,7 @@ def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> Sequence
 def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
     """Add sequences to a digest, each with its type and its shape before its numbers."""
     raw_bytes = numbers.contiguous().view(torch.uint8).numpy().reshape(-1)
+    # bytes of one token, an id or a vector
     size = len(raw_bytes) // len(numbers)
     stop = 0
     for length in lengths:

@@ -76,6 +76,7 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
     # each worker has a model of its own, and no more work at a time than parts or shards
     jobs = min(context.executor.jobs, max(len(parts), -(-windows // context.config.shard)))
     weights = sum(p.numel() * p.element_size() for p in context.model.parameters())
+    # in one process the model is loaded by now and takes no more
     check_memory(survey_bytes(context) + (weights if jobs > 1 else 0), config.device, jobs)
     if windows < FEWEST:
         raise InfoFlowError(

@@ -125,6 +125,7 @@ def _spread(
             f"{name} has {n_stream} tokens: expected at least {own}, one window; give more text "
             "or a shorter window"
         )
+    # no more windows than fit side by side, so none overlap; float64 is exact for these places
     chosen = torch.linspace(0, n_stream - own, min(most, n or most), dtype=torch.float64).long()
     for starts in (chosen + len(prefix)).split(_AT_ONCE):
         rows = torch.from_numpy(np.array(read(starts.numpy()[:, None] + np.arange(own)))).long()
