@@ -103,6 +103,7 @@ class _Reader:
         names = _names(function.__code__)
         found = [function.__globals__.get(name) for name in names]
         modules = [m for m in found if isinstance(m, ModuleType) and is_own(m, self.root)]
+        # code reads module.name as two names: each is looked up in each module of the user's own
         found += [vars(module).get(name) for module in modules for name in names]
         return (value for value in (*defaults, *cells, *found) if _stays(value))
 

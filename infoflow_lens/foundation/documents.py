@@ -149,6 +149,7 @@ def kind_by_signature(what: str, mark: str) -> Document:
         with open_regular(path) as file:
             content = file.read()
         place = content.rfind(_begin_of(content) + mark.encode())
+        # four bytes with the size stand before the type of a chunk
         before = content[: place - 4] + _PNG_END if content.startswith(_PNG) else content[:place]
         return _sign(before, mark) == content
 
@@ -159,8 +160,10 @@ def _sign(content: bytes, mark: str) -> bytes:
     """Return a text or a picture with a mark and a digest, as a comment at its end."""
     begin = _begin_of(content) + f"{mark} ".encode()
     if content.startswith(_PNG):
+        # a PNG ends with a chunk of its own, so the comment is a chunk before it
         body = content[: -len(_PNG_END)]
         chunk = begin + _digest(body + begin)
+        # the size is of the data alone, the check of the four letters of the type, too
         numbers = len(chunk) - 4, zlib.crc32(chunk)
         size, check = (number.to_bytes(4, "big") for number in numbers)
         return body + size + chunk + check + _PNG_END

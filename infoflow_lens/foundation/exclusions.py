@@ -241,7 +241,9 @@ def _check_smoothness(
     wrong, least = [], []
     for number, place in enumerate(places):
         own = changes[number * len(shares) : (number + 1) * len(shares)]
+        # the output that moves most with this token
         column = max(range(len(start)), key=lambda c: abs(own[0][c]))
+        # of a whole step, a half, and so on: forwards at even places, backwards at odd ones
         steps, backwards = ([change[column] for change in own[side::2]] for side in (0, 1))
         # half the step must make half the difference
         if any(abs(2 * b - a) > _SLACK * abs(a) for a, b in itertools.pairwise(steps)):

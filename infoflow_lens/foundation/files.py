@@ -193,6 +193,7 @@ def _replace_together(
     temporaries: Sequence[Path], targets: Sequence[Path], removed: Sequence[Path]
 ) -> None:
     """Put finished files in their places; what was there comes back if one of them cannot go."""
+    # a single file takes its place at once, with no moment in which there is none
     if len(targets) == 1 and not removed:
         os.replace(temporaries[0], targets[0])
         return
@@ -318,6 +319,7 @@ def json_text(value: Any) -> str:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, float):
+        # infinity, too, differs from itself by NaN
         return value if value - value == 0 else None
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}

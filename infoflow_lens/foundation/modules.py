@@ -24,6 +24,7 @@ def one_thread(model: nn.Module) -> Iterator[None]:
             ends the block.
     """
     with _locks_guard:
+        # a block may stand inside another of the same thread
         lock = _locks.setdefault(model, threading.RLock())
     if not lock.acquire(blocking=False):
         raise InfoFlowError(

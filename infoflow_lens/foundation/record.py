@@ -196,6 +196,7 @@ class WeightState:
             and tensor.numel()
             and not tensor.is_meta
         ]
+        # one transfer from each device, not one for each tensor
         by_device: dict[torch.device, list[Tensor]] = {}
         for part in parts:
             by_device.setdefault(part.device, []).append(part)
@@ -219,6 +220,7 @@ def _some_numbers(tensor: Tensor) -> Tensor:
 
 
 def _mark(tensor: Tensor) -> tuple[Any, ...]:
+    # tensors of inference mode have no counter
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr(), tensor.dtype, tensor.shape
 

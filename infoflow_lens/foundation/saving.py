@@ -190,6 +190,7 @@ def writing_parts(
     # all files are looked at before the first is written
     for path in reversed(paths):
         check_parts(path, overwrite=overwrite)
+    # descriptions come last, so that none names tensors that are not in their place yet
     targets = [file for path in paths for file in reversed(files_of(path))]
     with atomic_paths(targets, _earlier_parts(paths[-1], n_parts)) as places:
 
@@ -463,11 +464,13 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             for item in _fields_to_save(value)
         }
     if isinstance(value, Mapping):
+        # a key with a dot, say, could make the name of another tensor: its place stands for it
         names = [k if isinstance(k, str) and k.isidentifier() else i for i, k in enumerate(value)]
         parts = [
             _encode(item, f"{inside}{key}", tensors)
             for key, item in zip(names, value.values(), strict=True)
         ]
+        # a mapping with such a key alone would be read as the value that the key stands for
         if all(isinstance(key, str) for key in value) and not value.keys() <= _KINDS:
             return dict(zip(value, parts, strict=True))
         return {"pairs": [list(pair) for pair in zip(value, parts, strict=True)]}
@@ -491,6 +494,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return float(value["float"])
     if set(value) == {"pairs"}:
         return {
+            # JSON gives tuples back as lists, which cannot be keys
             tuple(key) if isinstance(key, list) else key: _decode(item, tensors)
             for key, item in value["pairs"]
         }

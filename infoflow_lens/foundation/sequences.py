@@ -127,6 +127,7 @@ def check_id_range(
     if not wrong.any():
         return
     row, position = (int(index) for index in wrong.nonzero()[0])
+    # one range stands for all positions
     low, high = ranges[position % len(ranges)]
     named = f" ({name_of(low)} .. {name_of(high - 1)})" if name_of else ""
     raise InfoFlowError(

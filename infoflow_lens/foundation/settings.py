@@ -206,6 +206,7 @@ def _adapter(annotation: Any) -> Any:
 def _hints(owner: Any) -> Mapping[str, Any]:
     """Return the annotations of a class or function that declare settings, by name."""
     found: dict[str, Any] = {}
+    # base classes first, so that what a class itself says of a field counts
     for place in reversed(inspect.getmro(owner)) if isinstance(owner, type) else (owner,):
         module = inspect.getmodule(place)
         # names as they are known where the class or function stands

@@ -70,6 +70,7 @@ def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
 def _header_of(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file, which lie before its tensors."""
     with open_regular(path) as file:
+        # safetensors begins with eight bytes that say how long its header is
         length = int.from_bytes(file.read(8), "little")
         found = json.loads(file.read(length)).get("__metadata__", {})
         return found if isinstance(found, dict) else {}
