@@ -253,6 +253,7 @@ def _whole(model: NamedModel, text: Any, name: str) -> Any:
     if isinstance(text, str):
         return tokenize(model, [text], name, max_length=2**30)[0]
     given = None if text is None else as_list(model, text)
+    # as_list leaves several sequences as they are, of which _ids takes a single one alone
     if given is text is not None:
         return _ids(model, text, name)
     return None if given is None else torch.as_tensor(given[0])

@@ -70,7 +70,9 @@ def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], m
     anatomy = getattr(model, "anatomy", None)
     blocks: Any = model.blocks if anatomy is None else [block.module for block in anatomy.blocks]
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters())
+    # a token of a pass takes about one multiplication with each weight
     work = weights * sum(_passes(model, probe, len(row)) * len(row) for row in rows)
+    # 0 stands for sizes that are not known, whose work may be anything
     return 0 < work <= most
 
 
@@ -103,11 +105,13 @@ def _passes(model: nn.Module, probe: StateInfluence, n_source: int) -> float:
     layers, width = probe.layers or (), int(config_value(model, "d_model") or 0)
     n_asked = n_source if probe.positions is None else len(probe.positions)
     directions = width if probe.estimate is None else min(probe.estimate, width)
+    # backwards from each asked layer, through it and the layers below
     reverse = directions * n_asked * sum(layer + 1 for layer in layers) / layer_count(model)
     if probe.estimate is not None:
         return reverse
     architecture: Any = getattr(model, "architecture", None)
     d_source = architecture.d_token if reads_vectors(model) else width
+    # or forwards from each number of each source, for all states at once
     return min(reverse, 2.0 * n_source * d_source)
 
 
@@ -146,6 +150,7 @@ def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
         for step in range(1, len(pool)):
             if len(others) == _MOST_DONORS:
                 break
+            # nearest before first; below 0 the index goes on from the end of all inputs
             if keys[position - step] not in here:
                 others.setdefault(keys[position - step], pool[position - step])
         if len(others) < 2:

@@ -69,6 +69,7 @@ def _replace_each(
 ) -> Replaced:
     """Predict next tokens of one text with each token replaced in turn."""
     put = _choose_others(row, chances)
+    # [replaced, pos]: the text once for each token, with that token replaced
     changed = row.repeat(len(row), 1)
     changed.fill_diagonal_(0)
     changed += torch.diag(put.to(row))
@@ -121,6 +122,7 @@ def _choose_others(
     row: Int[Tensor, " pos"], chances: Float[Tensor, "pos token"]
 ) -> Int[Tensor, " pos"]:
     """Choose for each token the most probable other one in its place, by the text before it."""
+    # row p then says what the text before p predicts at p
     before = chances.roll(1, dims=0)
     before[0] = chances[0]
     return before.scatter(1, row[:, None].to(before.device), -1).argmax(dim=-1)

@@ -225,6 +225,7 @@ class Flow(Savable):
         )
         for scores in self.attention.scores[: self.layers[-1] + 1]:
             allowed = (scores > -math.inf).any(dim=1).float()
+            # [input, pos, source]: what keys hold that some head may read, and what the state held
             reached = ((allowed @ reached + reached) > 0).float()
         return reached > 0
 

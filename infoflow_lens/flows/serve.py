@@ -181,6 +181,7 @@ class AnswerServer:
         self._n_pages += 1
         if form.waits:
             self._questions.put(number)
+        # the first page stays, and so does one whose question is not answered yet
         for old in list(self._pages)[1:-MOST_PAGES]:
             if not self._pages[old][0].waits:
                 del self._pages[old]
@@ -205,6 +206,7 @@ class AnswerServer:
         """Say why a request is refused, with its status; None where it is not."""
         token, _, number = path[1:].partition("/")
         hosts = [f"{name}:{self._port}" for name in (HOST, "localhost")]
+        # takes the same time for any guess, so that none is told to be nearer
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self._token.encode()):
             return 403, "the token is missing: open the address that the command printed"
         if headers.get("Host") not in hosts:

@@ -89,7 +89,9 @@ def _begin_sentences(tokenizer: Any, row: list[int]) -> list[int]:
         said, after = before.rstrip(), behind.strip()
         bare = said.rstrip(_CLOSERS)
         is_end = place in words and bare.endswith(_STOPS) and not after[:1].islower()
+        # a line break, or a stop of full width, needs no blank behind it
         is_end |= "\n" in before[len(said) :] or bare.endswith(_WIDE)
+        # quotes and brackets that close belong to the sentence before them
         is_end &= bool(said and after.strip(_CLOSERS))
         if is_end or not special.isdisjoint(row[place - 1 : place + 1]):
             starts.append(place)
