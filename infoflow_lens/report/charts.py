@@ -162,6 +162,7 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", kind: str = 
 
 
 def _grid(n_rows: int, n_columns: int, row_name: str, column_name: str, cell: int) -> list[str]:
+    # a number takes about 18 pixels, so that narrow cells show some numbers only
     step = max(1, -(-n_columns * 18 // (n_columns * cell)))
     parts = [
         _text(_LEFT - 6, cell * (row + 0.5) + 4, f"{row_name} {row}", "end")
@@ -309,6 +310,7 @@ def _table(chart: Table) -> Markup:
                 if reason
                 else escape(number(value))
             )
+            # the page sorts by this, and puts what is empty last
             key = "" if reason or number(value) == MISSING else value
             cells.append(Markup('<td data-value="{}">{}</td>').format(key, text))
         anchor = Markup(' id="{}"').format(chart.anchors[i]) if chart.anchors else ""

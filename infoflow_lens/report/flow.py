@@ -189,6 +189,7 @@ class _Blob:
 
     def add(self, kind: str, values: npt.NDArray[np.generic]) -> list[Any]:
         data = np.ascontiguousarray(values).tobytes()
+        # the same array is stored once
         if (kind, data) not in self._known:
             self._known[kind, data] = [kind, self.size, int(values.size)]
             padding = -len(data) % 4
@@ -198,12 +199,14 @@ class _Blob:
 
     def keys(self, keys: Tensor) -> list[Any]:
         small = keys.numel() == 0 or int(keys.max()) < 255
+        # the page's numbers have no sign: 0 is "no key"
         values = keys.numpy().astype(np.int64) + 1
         if small:
             return self.add("key8", values.astype("u1"))
         return self.add("key16", values.astype("<u2"))
 
     def half(self, values: Tensor) -> list[Any]:
+        # what half precision cannot hold, such as infinity, becomes its largest number
         limit = torch.finfo(torch.float16).max
         return self.add("half", values.float().clamp(-limit, limit).numpy().astype("<f2"))
 

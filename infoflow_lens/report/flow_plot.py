@@ -136,6 +136,7 @@ def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor
             weights[:, : pattern.shape[1]] = pattern.float()
         if viewed.weights is not None:
             known = viewed.weights[layer][head].float()
+            # no key (-1), and keys of unknown weight, go to the last column, which is cut off
             weights.scatter_(
                 1, torch.where(known.isnan(), n_pos, ranked.long()) % (n_pos + 1), known
             )
@@ -162,6 +163,7 @@ def _paths(
     lines = []
     for level in range(layer, -1, -1):
         strength = best[level + 1, :, None] * weights[level]
+        # own positions are left to the residual stream, which has lines of its own
         strength.fill_diagonal_(0)
         by_line = strength.max(dim=0)
         best[level] = torch.maximum(best[level + 1], by_line.values)
@@ -174,6 +176,7 @@ def _paths(
     lines = sorted(lines, key=lambda line: (-line[0], -line[1][0][1]))[:_MOST_LINES]
     kept: set[Segment] = {((position, level), (position, level + 1)) for level in range(layer + 1)}
     for _, ((key, low), (place, level)) in lines:
+        # the residual stream brings the token to this line, and takes it on to the next one
         kept |= {((key, below), (key, below + 1)) for below in range(low)}
         while level <= layer and (level, place) not in goes_on:
             kept.add(((place, level), (place, level + 1)))

@@ -92,6 +92,7 @@ def view_mechanisms(
         for name, rule in zip(heads, of_layer, strict=True):
             keys = rule.describe(sequence)[:n_states]
             keys = torch.where(keys < n_states, keys, -1)
+            # columns without any key are left out; a head without columns passes on nothing
             keys = keys[:, (keys >= 0).any(dim=0)]
             viewed.append(ViewedMechanism(name, keys if keys.shape[1] else None))
         layers.append(viewed)

@@ -55,6 +55,7 @@ def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.pcolormesh(
         [[found[h, t] for t in tokens] for h in first],
         cmap=ListedColormap(list(COLOURS.values())),
+        # each verdict is a whole number, in the middle of the step of its colour
         vmin=-0.5,
         vmax=len(names) - 0.5,
         edgecolors="white",
