@@ -52,6 +52,7 @@ def design(config: Callable[[], Question], as_json: AsJson = False, quiet: Quiet
         seed = asked.seed if asked.task in list_tasks() else None
         target = task_by_options(asked.task, None, asked.d_token, asked.components, seed)
         components = tuple(getattr(target, "components", ()))
+        # for the bar alone: what lies beyond is refused by the design itself
         most = min(asked.max_layers, 6), min(asked.max_heads, 64)
         choices, _ = designs.head_choices(components, *most)
         with progress_bar("heads", len(choices), show=not quiet) as advance:

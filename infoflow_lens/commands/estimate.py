@@ -164,6 +164,7 @@ def _architecture(asked: Question, tokens: int | None = None) -> Any:
     return ModelShape(
         n_heads=heads,
         d_model=widths * len(heads) if len(widths) == 1 else widths,
+        # without a T there is no bound: a survey sets that of each task
         n_tokens=asked.tokens or 2**31 - 1 if tokens is None else tokens,
         positional=asked.positions,
         routes=asked.encoder,
@@ -234,6 +235,7 @@ def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 
         check_picture_path(plot, overwrite=overwrite)
+    # powers of two from 8 on, and the T that is asked
     lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
     if (rows_asked := math.prod(n_heads) * len(lengths)) > _MOST_ROWS:
         raise InfoFlowError(

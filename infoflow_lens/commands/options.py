@@ -76,6 +76,7 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     if _is_tuple(kind):
         kind = str | None if default is None else str
         default = None if default is None else ",".join(map(str, default))
+    # typer takes the default of a repeated option as a list
     if kind == list[str] and default is not inspect.Parameter.empty:
         default = list(default)
     choices = _choices(kind)
