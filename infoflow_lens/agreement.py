@@ -357,6 +357,7 @@ def compare(
             f"{(n_batch, n_source)}, one row for each sequence"
         )
     tokens, last = states.is_token & states.asked, states.is_last & states.asked
+    # [batch, source], since each sequence has one last position
     read = states.predicted[states.last_layer][states.is_last]
     return Agreement(
         threshold=threshold,
@@ -518,6 +519,7 @@ def select_layers(predicted: SetsT, measured: Any) -> SetsT:
         return predicted
     layers, above = measured.layers, measured.record.config.get("source_layer")
     covered = max(layers) < predicted.n_layers
+    # as many sets as measured layers are of the whole model only if those count from 0 on
     some = len(layers) < predicted.n_layers or sorted(layers) == list(range(len(layers)))
     return predicted.part(layers) if covered and some and not above else predicted
 
@@ -572,6 +574,7 @@ class States:
         self.exists, sources, self.is_last = real_states(
             lengths, n_batch, n_pos, n_source, influence.device
         )
+        # positions behind the sources, such as CLS, are no tokens
         self.is_token = torch.nn.functional.pad(sources, (0, n_pos - n_source))
         left_out = mark_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
         self._sources = sources & ~left_out
@@ -699,6 +702,7 @@ def _read_influence(
     if isinstance(measured, StateScores):
         return measured.full(), known[0], measured.has_scores
     scores = measured if isinstance(measured, Tensor) else measured.members.float()
+    # with lengths, states behind the end are left out; without, one would pass as a real state
     if isinstance(measured, Tensor) and not known:
         _check_real(scores)
     asked = torch.ones(scores.shape[1:3], dtype=torch.bool, device=scores.device)

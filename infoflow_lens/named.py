@@ -21,6 +21,7 @@ _WIDTH = 32  # of every layer, where head counts alone are given, as in the comm
 
 @wraps(_estimate.estimate)
 def estimate(architecture: Any, task: Any, **settings: Any) -> _estimate.Estimate:  # noqa: D103
+    # heads and tasks cannot be taken for one another, so either order is right
     if _is_heads(task) and not _is_heads(architecture):
         architecture, task = task, architecture
     target = resolve_task(task)

@@ -238,6 +238,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
         raise InfoFlowError(f"the {name} data have {len(x)} inputs but {len(y)} targets")
     # integers are labels; other targets are vectors
     if _are_labels(y):
+        # cross-entropy takes labels of this type alone
         y = y.long()
     elif y.ndim != 2:
         raise InfoFlowError(

@@ -415,6 +415,7 @@ class _Cut(NamedTuple):
     ) -> "_Cut":
         """Choose the `size` candidates of the largest scores."""
         ranked = scores.double().masked_fill(~candidate, -torch.inf)
+        # the score of the last source that a set of this size still takes
         last = ranked.sort(dim=1, descending=True).values.gather(1, size.long()[:, None] - 1)
         sure, tied = ranked > last, (ranked == last) & candidate
         # equal scores at the cut share the places that are left
@@ -423,11 +424,13 @@ class _Cut(NamedTuple):
 
     def both(self) -> Float[Tensor, "state source source"]:
         """Return the probability that two sources are in the set together."""
+        # [state, source, source]: exact unless both are tied, as one of the two is certain then
         pairs = self.member[:, :, None] * self.member[:, None]
         # two of the tied ones, drawn without replacement
         alike = self.left * (self.left - 1) / (self.among * (self.among - 1)).clamp(min=1)
         tied = self.tied[:, :, None] & self.tied[:, None]
         pairs = torch.where(tied, alike[:, None, None], pairs)
+        # a source is in the set with itself as often as it is in the set
         return pairs.diagonal_scatter(self.member, dim1=1, dim2=2)
 
 
@@ -522,11 +525,13 @@ def _metrics(
     cut = _Cut.choose(scores, candidate, size)
     both = cut.both() * (candidate[:, :, None] & candidate[:, None])
     more = influence[:, :, None] - influence[:, None]  # of the first over the second
+    # the probability that the first is in the set and the second is not
     inside_only = (cut.member[:, :, None] - both) * candidate[:, None]
     wins = (more > 0).double() + 0.5 * (more == 0)
     n_out = candidate.sum(dim=1) - size
     at_least = more <= 0  # the second has at least the influence of the first
     n_above = (at_least & candidate[:, None]).sum(dim=2)
+    # for each source of the set, what share of those with at least its influence is in it, too
     found = (both * at_least).sum(dim=2) / n_above.clamp(min=1)
     energy = influence.square() * candidate
     top = _Cut.choose(influence, candidate, size)

@@ -248,6 +248,7 @@ class Ledger:
         """
         errors = self.objective.validation(output, y)
         if not is_finite(errors):
+            # an epoch that diverged does not count as one that was run
             lr = self.history.pop()["lr"]
             raise TrainingDivergedError(self.finish("diverged"), lr)
         self.history[-1].update(errors)
@@ -279,6 +280,7 @@ class Ledger:
 
     def finish(self, stopped: str | None = None) -> TrainingResult:
         """Put the best weights into the model and report; by default, of an ordinary end."""
+        # an interruption between training and validation leaves a last row without a score
         complete = [row for row in self.history if self.objective.score in row]
         best = complete[self.best_epoch - 1] if self.best_epoch else {}
         self.model.load_state_dict(self.best_state)
@@ -348,6 +350,7 @@ class _Run(Ledger):
         config = self.config
         batches = self.order(len(x)).to(x.device).split(config.batch_size)
         predict, lr = self.objective.predict(self.model), config.lr
+        # sums stay tensors: to read one as a number in every step would make a GPU wait
         totals: dict[str, Tensor] = {}
         drawing = SeededRandom(derive_seed("noise", config.seed, len(self.history)))
         self.model.train()
@@ -395,6 +398,7 @@ def optimizer_of(
     common: dict[str, Any] = {
         "lr": torch.tensor(config.lr, device=parameters[0].device) if in_graph else config.lr,
         "weight_decay": config.weight_decay,
+        # None lets PyTorch update many tensors at a time, where False would take them one by one
         "fused": fused or parameters[0].is_cuda or None,
     }
     if config.optimizer == "sgd":
