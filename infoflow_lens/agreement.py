@@ -289,6 +289,7 @@ def _set_agreement(
         n_states=len(predicted),
         auroc=_mean(auroc(influence, predicted, candidate)),
         average_precision=_mean(average_precision(influence, predicted, candidate)),
+        # of an empty set 0 / 0 is NaN, which the mean leaves out
         precision=_mean(both / predicted.sum(1)),
         recall=_mean(both / measured.sum(1)),
         jaccard=_mean(torch.where(either > 0, both / either, 1.0)),
@@ -616,6 +617,7 @@ class States:
         candidates: Bool[Tensor, "batch pos source"] | None = None,
     ) -> Explained:
         """Measure some states of a layer, as far as the prediction could be wrong there."""
+        # [state, source], of the chosen states alone
         candidate = self.candidates(with_self, candidates)[chosen]
         members = self.predicted[layer][chosen] & candidate
         scores = self.influence[layer][chosen] * candidate
@@ -692,6 +694,7 @@ def _read_influence(
             where lengths are not known.
     """
     own = None if isinstance(measured, Tensor) else measured.lengths
+    # lengths come from the caller, from the sets and from what was measured
     known = [torch.as_tensor(one).cpu() for one in (*lengths, own) if one is not None]
     if any(not one.equal(known[0]) for one in known):
         different = {str(one.tolist()): None for one in known}
@@ -715,6 +718,7 @@ def _check_real(scores: Tensor) -> None:
     Raises:
         InfoFlowError: for a position without influence from any token in any layer.
     """
+    # [batch, pos]: in no layer anything from any source
     empty = (scores == 0).all(dim=3).all(dim=0) if scores.ndim == 4 else torch.zeros(1, 1)
     if empty.any():
         sequence, position = empty.nonzero()[0].tolist()
@@ -799,6 +803,7 @@ def coverage_curve(
     if counted is not None:
         counted = counted - (n_pos - n_source)  # a result counts CLS
     expected = (batch, n_pos)
+    # positions may be of more layers than were measured
     if len(positions) < n_layers or any(
         layer.ndim != 4 or (layer.shape[0], layer.shape[2]) != expected for layer in positions
     ):

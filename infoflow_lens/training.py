@@ -454,6 +454,7 @@ class TrainingData:
             InfoFlowError: for data that no model can learn from, or that are not this model's.
         """
         draw = train_data if callable(train_data) else None
+        # of data that are drawn, the first epoch stands for all
         x, y = tensors_of(draw(1) if draw else train_data, "training")
         validation_x, validation_y = tensors_of(validation_data, "validation")
         objective = objective_for(y)

@@ -100,6 +100,7 @@ def repeat_command(context: typer.Context, *more: str) -> str:
             if parameter.param_type_name == "argument":
                 words.append(str(item))
             elif isinstance(item, bool):
+                # a switch has no value: its name says on or off
                 words.append((parameter.opts if item else parameter.secondary_opts)[0])
             else:
                 words += [parameter.opts[0], str(item)]

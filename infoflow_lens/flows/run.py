@@ -142,9 +142,11 @@ def flow(
     positions = positions_of(position, rows, int(reads_vectors(host)))
     longest = max(map(len, rows))
     check_places(without, longest)
+    # places that are left out are no keys that a head could pass on
     n_keys = key_count(host, longest) - sum(-longest <= place < longest for place in without)
     if rule_name == "top_k" and k > n_keys:
         raise InfoFlowError(f"k is {k}: expected 1 to {n_keys}, the keys that a query has")
+    # the picture lets one switch to more keys than the rule takes
     ranks = range(1, max(k if rule_name == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)
     if rule_name == "mechanisms" and mechanisms is None:
         check_enough(others, rows)

@@ -45,6 +45,7 @@ def check_text(text: Any) -> None:
 def as_list(model: nn.Module, text: Any) -> Any:
     """Wrap a single sequence of ids or vectors in a list; return several sequences unchanged."""
     vectors = reads_vectors(model)
+    # a sequence of vectors has as many axes as a batch of ids
     if hasattr(text, "ndim") and text.ndim == (2 if vectors else 1):
         return text[None]
     if isinstance(text, (list, tuple)) and text and isinstance(text[0], int):

@@ -79,6 +79,7 @@ def configuration_fingerprint(model: nn.Module) -> str:
     parts["cfg"] = _settings_of(getattr(model, "cfg", None))
     parts["config"] = _settings_of(getattr(getattr(model, "original_model", model), "config", None))
     parts["architecture"] = _settings_of(getattr(model, "architecture", None))
+    # what set_attention has changed stands in no config
     blocks = getattr(model, "blocks", ())
     patterns = [getattr(getattr(block, "attn", None), "hook_pattern", None) for block in blocks]
     parts["attention"] = [getattr(pattern, "kind", "softmax") for pattern in patterns]
@@ -300,6 +301,7 @@ def is_same(before: Any, now: Any) -> bool:
     if not (isinstance(before, dict) and isinstance(now, dict) and "bits" in now):
         return bool(before == now)
     known = [each.get("bits") for each in (before, now)]
+    # other machines may round otherwise, so bits say something on the same one alone
     if None not in known and before.get("environment") == now["environment"]:
         return known[0] == known[1]
     try:

@@ -259,6 +259,7 @@ class HookedModel(_Base):
             x = self.hook_tokens(x)
         embedded: Tensor = self.hook_embed(self.embed(x))
         if self.cfg.positional_embedding_type == "standard":
+            # the embedding has appended CLS by now, which has a position of its own
             positions = self.pos_embed(*embedded.shape[:2], attention_mask)
             embedded = embedded + self.hook_pos_embed(positions)
         return embedded

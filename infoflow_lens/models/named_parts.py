@@ -180,6 +180,7 @@ def sum_biases(
     for number in range(layer + mlp_input):
         block = model.blocks[number]
         total = total + block.attn.b_O
+        # of the last block the attention alone, where an MLP's input is asked for
         if include_mlp_biases and number < layer and "mlp" in block._modules:
             total = total + block.mlp.b_out
     return total

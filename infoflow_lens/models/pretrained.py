@@ -289,6 +289,7 @@ def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
         InfoFlowError: with the size that is too large, and for a class that reads another config.
     """
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    # layers are counted first: a twin with too many takes memory even without numbers
     if isinstance(n_layers, int) and n_layers > max(stored.n_tensors, _MOST_LAYERS):
         raise _too_large(folder, f"num_hidden_layers {n_layers}")
     kind = find_class(config)

@@ -230,9 +230,11 @@ def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
         if texts is not None:
             prefix, stream = token_stream(model, texts)
             data = spread_windows(prefix, stream, longest, config.n, "data")
+    # a table is cut before its texts are tokenised, other data afterwards
     if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
         data = data.select(range(min(config.n, len(data))))
     batches = read_inputs(model, data, column=config.column, max_length=longest, name="data")
+    # asked for its error: loaders and other columns are refused before the run begins
     batches.sequences()
     return batches if config.n is None else batches.first(config.n)
 

@@ -208,6 +208,7 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
     for place, index in enumerate(task.shards):
         # the first shard may have been begun elsewhere
         probes = task.begun if task.begun and not place else copy.deepcopy(dict(task.fresh))
+        # rows begin with the first of these shards, whatever its number
         part = batches.part(place * n, min((place + 1) * n, len(rows)))
         after_batch = partial(check_space, probes)
         measure(loaded.model, part, probes, index, task.extent, config, after_batch)

@@ -48,6 +48,7 @@ class Move:
             return MaxPosition(self.keys[None, None])
         keys = torch.arange(len(view.tokens)) if self.source == "all" else torch.tensor([-1])
         queries = torch.arange(view.n_queries)[:, None]
+        # [pos, key]: what the mask lets each query read
         allowed: Bool[Tensor, "pos key"] = (keys <= queries) | torch.tensor(not view.causal)
         return MaxPosition(torch.where(allowed, keys, -1)[None, None])
 

@@ -218,6 +218,7 @@ def _sizes(
         )
     batch, n_pos, device = next((f for f in found if f[0] is not None), found[-1])
     if batch is None:
+        # one tensor is of a layer with one rule, several are in a sequence
         each = [s for one in strength for s in ((one,) if isinstance(one, Tensor) else one or ())]
         batch = next((len(s) for s in each if isinstance(s, Tensor) and s.ndim > 2), 1)
     return batch, n_pos, device

@@ -45,6 +45,7 @@ def attainable(
     The upper 1/n_keys quantile of its scores with the reference tokens.
     """
     queries = x.flatten(0, -2)
+    # the last of the best 1 / n_keys of the reference tokens
     rank = min(len(reference), max(1, round(len(reference) / n_keys)))
     parts = []
     for part in queries.split(max(1, _MOST_SCORES_AT_ONCE // len(reference))):

@@ -135,5 +135,6 @@ def interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
     """Bound 95% of the NMSE of sequences that are drawn again, with replacement."""
     generator = torch.Generator().manual_seed(derive_seed("routed error", seed))
     rows = torch.randint(len(y), (_RESAMPLES, len(y)), generator=generator)
+    # [resample], from [resample, sequence, output] of sequences that are drawn again
     values = nmse_of(reached[rows], y[rows]).sort().values
     return float(values[int(0.025 * _RESAMPLES)]), float(values[int(0.975 * _RESAMPLES) - 1])

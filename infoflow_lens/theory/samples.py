@@ -52,6 +52,7 @@ class Samples:
         arity = max([1, *(c.arity for c in components)])
         size = min(self.task.n_tokens, schedule.size)
         work = self.task.n_tokens * size**arity * max(1, len(components)) + self.n_scores
+        # five in any case, however dear they are
         return max(5, min(self.n, _MOST_SCORES // max(1, work)))
 
     def learns(

@@ -152,6 +152,7 @@ class RecoveryPart(Part):
         For wide models its targets are sketched, and the maps are not kept.
         """
         config, wide = context.config, context.width > _WIDE
+        # None leaves the choice to the width, 0 asks for exact maps
         sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
         probe = RecoveryProbe(
             config.ranks, without=config.without, sketch=sketch, maps=not wide, seed=config.seed
