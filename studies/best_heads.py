@@ -128,6 +128,7 @@ def best_heads(
         errors.append(nmse_of(others.parts(choose) @ readouts[-1], others.y))
     # chosen on other sequences than those of the search, and judged on others again
     found = int(torch.cat(errors).argmin())
+    # errors of the search's sets come first, then that of routing
     scores = None if found == len(last.forms) else last.select(torch.tensor([found]))
     judge = _Sequences(task, n_judged, derive_seed("heads, judge", seed))
     parts = judge.parts(choices[-1] if scores is None else scores.chosen)[0]
@@ -182,10 +183,13 @@ class HeadScores:
         queries = tokens @ self.forms.flatten(0, 2)  # [set head role, token, d_token]
         queries = queries.unflatten(0, (n_sets * n_heads, n_roles))
         if n_roles > 1:
+            # a gate's quadratic form is linear in all products of two entries of (x, 1)
             products = (tokens[:, :, None] * tokens[:, None]).flatten(1)
             gates = self.gates.flatten(0, 2).flatten(1) @ products.T
+            # [set head, 1, token, 1]: of a head's roles the one that the query's token takes
             role = gates.unflatten(0, (-1, n_roles)).argmax(dim=1)[:, None, :, None]
             queries = queries.gather(1, role.expand(-1, -1, -1, x.shape[-1]))
+        # one query a head is left: [set head, batch, pos, d_token]
         by_query = queries[:, 0].unflatten(1, x.shape[:2])
         return (by_query @ x.mT).argmax(dim=-1).unflatten(0, (n_sets, n_heads))
 
@@ -198,6 +202,7 @@ class _Sequences:
         self.x, y = task.sample(n, seed)
         self.y = y.double()
         n_tokens = self.x.shape[1]
+        # parts of the sequences, of which the scores of all pairs are at most _AT_ONCE
         self.rows = torch.arange(n).split(max(1, _AT_ONCE // n_tokens**2))
         # scores of a pair in its better order: a query that holds both tokens takes either
         self.pairs = torch.empty(len(self.components), n, n_tokens, n_tokens)
@@ -205,6 +210,7 @@ class _Sequences:
             for part in self.rows:
                 scores = pair_scores(component, self.x[part], reverse=False)
                 self.pairs[index, part] = torch.maximum(scores, scores.mT)
+        # pairs that a component does not allow are -inf, and are not the worst ones
         least = self.pairs.masked_fill(self.pairs == -torch.inf, torch.inf).amin(dim=(2, 3))
         # a token with itself, which needs no head; where that is no pair, the worst one
         alone = self.pairs.diagonal(dim1=2, dim2=3).amax(dim=2)
@@ -217,6 +223,7 @@ class _Sequences:
     def _parts(
         self, chosen: Int[Tensor, "set head some pos"], rows: Int[Tensor, " some"]
     ) -> Float[Tensor, "set some part"]:
+        # a query holds its own token and its heads' choices: [set, 1 + head, some, pos]
         own = torch.arange(chosen.shape[-1]).expand_as(chosen[:, :1])
         held = torch.cat([own, chosen], dim=1)
         first, second = torch.combinations(torch.arange(held.shape[1]), 2).T
@@ -224,8 +231,10 @@ class _Sequences:
         at = (held[:, first] * chosen.shape[-1] + held[:, second]).transpose(1, 2).flatten(2)
         best = []
         for component, pairs, alone in zip(self.components, self.pairs, self.alone, strict=True):
+            # [set, some, all pairs], of which CLS finds the best one that some query holds
             scores = pairs[rows].flatten(1).expand(len(at), -1, -1)
             reached = torch.maximum(scores.gather(2, at).amax(dim=2), alone[rows])
+            # pairs are preferred by the largest number, the target is made of the scores
             best.append(reached if component.extremum == "max" else -reached)
         values = torch.stack(best, dim=-1)
         outer = self.task.outer_function(values.flatten(0, 1)).unflatten(0, values.shape[:2])
@@ -237,6 +246,7 @@ class _Sequences:
         for index, component in enumerate(self.components):
             reached = parts[:, index] if component.extremum == "max" else -parts[:, index]
             best = best_tuples(self.x, component)[1].double()
+            # up to rounding, since other operations have computed the best of all pairs
             whole &= reached >= best - 1e-6 * best.abs()
         return float(whole.double().mean())
 
@@ -251,6 +261,7 @@ class _Search:
         self.n_heads, self.roles, self.seed = n_heads, roles, seed
         self.generator = torch.Generator().manual_seed(derive_seed("heads, tries", seed, roles))
         n, n_tokens, _ = sequences.x.shape
+        # so many sets that the scores of all their heads are about _AT_ONCE
         self.at_once = max(1, _AT_ONCE // (min(n, len(sequences.rows[0])) * n_tokens**2 * n_heads))
 
     def run(self) -> HeadScores:
@@ -261,11 +272,13 @@ class _Search:
             alone = _Search(self.sequences, self.n_heads, 1, self.budget, self.seed)
             starts = self._expand_roles(alone.run()).join(starts)
             self.tried = alone.tried
+        # what the starts leave of the budget, for three stages of as many rounds
         rounds = max(0, self.budget - len(starts.forms)) // (3 * _CHILDREN * _KEPT)
         errors = self._errors(starts)
         order = errors.argsort()[:_KEPT]
         starts, heads, errors = starts.select(order), starts.select(order), errors[order]
         steps = torch.full((len(errors),), 0.5)
+        # from stage to stage fewer sets with more children each: as many tries a round
         for kept in (_KEPT, _KEPT // 2, _KEPT // 4):
             order = errors.argsort()[:kept]
             heads, errors, steps = heads.select(order), errors[order], steps[order]
@@ -283,6 +296,7 @@ class _Search:
                 # longer steps after a success, shorter ones after a failure
                 steps = (steps * torch.where(better, 1.3, 0.85)).clamp(0.005, 1.0)
         self.least = float(errors.min())
+        # starts stay in the choice: what was searched may fit these sequences alone
         return starts.join(heads)
 
     def _errors(self, heads: HeadScores) -> Float[Tensor, " set"]:
@@ -298,6 +312,7 @@ class _Search:
         """Draw different scores of components for all heads and roles; and sums, at random."""
         sides = _sides(self.sequences.components, self.sequences.x)
         n_scores = self.n_heads * self.roles
+        # each way to give all scores different sides, as far as an eighth of the budget goes
         several = itertools.combinations(range(len(sides)), min(n_scores, len(sides)))
         different = [
             torch.tensor(some)[torch.arange(n_scores) % len(some)]
@@ -313,6 +328,7 @@ class _Search:
         by_chance = (
             torch.rand(known.shape[:3], generator=self.generator, dtype=torch.float32) < 0.125
         )
+        # sets of different sides stay whole
         by_chance[: len(different)] = False
         forms = torch.where(by_chance[..., None, None], _unit(random), known)
         return HeadScores(forms, self._gates(forms))
@@ -320,6 +336,7 @@ class _Search:
     def _expand_roles(self, heads: HeadScores) -> HeadScores:
         """Return the same heads with their one score in every role."""
         forms = heads.forms.expand(-1, -1, self.roles, -1, -1).contiguous()
+        # with one score in all roles any gates do; random ones let roles part later
         gates = torch.randn(
             (*forms.shape[:3], *heads.gates.shape[3:]),
             generator=self.generator,
@@ -331,6 +348,7 @@ class _Search:
         self, forms: Float[Tensor, "set head role d_token+1 d_token"]
     ) -> Float[Tensor, "set head role d_token+1 d_token+1"]:
         """Queries take the role in which |x B| is largest, by what other tokens have there."""
+        # (x, 1) F F^T (x, 1)^T is the squared size of a query
         squares = forms @ forms.mT
         tokens = _append_one(self.sequences.x.flatten(0, 1)[:500])
         sizes = (tokens @ forms).square().sum(dim=-1)
@@ -350,6 +368,7 @@ class _Search:
         one = torch.randint(changed.shape[1], (len(forms), 1), generator=self.generator)
         rows = changed.scatter(1, one, True).view(shape)[..., None, None]
         noise = torch.randn(forms.shape, generator=self.generator, dtype=torch.float32)
+        # noise of about norm 1, as forms have it, times the step
         moved = _unit(forms + step * noise / forms[0, 0, 0].numel() ** 0.5)
         forms = torch.where(rows, moved, forms)
         if self.roles > 1:
@@ -363,6 +382,7 @@ def _fit(
 ) -> Float[Tensor, "set part d_output"]:
     """Fit the best linear readouts of parts, which may depend on one another."""
     gram = parts.mT @ parts
+    # so small that it moves only what the parts leave open
     ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     solved: Tensor = torch.linalg.solve(gram + ridge[:, None, None] * eye, parts.mT @ y)
@@ -378,6 +398,7 @@ def _route(
     order = choose_roles(components, known, x, reference_tokens(task, seed)[:_REFERENCE])
     partners = [pair_scores(components[c], x, reverse).argmax(dim=-1) for c, reverse in known]
     chosen = torch.stack(partners, dim=-1).gather(2, order)
+    # heads beyond the number of roles repeat the last one
     heads = torch.arange(n_heads).clamp(max=len(known) - 1)
     return chosen[..., heads].permute(2, 0, 1)[None]
 
@@ -390,6 +411,7 @@ def _sides(
     for component in components:
         matrix = _unit(_bilinear_part(component, x.shape[-1]))
         matrices += [matrix] if component.symmetric else [matrix, matrix.T]
+    # b, a row of zeros below each matrix: keys alone score nothing
     return torch.nn.functional.pad(torch.stack(matrices), (0, 0, 0, 1))
 
 
@@ -403,6 +425,7 @@ def _sums(sides: Float[Tensor, "side row d_token"]) -> Float[Tensor, "sum row d_
 def _bilinear_part(component: Component, d_token: int) -> Float[Tensor, "d_token d_token"]:
     """Compute what depends on both tokens of a pair together, at the unit vectors."""
     units = torch.cat([torch.eye(d_token), torch.zeros(1, d_token)])
+    # [first token, second token, d_token], the zero token last of both
     first = units[:, None].expand(-1, d_token + 1, -1)
     values = component.preference(torch.stack([first, first.transpose(0, 1)], dim=-2))
     # less what either token does alone; the last row and column hold the zero token

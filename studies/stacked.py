@@ -82,6 +82,7 @@ def compute_readouts(
         x = _affine(x, weights["embed.W_hidden"], weights["embed.b_hidden"])
         x = embed.hidden_fn(x)
     tokens = _affine(x, weights["embed.W_E"], weights["embed.b_E"])
+    # one CLS vector a seed, behind the tokens of each of its sequences
     cls = weights["embed.W_cls"][:, None].expand(-1, tokens.shape[1], -1, -1)
     residual = torch.cat([tokens, cls], dim=2)
     if "pos_embed.W_pos" in weights:
@@ -95,6 +96,7 @@ def compute_readouts(
             residual, queries = residual[:, :, -1:], keys[:, :, -1:]
         else:
             queries = keys
+        # no query attends to CLS, as in eq 1 of the InfoFlow paper
         if not block.attn.last_is_key:
             keys = keys[:, :, :-1]
         residual = residual + _attention(queries, keys, weights, f"{name}.attn", block.attn)
@@ -115,6 +117,7 @@ def _affine(
     weight: Float[Tensor, "seed m n"],
     bias: Float[Tensor, "seed n"],
 ) -> Float[Tensor, "seed batch pos n"]:
+    # batch and positions as one axis: one matrix product a seed, the bias in it
     product = torch.baddbmm(bias[:, None], x.flatten(1, 2), weight)
     return product.view(*x.shape[:3], weight.shape[-1])
 
@@ -150,6 +153,7 @@ def _attention(
             for x, part in ((queries, "Q"), (keys, "K"), (keys, "V"))
         )
         z = _pattern((q / attention.attn_scale) @ k.transpose(-2, -1), attention) @ v
+    # [seed, batch, query, head d_head], the heads beside each other as W_O reads them
     z = z.transpose(2, 3).flatten(3)
     return _affine(z, weights[f"{name}.W_O"].flatten(1, 2), weights[f"{name}.b_O"])
 
@@ -166,9 +170,11 @@ def _read_once(
     w_k, b_k, w_v, b_v = (weights[f"{name}.{part}"] for part in ("W_K", "b_K", "W_V", "b_V"))
     # W_K q, once a sequence, in the place of W_K x for every key
     asked = torch.einsum("sbhe,shde->sbhd", q, w_k)
+    # the keys' bias adds a constant to a query's scores, which ReLU does not ignore
     constant = torch.einsum("sbhe,she->sbh", q, b_k)[..., None]
     pattern = _pattern(asked @ states.transpose(-2, -1) + constant, attention)
     read = torch.einsum("sbhd,shde->sbhe", pattern @ states, w_v)
+    # rows of ReLU attention need not sum to 1, and scale the values' bias
     return (read + pattern.sum(-1, keepdim=True) * b_v[:, None])[:, :, :, None]
 
 
@@ -177,6 +183,7 @@ def _project(
 ) -> Float[Tensor, "seed batch head pos d_head"]:
     """Compute queries, keys or values of all heads."""
     weight, bias = weights[f"{name}.W_{part}"], weights[f"{name}.b_{part}"]
+    # [seed, d_model, head d_head]: one product for all heads
     flat = weight.transpose(1, 2).flatten(2)
     return _affine(x, flat, bias.flatten(1)).unflatten(-1, bias.shape[1:]).transpose(2, 3)
 
@@ -185,6 +192,7 @@ def _pattern(
     scores: Float[Tensor, "seed batch head *query key"], attention: Attention
 ) -> Float[Tensor, "seed batch head *query key"]:
     """Attention weights."""
+    # a plain hook point stands for a softmax, others bring their own function
     pattern_of = getattr(attention.hook_pattern, "pattern", None)
     if pattern_of is None:
         return functional.softmax(scores, dim=-1)

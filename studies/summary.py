@@ -98,10 +98,13 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
         runs[path] = read_run(study, path)
         with _naming_rows(path):
             pages[path / "table.md"] = runs[path].write_table()
+    # pages quote the tables of their runs, which are made before
     for name in page_templates():
         if _stands(folder / name):
             pages[folder / name] = f"{_page(name, folder, pages, runs)}\n"
     page = folder / "README.md"
+    # README.md is a page of ours where it has a template that is in use;
+    # else it is the user's, with a place for the table
     of_readme = _PAGE if page in pages else _README
     pages[page] = _insert_summary(page, pages.get(page), summary)
     kinds = {path: TABLE if path.name == "table.md" else _PAGE for path in pages}
@@ -142,6 +145,7 @@ def _insert_summary(page: Path, text: str | None, summary: str) -> str:
             f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
             f"a line {END}"
         )
+    # what is not UTF-8 was read as this sign, and would be written back as it
     if "\ufffd" in text:
         raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
@@ -177,6 +181,7 @@ def _page(
         text = table(run).partition(f"\n### {heading}\n")[2]
         if not text:
             raise KeyError(f"{heading} in table.md of {run}")
+        # up to the next heading, or the next line in bold
         return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
 
     # a run of its own folder, or one that another page has
@@ -222,6 +227,7 @@ def _say_outcome(run: Sweep) -> str:
 def _summary_row(study: Study, folder: Path, path: Path, run: Sweep | None) -> tuple[str, ...]:
     """Return what theory says, what came, the number nearest to its bound, and the verdict."""
     theory = study.statement.summary if study.statement else study.title
+    # the run in the study's own folder needs no name, others have their preset's
     label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
@@ -266,6 +272,7 @@ def _has_run(study: Study, path: Path) -> bool:
         return False
     if path.name != study.name and config["preset"] != path.name:
         return False
+    # as the record has it: tuples have become lists in JSON
     now = json.loads(json.dumps(list(study.cases(config["preset"]))))
     return bool(config["cases"] == now)
 
@@ -282,6 +289,7 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
     """
     path = _rows_path(folder)
     try:
+        # the published tables of a study have numbers as names
         rows = pd.read_csv(BytesIO(_unpack(path)), dtype={"table": str})
     # pandas's errors are ValueErrors
     except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -299,6 +307,7 @@ def _unpack(path: Path) -> bytes:
         OSError, EOFError, ValueError: for a file that is not whole, or far larger than rows are.
     """
     with open_regular(path) as file:
+        # one byte more than is allowed, by which a larger file is told
         content = (GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(_MOST_ROWS + 1)
     if len(content) > _MOST_ROWS:
         raise ValueError(f"it holds more than {_MOST_ROWS:,} bytes")
@@ -344,6 +353,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
         for index, case in enumerate(cases)
         for place, seed in enumerate(seeds)
     }
+    # pandas makes floats of a column with an empty cell, and texts of one with a text
     if rows["run"].dtype.kind != "i":
         raise InfoFlowError(f"{str(path)!r} has a run that is no number: {_RUN_AGAIN}")
     found = set(rows["run"])
@@ -369,6 +379,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
     missing = [name for name in names if name not in rows]
     if missing:
         raise InfoFlowError(f"{str(path)!r} has no column {missing[0]!r}: {_RUN_AGAIN}")
+    # a run can have many rows of the same settings, which are compared once
     for row in rows.drop_duplicates(["run", *names]).to_dict("records"):
         for name in names:
             value = expected[row["run"]].get(name)

@@ -140,12 +140,14 @@ def run_study(
     executor = Executor(jobs, scheduler, n_threads, again=again)
     executor.check("a study")
     out, cases = user_path(out), check_cases(study, preset)
+    # seeds count fastest: run // n_seeds is the configuration, on which verdicts rely
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
             (settings, seed) for settings in cases for seed in range(n_seeds)
         )
     ]
+    # without the number of seeds, so that a sweep can go on with more of them
     identity = {
         "the study": study.name,
         "the preset": preset,
@@ -163,6 +165,7 @@ def run_study(
         missing = [run for run in runs if run.index not in kept]
         units = _units(missing, together)
         if scheduler is None and missing:  # else runs take the memory of other machines
+            # seeds that are trained together take the memory of all of them
             needed = max(len(unit) * study.memory(unit[0].settings) for unit in units)
             check_memory(needed, device, jobs)
         # connected first: where no run can start, the folder stays free
@@ -263,9 +266,11 @@ class Sweep:
         """
         study, rows, cases, n_seeds = self.study, self.rows, self.cases, self.n_seeds
         finished = rows["status"] == "finished"
+        # a configuration is lost if none of its seeds has numbers
         kept = set(rows[finished]["run"] // n_seeds)
         lost = [index for index in range(len(cases)) if index not in kept]
         notes = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
+        # claims about a configuration without numbers cannot be judged
         if any(study.judges(cases[index]) for index in lost):
             return Verdict(False, tuple(notes))
         verdict = study.verdict(rows[finished])
@@ -284,6 +289,7 @@ class Sweep:
     @property
     def has_verdict(self) -> bool:
         """Say whether there are numbers of all that the rule is about."""
+        # the words by which `verdict` names a judged configuration without numbers
         lost = self.finished.empty or "diverged with" in " ".join(self.verdict.reasons)
         return bool(self.study.claims()) and not lost
 
@@ -367,6 +373,7 @@ def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list
     else:
         try:
             measured = [study.measure(runs[0].settings, runs[0].seed, device)]
+        # a run that diverged is a result, too, which its row tells
         except TrainingDivergedError:
             measured = [None]
     return [(run, _about(study, run, rows)) for run, rows in zip(runs, measured, strict=True)]
@@ -402,6 +409,7 @@ def check_cases(study: Study, preset: str) -> Sequence[Settings]:
     known: set[str] = set()
     for case in cases:
         try:
+            # files of runs are named by a digest of it: two equal cases would share one
             text = json.dumps(dict(case), sort_keys=True)
         except (TypeError, ValueError) as error:
             raise InfoFlowError(
@@ -434,6 +442,7 @@ def check_rows(study: Study, rows: Any) -> list[Row]:
                 f"{whose} gives {', '.join(clashes)}, which every row has from its run: expected "
                 "other names"
             )
+        # numbers of NumPy and PyTorch become Python's; arrays stay, and are refused below
         values = {n: v.item() if getattr(v, "ndim", 1) == 0 else v for n, v in row.items()}
         for name, value in values.items():
             if not isinstance(value, (Real, str, type(None))):

@@ -169,6 +169,7 @@ class _Stack:
     def __init__(self, runs: Sequence[_Seed], config: TrainingConfig, compiled: bool) -> None:
         self.runs = list(runs)
         self.config = config
+        # one of the models stands for the shapes of all; its weights are not read in a step
         model = runs[0].ledger.model
         assert isinstance(model, VectorTransformer)
         self.device = model.unembed.W_U.device
@@ -194,14 +195,19 @@ class _Stack:
         """Pass over the data of every seed once."""
         x, y = self._data()
         n, first, lr = x.shape[1], self.runs[0].ledger, self.config.lr
+        # [seed, n]: each seed goes through its sequences in an order of its own
         order = torch.stack([run.ledger.order(n) for run in self.runs]).to(self.device)
         seeds = torch.arange(len(self.runs), device=self.device)[:, None]
         totals: dict[str, Tensor] = {}
         batches = order.split(self.config.batch_size, dim=1)
         for step, rows in enumerate(batches):
+            # all seeds are in the same epoch, so that one rate holds for all
             lr = first.rate(step, len(batches))
             set_rate(self.optimizer, lr)
+            # seeds [seed, 1] beside rows [seed, batch]: each seed reads its own sequences
             for name, means in self.step(x[seeds, rows], y[seeds, rows]).items():
+                # weighed by the sequences, as the last batch may be smaller;
+                # a new tensor, as the next replay of a graph overwrites the means
                 part = means * rows.shape[1]
                 totals[name] = totals[name] + part if name in totals else part
         of_seeds = {name: (total / n).tolist() for name, total in totals.items()}
@@ -213,6 +219,7 @@ class _Stack:
         """Return a step of all seeds; what it measures before the update."""
         measures = torch.func.vmap(self.objective.measures)(self.readout(self.weights, x), y)
         self.optimizer.zero_grad(set_to_none=True)
+        # seeds share no weight, so that the sum gives each the gradient of its own loss
         measures["train_loss"].sum().backward()
         self._clip()
         self.optimizer.step()
@@ -245,6 +252,7 @@ class _Stack:
         parts = x.split(batch, dim=1)
         outputs = [self.readout(self.weights, part.to(self.device)).cpu() for part in parts]
         for index, (run, output) in enumerate(zip(self.runs, torch.cat(outputs, 1), strict=True)):
+            # a seed that diverged in this epoch has no row for validation errors
             if run.diverged is None:
                 _note(run, partial(self._note_validation, index, output, y[index]))
 
@@ -267,10 +275,12 @@ class _Stack:
         self.weights = {
             name: nn.Parameter(weight.detach()[chosen]) for name, weight in self.weights.items()
         }
+        # optimiser and graphs hold tensors of the seeds before, so both are made anew
         self._prepare()
         # the new optimiser takes over the moments of the seeds that go on
         for weight, state in zip(self.weights.values(), states, strict=True):
             self.optimizer.state[weight] = {
+                # the count of steps is one number for all seeds
                 name: value[chosen] if isinstance(value, Tensor) and value.ndim else value
                 for name, value in state.items()
             }
@@ -298,8 +308,10 @@ class _Graphs:
             if self.n_eager[size] < _EAGER_STEPS:
                 self.n_eager[size] += 1
                 return self._eager(x, y)
+            # copies, which stay the graph's inputs
             self.graphs[size] = self._capture(x.clone(), y.clone())
         graph, x_read, y_read, measures = self.graphs[size]
+        # a graph reads and writes the memory that it was captured with
         x_read.copy_(x)
         y_read.copy_(y)
         graph.replay()
@@ -308,6 +320,7 @@ class _Graphs:
     def _eager(self, x: Tensor, y: Tensor) -> Measures:
         """A step that is run at once, on the stream on which the graphs are captured later."""
         others = torch.cuda.current_stream(self.stream.device)
+        # either stream waits for what the other one has begun
         self.stream.wait_stream(others)
         with torch.cuda.stream(self.stream):
             measures = self.step(x, y)

@@ -119,6 +119,7 @@ class DRetrieval(RetrievalTask):
         """
         if self.subsets is not None:
             return components_profile(self.name, self.components)
+        # the smallest along a is the largest along -a: components count by signed direction
         signed = self.vectors * torch.tensor(self.signs)[:, None]
         return d_retrieval_profile(self.n_components, len(signed.unique(dim=0)))
 
@@ -126,6 +127,7 @@ class DRetrieval(RetrievalTask):
         """F(X), differentiable in `x`; outside ties its gradient is the active index set."""
         self.check_input(x)
         signs = torch.tensor(self.signs).to(x)
+        # [batch, pos, component], negated where the smallest is sought, and back at the end
         scores = x @ self.vectors.to(x).T * signs
         if self.subsets is not None:
             outside = torch.ones(self.n_tokens, self.n_components, dtype=torch.bool)

@@ -127,8 +127,10 @@ def _draw_sequences(task: Memorization) -> Int[Tensor, "sequence pos"]:
         space = task.n_words**task.length
         numbers = torch.randperm(space, generator=generator)[: task.n_sequences, None]
         places = task.n_words ** torch.arange(task.length)
+        # the number of a sequence, to the base of n_words, has its words as digits
         words = numbers // places % task.n_words
     else:
+        # a dict keeps the order of the draws and has each sequence once
         rows: dict[tuple[int, ...], None] = {}
         while len(rows) < task.n_sequences:
             missing = task.n_sequences - len(rows)
@@ -148,6 +150,7 @@ def _distinguishing(task: Memorization) -> Bool[Tensor, "sequence pos"]:
     """Find for every sequence a minimal set of positions that no other sequence agrees with."""
     stored = _draw_sequences(task)
     kept = torch.zeros(stored.shape, dtype=torch.bool)
+    # some rows at a time: each is compared with all others, position by position
     rows = max(1, 2**24 // math.prod(stored.shape))
     for start in range(0, len(stored), rows):
         part = stored[start : start + rows]

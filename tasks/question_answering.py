@@ -184,6 +184,7 @@ class NestedQA(TokenTask):
         length = self.hops + 1
         drawn = draw_distinct(n, length * self.n_chains, self.n_entities, generator)
         chains = drawn.view(n, self.n_chains, length)
+        # one order of the facts, for their starts and their ends alike
         order = draw_distinct(n, self.n_facts, self.n_facts, generator)
         asked = torch.randint(self.n_chains, (n,), generator=generator)
         ends = [part.flatten(1).gather(1, order) for part in (chains[..., :-1], chains[..., 1:])]
@@ -193,6 +194,7 @@ class NestedQA(TokenTask):
     def _follow(self, x: Int[Tensor, "batch pos"]) -> tuple[Tensor, list[Tensor]]:
         """Follow the hops; return the token at the end [batch], and the fact of each hop."""
         self.check_input(x)
+        # a fact is start, sign, end; behind all facts come the query and a sign
         sources, targets = x[:, 0:-2:3], x[:, 2::3]
         here, facts = x[:, -2:-1], []
         for _ in range(self.hops):

@@ -99,6 +99,7 @@ def _import(name: str) -> Any:
             if spec is None or spec.loader is None or not path.is_file():
                 raise FileNotFoundError(f"there is no file {where!r}")
             module = importlib.util.module_from_spec(spec)
+            # pickle and dataclasses look up the module of a class there
             sys.modules.setdefault(spec.name, module)
             spec.loader.exec_module(module)
         else:
@@ -127,6 +128,7 @@ def _load_own_task(name: str, parameters: dict[str, Any]) -> Task:
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in known.values()):
             check_known(parameters, known, f"task {name!r}", "parameter")
         found = found(**parameters)
+        # the maker has taken them: none is left to replace
         parameters = {}
     if not isinstance(found, Task):
         raise InfoFlowError(

@@ -22,6 +22,7 @@ def split_sizes(n: int, least: int, what: str) -> dict[Split, int]:
     Raises:
         InfoFlowError: if there are too few.
     """
+    # what rounding down leaves over goes to training
     held_out = {split: max(least, int(SHARES[split] * n)) for split in SPLITS[1:]}
     train = n - sum(held_out.values())
     if train < least:
@@ -60,6 +61,7 @@ def sequence_keys(x: Int[Tensor, "batch pos"], seed: int) -> np.ndarray:
 def key_range(split: Split, cuts: list[int]) -> tuple[np.uint64, np.uint64]:
     """Return the lowest and the highest key of the sequences of a split."""
     first = SPLITS.index(split)
+    # both ends belong to the split, for 2^64 itself is no uint64
     return np.uint64(cuts[first]), np.uint64(cuts[first + 1] - 1)
 
 

@@ -83,6 +83,7 @@ class RetrievalTask(VectorTask):
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
         where = self.retrieve(x.detach())
+        # rows [batch, 1] beside at [batch, arity] reads tokens [batch, arity, d_token]
         values = [c.score(x[rows, at]) for c, at in zip(self.components, where, strict=True)]
         return self.outer_function(torch.stack(values, dim=1))
 
@@ -99,13 +100,16 @@ class RetrievalTask(VectorTask):
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
         where = self.retrieve(x.detach())
+        # also where the caller has switched gradients off
         with torch.enable_grad():
+            # a copy for each component: a token that two retrieve has a gradient of each
             tokens = [x.detach()[rows, at].requires_grad_(True) for at in where]
             values = [c.score(t) for c, t in zip(self.components, tokens, strict=True)]
             output = self.outer_function(torch.stack(values, dim=1))
             moves = [torch.zeros(at.shape, dtype=torch.bool, device=x.device) for at in where]
             # F0 or a score may ignore one of its inputs there, so gradients decide what counts
             for column in range(output.shape[1]):
+                # summed over the batch, as no output depends on the tokens of another sequence
                 gradients = torch.autograd.grad(
                     output[:, column].sum(), tokens, retain_graph=True, allow_unused=True
                 )
@@ -210,6 +214,7 @@ class Target(RetrievalTask):
         x = self.draw(n := 16, torch.Generator().manual_seed(0))[:, : component.arity]
         try:
             scores = component.score(x)
+            # scores are called with more leading axes, too, such as [batch, tuple]
             nested = component.score(x[:, None])
         except Exception as error:  # whatever a function of the user's raises
             raise InfoFlowError(
@@ -226,6 +231,7 @@ class Target(RetrievalTask):
             )
         self._check_values(number, component, x, scores)
         if component.symmetric:
+            # the first order is the given one; of long tuples six others stand for all
             for order in itertools.islice(itertools.permutations(range(component.arity)), 1, 7):
                 if not torch.allclose(component.score(x[:, list(order)]), scores, atol=1e-4):
                     raise InfoFlowError(
@@ -296,6 +302,7 @@ def _has_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     with torch.enable_grad():
         x = x.detach().requires_grad_(True)
         values = function(x).sum()
+        # a function that detaches leaves no graph, for which autograd would raise
         if not values.requires_grad:
             return False
         (gradient,) = torch.autograd.grad(values, x, allow_unused=True)

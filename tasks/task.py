@@ -145,15 +145,18 @@ class Task(ABC):
         part: Split = check(split, Split, "split")
         if n is None:
             return self._stream(part, seed)
+        # the split enters the seed, which alone tells the splits of vector tasks apart
         generator = torch.Generator().manual_seed(
             derive_seed("sample", derive_seed(self.name, split, seed))
         )
         x = self.draw(n, generator, part)
+        # a fingerprint of the arguments, so that caches of datasets know the same data again
         identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
         info = self._info()
         data = datasets.Dataset.from_dict(
             {"x": x.numpy(), "y": self.target(x).numpy()}, features=info.features, info=info
         )
+        # from_dict takes no fingerprint, so its table is wrapped once more
         return datasets.Dataset(
             data.data,
             info=info,
@@ -181,8 +184,10 @@ class Task(ABC):
 
 def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a stream; a function of the module, so that workers can be sent it."""
+    # a worker gets some of the shards and takes them in turn, without an end
     for block in itertools.count():
         for shard in shards:
+            # each block has a seed of its own, so that its rows do not depend on who draws them
             generator = torch.Generator().manual_seed(
                 derive_seed(task.name, part, seed, "stream", shard, block)
             )
@@ -262,6 +267,7 @@ class VectorTask(Task):
             unit = torch.rand(shape, generator=generator, dtype=torch.float32).to(default)
             return unit if self.tokens == "unit" else unit * 2 - 1
         x = torch.randn(shape, generator=generator, dtype=torch.float32).to(default)
+        # normal vectors over their norms are uniform on the sphere
         return x / x.norm(dim=-1, keepdim=True) if self.tokens == "sphere" else x
 
     def features(self) -> "datasets.Features":

@@ -43,15 +43,18 @@ def all_patterns(length: int) -> Iterator[Pattern]:
         yield ()
         return
     for head in all_patterns(length - 1):
+        # the next word is equal to one of those so far, or the first of a new kind
         for last in range(max(head, default=-1) + 2):
             yield (*head, last)
 
 
 def patterns_of(words: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch pos"]:
     """Number the words of many sequences, each as :func:`pattern_of` does."""
+    # [*batch, pos, other pos]; of equal maxima argmax gives the first
     equal = words.unsqueeze(-1) == words.unsqueeze(-2)
     first = equal.to(torch.int8).argmax(dim=-1)  # the first position with the same word
     is_new = first == torch.arange(words.shape[-1], device=words.device)
+    # new words are counted through; a repeated one has the number of its first place
     return (is_new.cumsum(dim=-1) - 1).gather(-1, first)
 
 
@@ -100,6 +103,7 @@ class TemplateTask(TokenTask):
                 f"length is {self.length}: there are too many templates of that length to list, "
                 f"expected at most {_LONGEST}; name some in `templates`"
             )
+        # each split must have words enough for the template of most wildcards
         if self.holdout == "words":
             split_sizes(self.n_words, self._most_wildcards, "words")
 
@@ -199,6 +203,7 @@ class TemplateTask(TokenTask):
         """Put different random words in the place of every template's wildcards."""
         alphabet = self._alphabet(split)
         n, blocks = templates.shape
+        # different words for different wildcards; templates of fewer leave some unused
         drawn = draw_distinct(n * blocks, self._most_wildcards, len(alphabet), generator)
         # wildcard i of a template becomes the i-th of the words that are drawn for it
         pattern = torch.tensor(self.patterns)[templates.flatten()]
@@ -292,6 +297,7 @@ class TemplateMatching(TemplateTask):
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Positions that tell the template from all others: all words, if all templates count."""
         distinct = self._distinguishing_positions().to(x.device)[self.target(x)]
+        # the sign is the same in all sequences and tells nothing
         return torch.cat([distinct, torch.zeros_like(distinct[:, :1])], dim=1)
 
 
@@ -349,7 +355,9 @@ class InContextTemplateMatching(InContextTask, TemplateTask):
         asked = [0] * (self.n_pairs + 1)
         for pattern in self.patterns:
             count = math.perm(self.n_words, max(pattern) + 1)
+            # from large sets to small ones, so that a template enters each set once
             for size in reversed(range(self.n_pairs)):
+                # the query has a template of the set so far, or the one that is added
                 asked[size + 1] += count * (asked[size] + count * products[size])
                 products[size + 1] += count * products[size]
         orders = math.factorial(self.n_pairs) * math.perm(self.n_answers, self.n_pairs)

@@ -35,6 +35,7 @@ _MOST_DRAWS_IN_VAIN = 100_000
 def letters(index: int) -> str:
     """a, b, .., z, aa, ab, ..: names for words and questions."""
     name = ""
+    # the digits are 1 to 26, without a zero, so that z is followed by aa
     index += 1
     while index:
         index, digit = divmod(index - 1, 26)
@@ -139,6 +140,7 @@ class TokenTask(Task):
         self, words: Int[Tensor, "batch word"], answers: Int[Tensor, "batch answer"] | None = None
     ) -> Int[Tensor, "batch pos"]:
         """Token ids with words and answers, both counted from 0, at their places."""
+        # every position begins as the sign, whose id comes right behind the words'
         x = torch.full((len(words), self.n_tokens), self.alphabet_size)
         x[:, self.places(WORD)] = words
         if answers is not None:
@@ -188,12 +190,14 @@ class TokenTask(Task):
         if split is None or not self.splits_by_sequence:
             return self._draw(n, generator, split)
         small = self.space_size <= _LARGEST_LISTED
+        # cut by shares of all keys, a split of a small space could be empty
         low, high = key_range(split, _cuts(self) if small else cuts_by_share())
         found: list[Tensor] = []
         missing, in_vain = n, 0
         while missing:
             # a tenth more than the split's share asks for, so that one round is mostly enough
             drawn = self._draw(max(64, math.ceil(1.1 * missing / SHARES[split])), generator, split)
+            # a hash of its tokens says whose a sequence is, without a list of the space
             keys = sequence_keys(drawn, self.seed)
             kept = drawn[torch.from_numpy((keys >= low) & (keys <= high))][:missing]
             in_vain = 0 if len(kept) else in_vain + len(drawn)
@@ -299,6 +303,7 @@ class InContextTask(TokenTask):
         tuples = tuple((*b, a, *query) for b, a in zip(blocks, answers, strict=True))
 
         def matches(x: Float[Tensor, "*batch arity one"]) -> Float[Tensor, "*batch"]:
+            # a tuple holds the words of a block, its answer, and the words that ask
             return self._alike(x[..., :words, 0], x[..., words + 1 :, 0]).to(x.dtype)
 
         return (Component(arity=2 * words + 1, score=matches, tuples=tuples),)
@@ -360,4 +365,5 @@ def only_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tensor, " 
             f"sequence {row} has {int(counts[row])} {what} that match its query: expected exactly "
             "one; draw sequences with sample()"
         )
+    # argmax takes no booleans
     return matches.to(torch.int64).argmax(dim=1)

@@ -93,6 +93,7 @@ def largest_overlap(matrices: Float[Tensor, "*draw component d d"]) -> Float[Ten
         torch.nn.functional.normalize(m.flatten(-2), dim=-1) for m in (matrices, matrices.mT)
     )
     overlaps = torch.maximum((flat @ flat.mT).abs(), (flat @ transposed.mT).abs())
+    # each pair of matrices once, and no matrix with itself
     return overlaps.triu(1).amax((-2, -1))
 
 
@@ -151,6 +152,7 @@ class IntrinsicDimension(RetrievalTask):
         """Find the best pair for each matrix, by a matrix product, which is faster."""
         found = []
         for matrix in self.matrices.to(x):
+            # scores [batch, s, t] as one axis, in which the pair (s, t) is s T + t
             best = (x @ matrix @ x.mT).flatten(1).argmax(dim=1)
             found.append(torch.stack([best // self.n_tokens, best % self.n_tokens], dim=1))
         return found
@@ -201,6 +203,7 @@ class BestTree(RetrievalTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         graph = self.graph
+        # a graph is a tree if it is connected and has one edge fewer than places
         if not self.edges or len(graph.parts) > 1 or len(graph.edges) != self.arity - 1:
             raise InfoFlowError(
                 f"edges is {self.edges}: expected those of a tree of places 0 to a - 1, such as "
@@ -215,6 +218,7 @@ class BestTree(RetrievalTask):
     @property
     def graph(self) -> ScoreGraph:
         """The tree."""
+        # a graph names each edge from the lower place to the higher
         ordered = {(min(edge), max(edge)) for edge in self.edges}
         return ScoreGraph(self.arity, frozenset(ordered))
 
@@ -247,6 +251,7 @@ class BestTree(RetrievalTask):
         tables = {}
         for (i, j), matrix in zip(self.edges, self.matrices.to(x), strict=True):
             tables[i, j] = x @ matrix @ x.mT  # [batch, token at i, token at j]
+            # the walk below meets an edge from either end
             tables[j, i] = tables[i, j].mT
 
         def add_up(place: int, parent: int | None) -> tuple[Tensor, dict[int, Tensor]]:
@@ -256,7 +261,9 @@ class BestTree(RetrievalTask):
                 if child == parent:
                     continue
                 added, inner = add_up(child, place)
+                # [batch, token here, token at the child]: for each token here the best one there
                 best, found[child] = (tables[place, child] + added[:, None]).max(dim=2)
+                # places further below are known by the child's token: read them at its choice
                 found |= {p: at.gather(1, found[child]) for p, at in inner.items()}
                 # each child chooses its best token by itself, since the graph has no circles
                 worth = worth + best
