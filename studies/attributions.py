@@ -165,10 +165,12 @@ def decompose(
     the line through the origin that gives its value here, biases are shared out. Gated MLPs, which
     the paper does not have, hold their gate.
     """
+    # [source, pos, d]: at the start each position holds its own token alone
     parts = torch.diag_embed(start.T).permute(1, 2, 0)
     for block, pattern in zip(blocks, patterns, strict=True):
         read = block.norms[0].decompose(parts) if block.before else parts
         values = (read @ block.value[0]).unflatten(-1, (len(pattern), -1))
+        # patterns are held, so that each source passes through them by itself
         heads = torch.einsum("hqk,skhd->sqhd", pattern, values).flatten(2)
         bias = block.output[1]
         if block.value[1] is not None:
@@ -183,6 +185,7 @@ def decompose(
             # the line through the origin: its slope is the same for all parts, so they still sum up
             hidden = hidden * torch.where(whole == 0, 0, block.activation(whole) / whole)
         else:
+            # the gate of the whole state, under which the parts stay a sum
             hidden = hidden * block.activation(read.sum(0) @ block.gate)
         parts = parts + share(hidden @ block.down[0], block.down[1])
         parts = parts if block.before else block.norms[1].decompose(parts)
@@ -223,14 +226,17 @@ def measure_edges(
     """
     found: list[list[Tensor]] = [[], [], [], []]
     for block, pattern, x in zip(blocks, patterns, states, strict=True):
+        # a state as its only part, which takes all of the norm's bias
         read = block.norms[0].decompose(x[None])[0] if block.before else x
         weight, bias = block.value
         values = (read @ weight + (0 if bias is None else bias)).unflatten(-1, (len(pattern), -1))
         output = block.output[0].unflatten(0, (len(pattern), -1))
+        # T_ij of all heads together, [query, key, d_model]
         taken = torch.einsum("hqk,khd,hdm->qkm", pattern, values, output)
         found[0].append(taken.norm(dim=-1))
         if towards is not None:
             found[3].append(taken[-1] @ towards)
+        # the residual stream is what a query takes from itself
         with_own = taken + torch.diag_embed(x.T).permute(1, 2, 0)
         bias = block.output[1]
         whole = with_own.sum(1) + (0 if bias is None else bias)
@@ -308,10 +314,12 @@ def integrate_gradients(
     rows = (reference + (nodes[:, None, None] + 1) / 2 * moved).requires_grad_()
     with torch.enable_grad():
         values = function(rows)
+        # rows do not meet in the function, so that a sum gives each its own gradient
         slopes = [
             torch.autograd.grad(values[:, output].sum(), rows, retain_graph=True)[0]
             for output in range(values.shape[1])
         ]
+    # half the weights, for the rule's way from -1 to 1 is twice as long
     parts = torch.stack([torch.einsum("r,rpd,pd->p", weights / 2, s, moved) for s in slopes])
     with torch.no_grad():
         ends = function(torch.stack([reference, start]))

@@ -170,6 +170,8 @@ def triangle_limit(first: Count, second: Count) -> int:
     Returns:
         T, such as 441 for (2, 1).
     """
+    # each head of layer 2 gives CLS a token with its h_1 choices,
+    # each head of layer 1 a token alone
     held = second * (1 + first) + first
     m = held // 3 + 1
 
@@ -288,12 +290,15 @@ def kth_largest_collision(
             f"eps is {eps}: {points} grid points on {free} coordinates; expected at least 2 points "
             "and at most a million sequences; choose another eps"
         )
+    # the grid of a coordinate begins above that of the one before, which keeps the order
     grids = [
         [4 * eps * (1 + coordinate * points + step) for step in range(points)]
         for coordinate in range(free)
     ]
     z = torch.tensor(list(itertools.product(*grids)), dtype=torch.float64)
+    # over the weight of the coordinates at 1, so that none is above 1
     weights = (score(z) - score(torch.ones(1, dtype=z.dtype))).exp()
+    # [sequence, n + 1]: the weighted values and the weights, of which the output is made
     averages = torch.cat(
         [(weights.unsqueeze(-1) * value(z)).mean(dim=1), weights.mean(dim=1, keepdim=True)], dim=1
     )
@@ -305,6 +310,7 @@ def kth_largest_collision(
     # where the two agree they may as well be 0, which changes no gap
     sequences[:, k - 1 :] = torch.where(differ, z[list(pair)], 0.0)
     outputs = attention_average(sequences, score, value)
+    # k - 1 coordinates are 1, so the k-th largest number is the largest of the others
     kth = sequences.sort(dim=1, descending=True).values[:, k - 1]
     distance_bound = 2 * free * side / (k - 1)
     return Collision(

@@ -101,6 +101,7 @@ class Claim:
             return -math.inf
         if isinstance(self.bound, tuple):
             least, most = self.bound
+            # of two bounds the nearer one counts
             above = replace(self, op=">=", bound=least).room(number)
             return min(above, replace(self, op="<=", bound=most).room(number))
         if 0.5 <= self.bound < 1 and 0 <= number <= 1:  # shares: what they leave
@@ -110,6 +111,7 @@ class Claim:
         else:
             above = number - self.bound
         room = above if self.op in (">", ">=") else -above
+        # on the bound of a strict comparison the room is 0, and yet the claim is broken
         return room if self.holds(number) else min(room, -1e-12)
 
     def judge(self, results: "pd.DataFrame") -> Verdict:

@@ -220,6 +220,7 @@ def _summary(
         "versions": dict(training.last.record.versions),
         "environment": dict(training.last.record.environment),
         "nmse": training.last.nmse,
+        # counted through all stages, as epochs of the history are
         "best_epoch": len(training.history) - training.last.epochs_run + training.last.best_epoch,
         "recovery": {
             f"rank{rank}": {s.name: _recovery_summary(s.recovery, rank) for s in stages}

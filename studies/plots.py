@@ -277,6 +277,7 @@ class FigureSpec:
         for row, line in zip(grid, axes, strict=True):
             for index, ((panel, part), ax) in enumerate(zip(row, line, strict=True)):
                 panel.draw(ax, part)
+                # panels beside each other have one y axis, which the first one names
                 if index and (self.per or "y" in self.share):
                     ax.set_ylabel("")
         return figure

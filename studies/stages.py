@@ -109,6 +109,7 @@ def train_in_stages(
     def train_stage(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
         (run,) = runs
         settings = replace(settings, seed=run.order)
+        # stages that have ended are counted by their epochs
         folder = checkpoint_dir / str(len(run.epochs) + 1) if checkpoint_dir else None
         return [train(run.model, *data(length), settings, checkpoint_dir=folder, progress=progress)]
 

@@ -56,6 +56,7 @@ class Statement:
 
     def __post_init__(self) -> None:
         expected = [f"**{part}**" for part in self.PARTS]
+        # statements of papers name their parts in bold, those of language models by headings
         if "\n## " in self.text:
             expected = [f"\n## {part}\n" for part in self.HEADINGS]
         if not self.text.startswith("# ") or any(part not in self.text for part in expected):
@@ -175,6 +176,7 @@ class Study(ABC):
 
     def _columns(self, results: "pd.DataFrame") -> tuple[list[str], list[str]]:
         """Return the settings that differ between runs, or all, and the measured numbers."""
+        # what a case of some preset names is a setting, all other numbers were measured
         known = {name for preset in self.presets for case in self.cases(preset) for name in case}
         settings = [name for name in results if name in known]
         differing = [name for name in settings if results[name].nunique() > 1]
@@ -330,6 +332,7 @@ class FreshStudy(TrainedStudy):
     def scale_draws(self, settings: Settings) -> Callable[[str, int, int], Pair]:
         """Return what draws sequences of a seed for a part; targets have mean 0, deviation 1."""
         task = self.task(settings)
+        # one scale for all seeds and parts, by which errors of runs compare
         scale = self.draw(task, "scale", 20000, 0)
         return lambda part, n, seed: standardise(scale, self.draw(task, part, n, seed))[1]
 

@@ -186,6 +186,7 @@ def markdown_table(
 
 def _line(cells: Sequence[object]) -> str:
     texts = ("-" if cell is None else str(cell) for cell in cells)
+    # chr(92) is the backslash, which f-strings do not take before Python 3.12
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in texts)} |"
 
 
@@ -206,6 +207,7 @@ def _format(value: Any, form: str) -> str | None:
     """Return the text of a value in a cell; None for NaN and None."""
     if value is None or isinstance(value, str):
         return value
+    # before integers, of which a bool is one
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else "no"
     if isinstance(value, Integral):

@@ -38,6 +38,7 @@ def map_errors(
     fit, evaluation = RegressionStatistics(), RegressionStatistics()
     for statistics, chosen in ((fit, ~held_out), (evaluation, held_out)):
         x, y = (part[chosen].flatten(0, 1).double() for part in (state, target))
+        # one group of targets: [row, 1, target]
         statistics.update(x, y[:, None])
     error = float(evaluation.error_sums(fit.fit()).sum()) / evaluation.n
     moment, variance = float(evaluation.second_moment()[0]), float(evaluation.variance()[0])
@@ -56,6 +57,7 @@ def mean_entropy(
         allowed: keys that each query may attend to.
     """
     rows = pattern[:, allowed.sum(dim=1) > 1]
+    # rows of ReLU attention may be all 0, which counts as no entropy
     shares = rows / rows.sum(dim=2, keepdim=True).clamp(min=1e-30)
     return float(torch.special.entr(shares).sum(dim=2).mean())
 
@@ -72,6 +74,7 @@ def temper(
     """
     masked = scores.masked_fill(~allowed, -torch.inf)
     low, high = 0.0, 1.0
+    # keys that tie keep an entropy that no factor lowers, hence an end
     while mean_entropy(_softmax(masked, high), allowed) > entropy and high < _WIDEST:
         low, high = high, 2 * high
     # entropy falls as the factor grows, so halving finds where it meets the one that is asked
@@ -86,4 +89,5 @@ def temper(
 
 def _softmax(masked: Tensor, sharpness: float) -> Tensor:
     largest = masked.amax(dim=-1, keepdim=True)
+    # masked keys are at -inf, which a factor of 0 would make NaN
     return ((masked - largest) * max(sharpness, 1e-30)).softmax(dim=-1)

@@ -37,15 +37,18 @@ def integer_kernel(matrix: Any, guess: NDArray[np.float64], positive: bool) -> l
     gram = (matrix.T @ matrix).toarray()
     tolerance = 1e-10 * max(1.0, float(gram.max(initial=0)))
     _, order, rank, _ = lapack.dpstrf(gram.astype(np.float64), tol=tolerance)
+    # LAPACK counts from 1; unknowns behind the rank depend on those before
     bound, free = order[:rank] - 1, order[rank:] - 1
     if len(free) == 0:
         return None
+    # a single free unknown fixes the multiple; proportions of several must survive rounding
     scale = 1.0 if len(free) == 1 else 2.0**16
     rounded = np.rint(scale * guess[free] / np.abs(guess[free]).max()).astype(np.int64)
     solved = _solve(gram[np.ix_(bound, bound)], -(gram[np.ix_(bound, free)] @ rounded))
     if solved is None:
         return None
     numerators, denominator = solved
+    # everything times the denominator of the solution, so that all are integers
     values = [0] * matrix.shape[1]
     for k, value in zip(bound.tolist(), numerators, strict=True):
         values[k] = value
@@ -96,6 +99,7 @@ def independent_rows(matrix: Any) -> NDArray[np.int64]:
     Args:
         matrix: scipy-sparse integers [row, column].
     """
+    # turned, for pivots of the reduced form are independent columns
     dense = matrix.T.toarray().astype(np.int64)
     reduced, rank = exact_arithmetic().nmod_mat(*dense.shape, dense.ravel().tolist(), _PRIME).rref()
     pivots: list[int] = []

@@ -35,12 +35,14 @@ def verify_witness(sequences: Any, labels: Any, witness: Any) -> list[str]:
     places: dict[Any, int] = defaultdict(int)
     known = set(labels)
     for index, label, value in witness:
+        # true in JSON would count as 1
         if not isinstance(value, int) or isinstance(value, bool):
             wrong.append(f"entry {value!r} is no integer")
             continue
         if not 0 <= index < len(sequences) or label not in known:
             wrong.append(f"entry for sequence {index}, label {label!r}: there is no such")
             continue
+        # at least 0 at a sequence's own label, at most 0 elsewhere
         if (value < 0) == (label == labels[index]) and value != 0:
             wrong.append(f"the sign of {value} for sequence {index}, label {label!r} is wrong")
         sums[index] += value
@@ -91,6 +93,7 @@ def _wrong_data(sequences: Any, labels: Any) -> list[str]:
         wrong.append(f"{len(sequences)} sequences and {len(labels)} labels")
     if len({len(sequence) for sequence in sequences}) != 1:
         wrong.append("sequences have several lengths")
+    # the state that is read holds its own token, which must not tell sequences apart
     elif len({sequence[-1] for sequence in sequences}) != 1:
         wrong.append("sequences end in several tokens")
     return wrong

@@ -141,6 +141,7 @@ def _parse_tokens(values: Any, max_sequences: int) -> Sequences:
 
 def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
     """Return the problem and its labels, sorted."""
+    # a DatasetDict has columns, too, but those of several datasets
     if isinstance(dataset, dict) and hasattr(dataset, "column_names"):
         raise InfoFlowError(
             f"the dataset is a {type(dataset).__name__} of {list(dataset)}: expected one of them"
@@ -225,6 +226,7 @@ class OneLayerModel:
                 "at least 1"
             )
         tokens = tokens.to(torch.int64).contiguous()
+        # a token beyond the largest gets the last place, and is then found to be unknown
         index = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
         # a token that was in no sequence has no weight, whatever the position
         unknown = tokens[self.vocabulary[index] != tokens]
@@ -234,6 +236,7 @@ class OneLayerModel:
                 f"{len(self.vocabulary)} tokens, the model has no row for others"
             )
         logits = torch.zeros(len(tokens), self.weights.shape[1], dtype=torch.float64)
+        # the row of W of each position and token, -1 where no sequence has this pair
         row = torch.full((self.n_pos, len(self.vocabulary)), -1)
         position, token = self.features.T
         row[position, torch.searchsorted(self.vocabulary, token.contiguous())] = torch.arange(
@@ -389,6 +392,7 @@ def check_witness(x: Tokens, y: Labels, witness: Any) -> bool:
     Raises:
         InfoFlowError: for bad sequences or labels, or a matrix of another shape or not of integers.
     """
+    # to check is cheap, so that the limit of sequences does not hold
     problem, classes = _parse((x, y), max(MAX_SEQUENCES, len(x)))
     shape = (len(problem), problem.n_classes)
     if isinstance(witness, Witness):
@@ -546,6 +550,7 @@ class Dependence(Displayed):
                     f"{name} have {len(values)} rows: expected {self.n_sequences}, one a sequence"
                 )
         largest = max(abs(value) for value in self.coefficients)
+        # integers of any size, whose ratios are floats where they themselves are not
         scaled = [float(Fraction(value, largest)) for value in self.coefficients]
         weights = torch.tensor(scaled, dtype=torch.float64, device=outputs.device)
         index = torch.tensor(self.indices, device=outputs.device)
@@ -623,6 +628,7 @@ def _short_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tupl
     from scipy.optimize import linprog  # which takes long, and most never need
 
     n = phi.shape[0]
+    # a sequence beyond the rank: with those within it is dependent
     extra = int(np.setdiff1d(np.arange(n), pivots)[0])
     # positive and negative parts of lambda, so that the sum of absolute values is linear
     equations = sparse.hstack([phi.T, -phi.T]).tocsr()

@@ -65,6 +65,7 @@ class Problem:
         position = np.full(self.n_classes, -1)
         position[classes] = np.arange(len(classes))
         kept = np.flatnonzero(position[self.y] >= 0)
+        # features anew, as those of other sequences alone would be columns of zeros
         part = Problem(
             add_features(self.sequences.tokens[kept]), position[self.y[kept]], len(classes)
         )
@@ -75,6 +76,7 @@ def add_features(tokens: Integers) -> Sequences:
     """Return the sequences of tokens [sequence, pos] with their features."""
     n, width = tokens.shape
     columns = np.zeros((n, width - 1), dtype=np.int64)
+    # sequences of one token have no feature, and this shape all the same
     features = [np.zeros((0, 2), dtype=np.int64)]
     start = 0
     for position in range(width - 1):
@@ -120,6 +122,7 @@ def _gaps(problem: Problem, weights: NDArray[Any]) -> Iterator[tuple[slice, NDAr
 def exact_margin(problem: Problem, weights: Integers) -> int:
     """Return the least margin of integer weights; for at least two classes."""
     largest = max(int(weights.max(initial=0)), -int(weights.min(initial=0)))
+    # a gap is the difference of two sums over positions
     if 2 * largest * problem.sequences.tokens.shape[1] >= 2**62:
         raise InfoFlowError(
             f"weights of up to {largest} overflow 64-bit integers: the set is separable only with "
@@ -127,6 +130,7 @@ def exact_margin(problem: Problem, weights: Integers) -> int:
         )
     least = 2**62
     for part, gaps in _gaps(problem, weights):
+        # the gap of the own class is 0 and no margin
         gaps[np.arange(len(gaps)), problem.y[part]] = least
         least = min(least, int(gaps.min()))
     return least
@@ -148,6 +152,7 @@ def _round(problem: Problem, weights: Floats) -> Integers | None:
         for part, gaps in _gaps(problem, weights)
     )
     largest = float(np.abs(weights).max(initial=0))
+    # weights that fail clearly fail after rounding, too
     if least < -1e-6 * largest or largest == 0:
         return None
     # near 0 rounding is tried all the same: what is right is decided on the integers
@@ -158,6 +163,7 @@ def _round(problem: Problem, weights: Floats) -> Integers | None:
         integers = np.rint(weights * scale).astype(np.int64)
         if exact_margin(problem, integers) >= 1:
             return integers
+        # larger integers follow the weights more closely; without a margin in longer steps
         scale *= 2 if least > 1e-12 else 2**8
     return None
 
@@ -185,6 +191,7 @@ def _descend(problem: Problem, iterations: int = 300) -> tuple[Floats, Floats]:
     def hinges(weights: Floats) -> Floats:
         scores = phi @ weights
         hinge = 1 - scores[own][:, None] + scores
+        # a class has no gap to itself
         hinge[own] = 0
         result: Floats = np.maximum(hinge, 0, out=hinge)
         return result
@@ -222,6 +229,7 @@ def _pair_matrix(problem: Problem, rows: Integers, columns: Integers) -> tuple[A
     n_classes, width = problem.n_classes, features.shape[1]
     own = features * n_classes + problem.y[rows][:, None]
     other = features * n_classes + columns[:, None]
+    # only variables of these pairs: most features occur in few of them
     variables, index = np.unique(np.concatenate([own, other], axis=1), return_inverse=True)
     values = np.tile(np.repeat([1, -1], width), len(rows))
     starts = np.arange(len(rows) + 1) * 2 * width
@@ -273,6 +281,7 @@ def _exact_multipliers(
     problem: Problem, rows: Integers, columns: Integers, guess: Floats
 ) -> Multipliers | None:
     """Integer multipliers on the support of a dual solution, checked; None if none is found."""
+    # numbers near 0 may be noise of the solver, so several cuts are tried
     for threshold in (1e-9, 1e-7, 1e-5, 1e-3):
         kept = np.flatnonzero(guess > threshold * guess.max(initial=0))
         if len(kept) == 0:
@@ -294,6 +303,7 @@ def _sparser(problem: Problem, found: Multipliers, rows: Integers, columns: Inte
     equations = matrix.T.tocsr()
     known = set(zip(found.rows.tolist(), found.columns.tolist()))
     inside = [k for k, pair in enumerate(zip(rows.tolist(), columns.tolist())) if pair in known]
+    # some pairs of the witness, spread over it, each as the one that stays
     for pair in inside[:: max(1, len(inside) // 8)]:
         bounds = np.full((len(rows), 2), (0, np.inf))
         # at least 1 for one pair, since all zeros would have the least sum
@@ -354,6 +364,7 @@ def _subset_witness(problem: Problem, hinge: Floats, advance: Advance) -> Multip
     while size < problem.n_classes:
         advance(0, f"{size} of {problem.n_classes} classes")
         classes = np.sort(order[:size])
+        # a witness on some classes is one on all, with multipliers of 0 elsewhere
         part, kept = problem.restrict(classes)
         size *= 2
         weights, hinges = _descend(part)
@@ -428,6 +439,7 @@ def _duplicates(problem: Problem) -> Multipliers | None:
     for i, group in enumerate(index.reshape(-1).tolist()):
         j = seen.setdefault(group, i)
         if problem.y[i] != problem.y[j]:
+            # each takes from the other's class what that one adds, so that all cancels
             return Multipliers(np.array([j, i]), problem.y[[i, j]], [1, 1])
     return None
 

@@ -106,6 +106,7 @@ class Rows:
         column = torch.zeros(self.d_model, 1, dtype=torch.float64)
         column[:, 0].index_add_(0, torch.tensor(list(rows)), given)
         default = torch.get_default_dtype()  # which the other columns have
+        # float64 only where the default type would round
         exact = bool((given.to(default).double() == given).all())
         return column.to(default) if exact else column
 
@@ -114,6 +115,7 @@ class Rows:
     ) -> tuple[Float[Tensor, "d_model pos"], Float[Tensor, "d_model pos"]]:
         """Return key and query of the score alpha[src, dest], by one-hot positions (Lemma 1)."""
         places = self.units(self.positions)
+        # rank i shows source i, which destination j weighs by alpha[i, j]
         return places, places @ alpha.T.to(places)
 
 

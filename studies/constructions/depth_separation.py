@@ -103,7 +103,9 @@ def depth_separation(
         first.mlp.W_in.copy_(units.w_in)
         first.mlp.b_in.copy_(units.b_in)
         first.mlp.W_out[:, product] = units.w_out
+        # a bias gives the constant to CLS, too, which asks by it in layer 2
         first.mlp.b_out[half] = 0.5
+        # -1/2 in each of two dimensions, so that the score of a token is -a
         second.attn.W_Q[0, half] = -1
         second.attn.W_K[0, product] = 1
         second.attn.W_V[0, product, 0] = 1

@@ -74,8 +74,10 @@ def linear_readout(table: Float[Tensor, "label pos d_vocab"]) -> AttentionOnly:
     last = rows.units([rows.last_position])
     heads = []
     for position in range(k):
+        # a head has the rank of what it reads: the table stands on the side of the longer axis
         if d <= n_labels:
             read, write = rows.units(rows.tokens), table.new_zeros(rows.d_model, d)
+            # times k, as a layer averages over its heads
             write[rows.rest] = k * table[:, position]
         else:
             read = table.new_zeros(rows.d_model, n_labels)

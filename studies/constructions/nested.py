@@ -98,6 +98,7 @@ def _copy_match(task: NestedQA) -> AttentionOnly:
 def _copy_once(task: NestedQA) -> AttentionOnly:
     rows, (entity, held, *found) = _layout(task, task.hops + 1)
     layers = [_copy(task, rows, entity, held)]
+    # a match asks by what the one before has found, the first by the copied query
     for asked, answer in zip([held, *found], found, strict=False):
         layers.append(_match(rows, held, asked, entity, answer))
     return AttentionOnly(rows, tuple((head,) for head in layers), found[-1].T)
@@ -111,6 +112,7 @@ def _doubling(task: NestedQA) -> AttentionOnly:
     layers: list[tuple[Head, ...]] = [(_copy(task, rows, entity, held),)]
     for step, hops in enumerate(taken):
         asked = held if step == 0 else found[step - 1]
+        # hops is a power of two, of which this takes the logarithm
         reach = spans[hops.bit_length() - 1]
         if step == len(taken) - 1:
             layers.append((_match(rows, held, asked, reach, found[step]),))

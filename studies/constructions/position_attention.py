@@ -110,6 +110,7 @@ def match_head(
 ) -> Head:
     """Make a head that attends to equal tokens of the `matched` rows between allowed positions."""
     content = rows.units(matched)
+    # one-hot tokens that are equal score 1, from which -1 leaves ReLU nothing
     key, query = rows.score_positions(-(~allowed).float())
     return Head(
         key=torch.cat([content, key], dim=1),

@@ -71,7 +71,9 @@ def product_units(
     # sum_i [(x_i + y_i)^4 + (x_i - y_i)^4] <= 16 radius^4
     per_square = _FOURTH_DERIVATIVE / (12 * _CURVATURE) * 16 * radius**4 / 4
     copies = max(1, math.ceil(per_square / (4 * _CURVATURE * eps)))
+    # h, such that 1 / (4 h^2 tanh''(b)) is the number of copies
     scale = 1 / math.sqrt(4 * _CURVATURE * copies)
+    # the terms 2 tanh(b) cancel between x + y and x - y, and need no unit
     inner = scale * torch.cat([sums, -sums], dim=1)
     outer = torch.cat([signs, signs])
     return ProductUnits(

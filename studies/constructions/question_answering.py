@@ -87,6 +87,7 @@ def in_context_qa_softmax(
     key, query = rows.score_positions(beta * alpha)
     copied = rows.units(rows.rest)
     itself = rows.units([rows.last_position])
+    # equal copied questions score beta, and the sign, which holds one as well, 0 at itself
     second = Head(
         key=torch.cat([copied, itself], dim=1),
         query=beta * torch.cat([copied, -itself], dim=1),

@@ -56,6 +56,7 @@ def construction(source: str) -> Callable[[BuilderT], BuilderT]:
     """
 
     def register(build: BuilderT) -> BuilderT:
+        # the class itself, as modules of constructions do not postpone annotations
         task: type[Task] = inspect.signature(build).parameters["task"].annotation
         build = checked(build)
         CONSTRUCTIONS[build.__name__] = Construction(task.name, build, source)

@@ -73,6 +73,7 @@ def d_retrieval(
             block.attn.W_O[head, 0, values + head] = 1
             if task.subsets is not None:
                 outside = [t for t in range(task.n_tokens) if t not in task.subsets[head]]
+                # the second dimension moves positions outside S_i below all scores
                 block.attn.W_K[head, [places + t for t in outside], 1] = -_FAR
         if task.subsets is not None:
             model.pos_embed.W_pos[: task.n_tokens, places:] = torch.eye(task.n_tokens)

@@ -106,6 +106,7 @@ def _copy_scores(attention: Any, constructed: Any) -> None:
             w[head % len(w)].to(attention.W_Q.dtype) for w in (constructed.W_Q, constructed.W_K)
         )
         width, rank = query.shape
+        # what the construction leaves open must not add to its scores
         attention.W_Q[head].zero_()
         if whole:
             attention.W_Q[head, :width, :width] = query @ key.T

@@ -185,6 +185,7 @@ def in_context_template_matching(
     )
     alpha = _copy_and_compare(task)
     last = rows.units([rows.last_position])
+    # ReLU passes positive scores alone, so an entry of either sign has its own head
     signs = [(i, sign) for sign in (1.0, -1.0) for i in range(length)]
     subtract = -gain * rows.units(range(rows.d_model))
     if form == "printed":
@@ -206,6 +207,7 @@ def in_context_template_matching(
     key, query = rows.score_positions(alpha)
     tokens = rows.units(rows.tokens)
     others = rows.units(range(task.d_vocab, rows.d_model))
+    # token rows are copied, all others subtracted: one head does both jobs of layer 2
     second = Head(
         key=key,
         query=query,

@@ -37,6 +37,7 @@ def best_tree(
     """
     d, graph = task.d_token, task.graph
     matrices = dict(zip(task.edges, task.matrices, strict=True))
+    # a root may turn an edge round
     matrices |= {(j, i): a.T for (i, j), a in matrices.items()}
 
     def order(place: int, parent: int | None) -> tuple[int, list[tuple[int, int, int]]]:
@@ -50,8 +51,10 @@ def best_tree(
     _, root = min((order(place, None)[0], place) for place in range(task.arity))
     height, edges = order(root, None)
     one, size = d, d + 2
+    # d + 2 coordinates for each place but the root: A' x, the sum below it, the product
     places = {place: d + 1 + size * number for number, (_, place, _) in enumerate(edges)}
     result = d + 1 + size * len(edges)
+    # a place's height is the first layer that finds all messages below it
     heads = [[edge for edge in edges if edge[0] == layer] for layer in range(height)]
     model: Any = zero_model(
         Architecture(
@@ -75,6 +78,7 @@ def best_tree(
 
     with torch.no_grad():
         model.embed.W_E[:, :d] = identity
+        # the last block is that of CLS, and has no edge
         for block, edges_here in zip(model.blocks, heads, strict=False):
             for head, (_, place, parent) in enumerate(edges_here):
                 to = places[place]
@@ -90,6 +94,7 @@ def best_tree(
                 hidden = range(head * 2 * d, (head + 1) * 2 * d)
                 block.mlp.W_in[:, list(hidden)] = units.w_in
                 block.mlp.W_out[list(hidden), to + d + 1] = units.w_out
+        # in layer 0 there is no message to add, so the constant may come behind it
         model.blocks[0].mlp.b_out[one] = 1
         last = model.blocks[-1].attn
         # CLS takes the best candidate for the root, and reads the sum of its messages

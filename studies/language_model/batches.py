@@ -27,6 +27,7 @@ def training_batch(
         stretch = rows[row, :n]
         if row % 2:
             stretch = torch.randint(1, config.vocabulary, (n,), generator=generator)
+        # as many copies as reach the end, by division rounded up
         rows[row] = stretch.repeat(-(-length // n))[:length]
     return _begun(rows)
 
@@ -91,6 +92,7 @@ def _different(vocabulary: int, n: int, count: int, seed: int, begin: int) -> Te
     ids = torch.rand(n, vocabulary - 1, generator=generator, dtype=torch.float32).argsort(dim=1)[
         :, :count
     ]
+    # drawn among one id fewer, they step over the one that begins
     return ids + (ids >= begin)
 
 

@@ -68,6 +68,7 @@ class LanguageModelConfig:
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         start = round(self.n_steps * (1 - self.decay))
+        # below 0 on the plateau, which counts as 0
         done = (step - start) / max(1, self.n_steps - start)
         return self.lr * 0.5 * (1 + math.cos(math.pi * max(0.0, done)))
 

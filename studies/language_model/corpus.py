@@ -77,6 +77,7 @@ def read_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
         if _LEFT_OUT_FOLDERS & set(name.split("/")) or path.name.startswith(_LEFT_OUT_STARTS):
             continue
         try:
+            # the same text whatever line ends an installation has
             text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError):
             continue
@@ -84,6 +85,7 @@ def read_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
             continue
         split = split_of(name)
         files[split][name] = text
+        # NUL ends each part, so that no two corpora give the same bytes
         digest.update(f"{split}\0{name}\0{text}\0".encode())
     if empty := [split for split in SPLITS if not files[split]]:
         raise InfoFlowError(

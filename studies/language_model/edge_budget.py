@@ -129,6 +129,7 @@ class EdgeBudget(LanguageModelStudy):
             changed = results.copy()
             own = changed["method"] == control
             needed = changed.loc[own, "needed"].to_numpy()
+            # rows of both methods stand in the same order of models
             changed.loc[changed["method"] == GRADED, "needed"] = needed
             # a control in its own place needs as many edges as itself
             changed.loc[own, ["times", "times_low", "times_high"]] = 1.0

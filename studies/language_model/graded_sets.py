@@ -135,6 +135,7 @@ class GradedSetsStudy(LanguageModelStudy):
             # the sets are ranked as scores, too: equal ones are cut by expectation
             ranked: dict[str, Any] = {_FIRST: first.members.float()}
             ranked |= dict(zip(scores, found[len(influences) :], strict=True))
+            # the first results are those of the influences
             for name, influence in zip(influences, found, strict=False):
                 agreement = compare_rankings(sizes, ranked, influence)
                 rows += [{"on": text, "influence": name, **facts, **r} for r in _rows(agreement)]
@@ -470,6 +471,7 @@ def _rows(agreement: RankingAgreement) -> list[dict[str, Any]]:
     """Return a row for each layer, method and sequence, its mean over states; NaN as None."""
     n_layers, n_batch, _ = agreement.n_candidates.shape
     sizes, candidates = agreement.sizes[_AS_FIRST], agreement.n_candidates
+    # states without a candidate have no numbers
     there = candidates > 0
     whole = (sizes == candidates).double().where(there, torch.nan)
     facts = {

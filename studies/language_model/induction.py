@@ -68,6 +68,7 @@ class Induction(OnRepeats):
         stretches = repeat_stretches(
             vocabulary, _MORE * n, 2 * half, shortest, longest, draw, begin
         )
+        # behind the longest stretch every sequence repeats, so the next token is known
         known = range(longest + 1, 2 * half)
         mechanisms = measure_mechanisms(
             model,
@@ -333,6 +334,7 @@ class _Circuit:
         # means over seeds
         values = rows.groupby(["layer", "head"])
         heads = values.mean(numeric_only=True)
+        # labels have no mean: the most frequent one of the seeds
         heads["mechanism"] = values["mechanism"].agg(lambda names: names.mode().iloc[0])
         named = heads[heads["prefix_matching"] > IS_INDUCTION]["prefix_matching"]
         induction = tuple(named.sort_values(ascending=False).index)
@@ -400,6 +402,7 @@ class _Circuit:
             if head is None:
                 found[_label(head)] = math.nan
                 continue
+            # other induction heads do the same work, and are no rivals
             own = (head,) if head == self.previous else self.induction
             others = rises[(layers == head[0]) & ~rises.index.isin(own)]
             found[_label(head)] = float(rises[head] - (others.max() if len(others) else 0))
@@ -438,6 +441,7 @@ class _Seen:
                 def catch(
                     activation: Tensor,
                     hook: Any,
+                    # defaults hold this layer's values, a closure would see the last one's
                     point: str = point,
                     is_pattern: bool = point != self.z[layer],
                 ) -> None:
@@ -462,6 +466,7 @@ class _Seen:
                 for head, score in enumerate((sums[f"{point} {name}"] / len(ids)).tolist()):
                     scores[layer, head] = score
             n_heads = len(sums[f"{point} prefix"])
+            # over all tokens; z may come flat, so the heads are split here
             mean = sums[self.z[layer]] / (len(ids) * ids.shape[1])
             self.means.append(mean.float().view(n_heads, -1))
 

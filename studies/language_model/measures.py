@@ -41,6 +41,7 @@ def loss_on_repeats(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> float:
             first token of the second half is as random as those of the first, and does not count.
     """
     half = (ids.shape[1] - 1) // 2
+    # losses begin with the second token: half + 1 is the second one of the second half
     return float(token_losses(model, ids)[:, half + 1 :].double().mean())
 
 
@@ -71,6 +72,7 @@ def prefix_matching(
     """
     half = (pattern.shape[-1] - 1) // 2
     queries = torch.arange(half + 1, 2 * half + 1)
+    # a token's earlier copy is `half` positions back, and what followed it is one further
     return pattern[..., queries, queries - half + 1].mean(dim=(1, 3))
 
 

@@ -40,6 +40,7 @@ class _Counts:
     @classmethod
     def count(cls, grams: _Integers, vocabulary: int) -> "_Counts":
         unique, counts = np.unique(grams, return_counts=True)
+        # grams are sorted, so that those of one context stand together, from `first` on
         contexts, first, types = np.unique(
             unique // vocabulary, return_index=True, return_counts=True
         )
@@ -57,6 +58,7 @@ class _Counts:
         # what the discount takes from tokens that were seen goes to shorter grams
         left = self.discount * self.types[place] * lower
         known = np.maximum(count - self.discount, 0) + left
+        # of a context that was never seen shorter grams tell all
         return np.where(total > 0, known / np.maximum(total, 1), lower)
 
 
@@ -97,6 +99,7 @@ class NGram:
         found, shorter = {}, np.full(len(stream), 1 / self.vocabulary)
         for n in range(1, self.order + 1):
             grams = self._grams(stream, n)
+            # an order ends in plain counts; longer ones fall back on its continuations
             p = self._seen[n].interpolate(grams, self.vocabulary, shorter)
             found[n] = float(-np.log(p).mean())
             if n < self.order:
@@ -110,6 +113,7 @@ class NGram:
         )
         grams = np.zeros(len(stream), np.int64)
         for place in range(n):
+            # the earliest token is the highest digit
             grams = grams * self.vocabulary + tokens[place : place + len(stream)]
         return grams
 

@@ -57,6 +57,7 @@ class Directions:
         _, group, counts = label.unique(return_inverse=True, return_counts=True)
         n, n_groups = len(label), len(counts)
         apart = self.u - self.u.mean(dim=1, keepdim=True)
+        # [head, label, d_head]
         sums = apart.new_zeros(len(apart), n_groups, apart.shape[2]).index_add_(1, group, apart)
         # a one-way analysis of variance; `chance` is what groups of this size explain of noise
         between = (sums.square().sum(dim=2) / counts).sum(dim=1)
@@ -106,6 +107,7 @@ def _read_layer(
         scores = caught[scores_hook(model, layer)]
         n_heads = scores.shape[1]
         q, k = (_split_heads(caught[name], n_heads) for name in names)
+        # one number for a layer, which the first batch tells
         if scale is None:
             scale = _scale(model, layer, q, k, scores)
         caught_q.append(q[:, :, first:].double().cpu())
@@ -113,9 +115,11 @@ def _read_layer(
     assert scale is not None
     q = torch.cat(caught_q).transpose(0, 1).flatten(1, 2)
     k = torch.cat(caught_k).transpose(0, 1).flatten(1, 2)
+    # what all keys have in common moves all scores of a query alike
     apart = k - k.mean(dim=1, keepdim=True)
     values, vectors = torch.linalg.eigh(apart.transpose(1, 2) @ apart / apart.shape[1])
     root = values.clamp(min=0).sqrt()
+    # in directions that no key has there are no scores, and no way back
     kept = root > 1e-6 * root.amax(dim=1, keepdim=True)
     inverse = torch.where(kept, 1 / root.clamp(min=1e-300), 0)
     # the root of the keys' covariance: lengths are then deviations of scores over keys
@@ -162,6 +166,7 @@ def _scale(model: nn.Module, layer: int, q: Tensor, k: Tensor, scores: Tensor) -
     """
     allowed = visible_keys(model, layer, scores)
     product = (q @ k.transpose(2, 3)).double()
+    # a softmax does not see what all keys of a row have in common
     ours, theirs = (_centre(x, allowed) for x in (product, scores.double()))
     scale = (ours * theirs).sum() / ours.square().sum().clamp(min=1e-300)
     apart = (theirs - scale * ours).square().sum() / theirs.square().sum().clamp(min=1e-300)

@@ -63,10 +63,12 @@ class Reasons(OnRepeats):
         ids = repeat_random(vocabulary, settings["n"], half, draw, begin)
         matching, before = _scores(model, ids)
         largest = max(matching.values())
+        # no earlier head has written the keys of layer 0
         heads = [head for head, score in matching.items() if score > IS_INDUCTION and head[0] > 0]
         if not heads:
             return [{"kind": TRAINED, "layer": None, "head": None, "prefix_matching": largest}]
         first_layer = min(layer for layer, _ in heads)
+        # before all induction heads, so that it can have marked the keys of each
         previous = max((head for head in before if head[0] < first_layer), key=before.__getitem__)
         rows = []
         lines = measure_why_all(model, ids, _EVERY)
@@ -139,6 +141,7 @@ class Reasons(OnRepeats):
             heads = own[own["part"].astype(str).str.startswith("head ")]
             rivals = heads[heads["is_previous"] == 0]["share"]
             if len(rivals):
+                # of the other earlier heads the one of the largest share takes its place
                 other.loc[own.index, "is_previous"] = 0.0
                 other.loc[rivals.idxmax(), "is_previous"] = 1.0
         untrained = results[results["kind"] == UNTRAINED]
@@ -258,6 +261,7 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
     n_parts = len(lines.part_names)
     # parts by name, as each line lists its strongest ones only
     by_part = torch.zeros(len(margins), n_parts, dtype=values.dtype)
+    # -1 is no part and has the value 0, which may be added to part 0
     by_part.scatter_add_(1, parts.clamp(min=0), values)
     largest = by_part.argmax(dim=1)
     rows: list[Row] = []

@@ -272,6 +272,7 @@ def _loss_with(
 def _random(own: Directions, rank: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(own.axes.shape, generator=generator, dtype=torch.float64)
+    # the seed is the same for all ranks, so that larger subspaces hold the smaller
     return torch.linalg.qr(drawn).Q[:, :, :rank]
 
 

@@ -130,6 +130,7 @@ def _spread(steps: Sequence[int], most: int | None) -> list[int]:
     late = [i for i, step in enumerate(steps) if step >= _EARLY]
     if len(late) < most - 1:
         late = list(range(n))
+    # the first snapshot is always among them
     among = [0, *(i for i in late if i)]
     return sorted({among[round(i * (len(among) - 1) / (most - 1))] for i in range(most)})
 
@@ -158,6 +159,7 @@ def reset_weights(source: str, seed: int) -> Iterator[str]:
     with temporary_folder() as scratch:
         with SeededRandom(seed):
             plain = kind.__name__ == "AutoModelForCausalLM"
+            # AutoModelForCausalLM builds by a method, a class of one architecture by its call
             made = kind.from_config(config) if plain else kind(config)
         made.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)

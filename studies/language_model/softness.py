@@ -81,6 +81,7 @@ class Softness(BesideUntrained):
                     # nothing
                     drawn = temper(control.scores, seen.allowed, entropy)
                     whole.append(seen.measure_fvu(drawn, drawn @ control.values))
+                    # with the head's own values, to see what an untrained pattern alone loses
                     alone.append(seen.measure_fvu(drawn, drawn @ seen.v[:, head]))
                 # beside the least of the draws, so that one lucky control does not decide alone
                 median = float(torch.tensor(whole).median())

@@ -119,6 +119,7 @@ class LanguageModelStudy(Study):
         """Windows of the text, spread evenly over it; other seeds begin at other tokens."""
         length = settings["n_context"]
         prefix, stream = self._stream(model)
+        # the prefix stands before the text that is left, wherever that begins
         stream = stream[len(prefix) :]
         # seeds begin a third of a window apart, so that their windows share no beginning
         shift = seed * (length // 3) % max(1, len(stream) // 2)
@@ -148,6 +149,7 @@ class OnRepeats(LanguageModelStudy):
         return [
             {
                 **moment.settings(),
+                # two halves fit the context behind the token that begins it
                 "half": min(50, (self.longest(moment) - 1) // 2),
                 "n": self.windows[preset],
             }
@@ -186,6 +188,7 @@ class BesideUntrained(LanguageModelStudy):
 
 def format_steps(results: "pd.DataFrame") -> "pd.DataFrame":
     """Return rows with their steps of training as tables show them; ``-`` where there is none."""
+    # -1 is the step of a model of which none is known
     known = results["step"] >= 0
     if "kind" in results:
         known &= results["kind"] != UNTRAINED

@@ -178,6 +178,7 @@ class Sufficiency(LanguageModelStudy):
             is_control = changed["assignment"].isin(list(controls))
             for (model,), rows in groups(changed[is_control], ("model",)):
                 own = (changed["model"] == model) & (changed["assignment"] == MECHANISMS)
+                # of several controls the one that comes nearest to passing
                 changed.loc[own, "share_high"] = rows["share_high"].min()
             changed.loc[is_control, "lead_low"] = 0.0
             found[name] = changed
@@ -195,6 +196,7 @@ def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") ->
 
     def least(own: "pd.DataFrame") -> float:
         means = own.groupby("assignment")[column].mean()
+        # an assignment that is missing is NaN, which breaks a claim
         return float(means.reindex(list(names or _deals(means.index))).min(skipna=False))
 
     return measure_models(rows, least)
@@ -208,6 +210,7 @@ def _n_draws(n_windows: int) -> int:
 def _list_assignments(found: SufficiencyResult) -> list[Row]:
     """Make a row for each assignment: its excess, its share of mean ablation's, and who leads."""
     rows: list[Row] = []
+    # of the last share, where all heads are replaced
     errors = found.errors()[:, -1].tolist()
     for name, excess, error in zip(
         found.assignments, found.excess()[:, -1].tolist(), errors, strict=True
@@ -300,6 +303,7 @@ def _able(results: "pd.DataFrame") -> "pd.DataFrame":
     """Heads for which a hard maximum is not far from enough, by model; what it costs them."""
     rows = select_rows("kind", "head", results)
     rows = add_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
+    # models in the order of the rows, within each the heads by damage
     models = {model: place for place, model in enumerate(dict.fromkeys(results["model"]))}
     by_damage = rows.sort_values("damage_max_position")
     return by_damage.sort_values("model", key=lambda names: names.map(models), kind="stable")

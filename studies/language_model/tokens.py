@@ -31,6 +31,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
+        # the alphabet comes in another order in each process
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -49,6 +50,7 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, n_context: int) -> None
 
     from infoflow_lens.foundation.files import write_json, write_text
 
+    # a copy, as the run's own tokenizer puts nothing before a text
     saved = Tokenizer.from_str(tokenizer.to_str())
     saved.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END_OF_TEXT_ID)]
@@ -73,4 +75,5 @@ def token_stream(tokenizer: "Tokenizer", texts: Sequence[str]) -> Int[Tensor, " 
     for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False):
         ids.append(END_OF_TEXT_ID)
         ids.extend(encoding.ids)
+    # a vocabulary has at most 2^15 entries
     return torch.tensor(ids, dtype=torch.int16)

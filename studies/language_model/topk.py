@@ -154,6 +154,7 @@ def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
     The column ``one`` is the cost of one key a row, the least over seeds. Contexts come in order
     of their length.
     """
+    # key[4] below is the length of the context
     keys = ("model", "step", "final", "layer", "n_context", "kept")
     # layers are numbers, and "all": as texts they sort and group together
     rows = results.assign(layer=results["layer"].astype(str))

@@ -178,6 +178,7 @@ class _Run:
         self.prefix_matching_saved = 0.0  # the best of the last checkpoint
 
     def take_step(self) -> None:
+        # the row and the checkpoint of the untrained model
         if self.step == 0:
             self._evaluate()
         config = self.config
@@ -208,6 +209,7 @@ class _Run:
     def _evaluate(self) -> None:
         """A row of the history and a checkpoint, where this step has them."""
         config, step = self.config, self.step
+        # 0 and the powers of two, which are dense where training begins
         due = step & (step - 1) == 0 or step == config.n_steps
         if step % config.evaluate_every and not due:
             return
@@ -289,6 +291,7 @@ class _Run:
         }
         loss_float32 = mean_loss(self.model, windows["validation"])
         half = {name: weight.half() for name, weight in self._weights().items()}
+        # what is measured is the model as it is saved, with rounded weights
         self.model.load_state_dict(half)
         pattern = patterns(self.model, self.repeated)
         ngram = NGram(self.streams["train"], self.config.vocabulary)

@@ -208,6 +208,7 @@ class AttentionMaps(tokens.TokenStudy):
         trained = (results["kind"] == "operation") & (results["model"] == "trained")
         initial = results[(results["kind"] == "operation") & (results["model"] == "initial")]
         by = ["run", "operation"]
+        # all columns are the trained model's but the share
         of_untrained = results[trained].merge(initial[[*by, "share"]], on=by, suffixes=("_", ""))
         chance = results["share"].mask(trained, results["chance"])
         return {
@@ -237,7 +238,9 @@ def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: i
             "are known"
         )
     n = task.n_tokens
+    # keys are sought in the context, without the query and the sign
     without = (n - 2, n - 1) if isinstance(task, InContextQA) else (n - 1,)
+    # draws: keys of at least a tenth of the row's largest weight; weighs: all above 0
     draws, weighs, positions = run_probes(
         model,
         x,
@@ -285,6 +288,7 @@ def _find_copies(
     """Mark positions of the context that hold all of the pair; say whether copying happened."""
     query = draws.shape[1] - 2
     holds = draws | torch.eye(draws.shape[1], dtype=torch.bool)
+    # all of the pair must be held; of other positions anything may
     has_pair = (holds | ~pair[:, None]).all(dim=2)[:, :query]
     return has_pair, has_pair.any(dim=1) & holds[:, -1, query]
 
@@ -317,6 +321,7 @@ def _shuffle(
     own = torch.eye(n, dtype=torch.bool)
     noise = torch.rand(draws.shape, generator=generator, dtype=torch.float32).masked_fill(own, 2.0)
     counts = (draws & ~own).sum(dim=2, keepdim=True)
+    # argsort twice gives ranks, of which the own position has the last
     return noise.argsort(dim=2).argsort(dim=2) < counts
 
 

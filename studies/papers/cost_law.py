@@ -170,6 +170,7 @@ class CostLaw(Study):
 
         def draw(part: str, n: int) -> Pair:
             x = self._tokens(settings, part, seed, n)
+            # a trained encoder is part of the model, which then takes the tokens themselves
             latents = x if code is None else code.encode(x.double()).float()
             return 2 * latents - 1, 2 * x - 1  # zero in the middle
 
@@ -342,6 +343,7 @@ def _digit_code(state: Mapping[str, Any], bits: int) -> DigitCode:
 def _bits(state: Mapping[str, Any]) -> list[int]:
     """Bits for each coordinate that are dealt to latents without a rest, three lengths."""
     n, e = state["size"] * state["d_token"], state["d_model"]
+    # the least number of bits with which those of all coordinates divide by E
     step = e // math.gcd(n, e)
     return [step * i for i in (1, 2, 3)]
 
@@ -356,6 +358,7 @@ def _layers(sizes: Sequence[tuple[int, int]]) -> list[nn.Module]:
     modules: list[nn.Module] = []
     for n_in, n_out in sizes:
         modules += [nn.Linear(n_in, n_out), nn.GELU()]
+    # no activation behind the last map
     return modules[:-1]
 
 
@@ -418,6 +421,7 @@ def _unlike(results: "pd.DataFrame") -> Numbers:
 
 def _growth(results: "pd.DataFrame") -> Numbers:
     """Return the mean NMSE of each |I| d / E over that of the one before."""
+    # an error of 0 has no logarithm
     least = _widest(results).groupby(["law", "state"])["nmse"].min().clip(lower=1e-300)
     logs: Any = np.log(least)
     means = np.exp(logs.groupby(level="law").mean())

@@ -269,6 +269,7 @@ def _fit(results: "pd.DataFrame") -> "pd.DataFrame":
     for (model,), rows in groups(results, ["model"], sort=True):
         least = _least(rows)
         logs, power = np.log(least.index.to_numpy(dtype=float)), slope(least)
+        # a line of least squares goes through the means of both logarithms
         line = np.exp(np.log(least.to_numpy()).mean() + power * (logs - logs.mean()))
         law = {"line": f"{model}, slope {power:.2f}", "parameters": least.index, "nmse": line}
         laws.append(pd.DataFrame(law))

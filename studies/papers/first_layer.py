@@ -44,6 +44,7 @@ class FirstLayer:
 
     def chosen(self, rank: int) -> Int[Tensor, "n head query"]:
         """Return the key of each query's rank-th largest score, among tokens."""
+        # CLS holds no token that a map could give back
         keys = self.scores[..., : self.x.shape[1]]
         return keys.topk(rank, dim=-1).indices[..., rank - 1]
 

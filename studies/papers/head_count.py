@@ -284,4 +284,5 @@ def _from_table(results: "pd.DataFrame") -> Numbers:
     if ours.empty:
         return {}
     cell = join_paper_numbers(ours).dropna(subset="nmse")
+    # too small by a factor is as far off as too large by it
     return {"": max(_factor(cell, "relative"), 1 / _factor(cell, "relative"))}

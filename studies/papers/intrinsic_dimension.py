@@ -371,6 +371,7 @@ def roles(rows: "pd.DataFrame") -> int:
 def _floors(results: "pd.DataFrame", kind: str) -> "pd.DataFrame":
     """The runs of a kind of matrices, (D, D) first; with a floor where there are fewer heads."""
     runs = runs_of(results[results["matrices"] == kind])
+    # a floor of 0 has no place on a logarithmic axis
     floors = runs["floor"].clip(lower=1e-7).mask(has_enough_heads(runs))
     order = runs["heads"].map(first_heads)
     runs = runs.assign(floor=floors, order=-order)

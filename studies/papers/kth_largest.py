@@ -73,6 +73,7 @@ class KthLargestStudy(TrainedStudy):
         x = self.draw(task, "test", 2000, seed)[0]
         (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
         chosen = positions.argmax[0][:, 0, -1].long()  # of CLS
+        # argsort twice gives each number's rank, 0 for the largest
         rank = x[..., 0].argsort(dim=1, descending=True).argsort(dim=1).gather(1, chosen[:, None])
         return [
             {

@@ -271,6 +271,7 @@ class MaxPositionRecovery(StagedStudy):
         """Put the second choice, and the untrained heads, in the place of the first choice."""
         ratio, first = results["ratio"], results["rank"] == 1
         by = ["run", "head", "queries"]
+        # of the same head and the same kind of query
         second = results[~first].set_index(by)["ratio"]
         at = list(zip(*(results[name] for name in by), strict=True))
         return {
@@ -369,5 +370,6 @@ def _draw_heads(axes: "Axes", results: "pd.DataFrame") -> None:
                 markerfacecolor=colour if row["lost_without"] >= IDLE else "none",
                 markersize=7 if row["run"] in best else 3.5,
             )
+    # the published ratios of six heads
     axes.axhspan(0.065, 0.096, color=GREEN, alpha=0.2, linewidth=0)
     axes.set_xticks(range(len(labels)), labels, fontsize="small")

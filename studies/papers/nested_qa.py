@@ -327,6 +327,7 @@ def move_queries(x: Tensor, hops: Tensor) -> Tensor:
     """Move the query of nested questions [sample, pos] by `hops` [sample] along its chain."""
     x = x.clone()
     for done in range(int(hops.max()) if len(hops) else 0):
+        # no entity starts two facts, so the first match is the only one
         fact = (x[:, 0:-2:3] == x[:, -2:-1]).int().argmax(1, keepdim=True)
         x[:, -2] = torch.where(hops > done, x[:, 2::3].gather(1, fact)[:, 0], x[:, -2])
     return x
@@ -415,6 +416,7 @@ def _name_starts(results: "pd.DataFrame") -> "pd.DataFrame":
         )
         parts.append(some.assign(start=f"{name}, {_ASKED[asked]}").sort_values(["hops", "layers"]))
     by_start = pd.concat(parts)
+    # at one hop every fact ends a chain; from all hops away is the test itself
     places = dict.fromkeys(("end_last", "end_before"), 1)
     for name, hops in {**places, **{f"from_{n}": n for n in _HOPS}}.items():
         # fewer hops have been run than there are columns

@@ -77,6 +77,7 @@ def compare_with_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataF
     runs, least = runs_of(results), least_over_draws(results, by)
     cells: Any = list(zip(*(runs[name] for name in by), strict=True))
     own = np.array([least[cell] for cell in cells])
+    # the cell of (D, D) differs in the last column alone
     enough = np.array([least.get((*cell[:-1], f"{cell[0]} {cell[0]}"), np.nan) for cell in cells])
     return runs.assign(least=own, times=own / enough)
 

@@ -105,6 +105,7 @@ class SeparatedPairs(FreshStudy):
             for draw in range(draws)
             # as many heads in all, shared out differently; for D = 2 two of these are one
             for heads in dict.fromkeys([(d, d), (d - 1, d + 1), (1, 2 * d - 1)])
+            # what one change alone gives is asked of (D, D) only
             if (matrices, encoder) == both or heads == (d, d)
         ]
 
@@ -141,6 +142,7 @@ class SeparatedPairs(FreshStudy):
         recovered = [r for r in recovery_rows(initial, model, x, y) if r["queries"] == TOKENS]
         rows = route_rows(task, model, x)
         for row in rows:
+            # two rows a head: of its first and of its second choice
             first, second = (r for r in recovered if r["head"] == row["head"])
             row |= {
                 "lost_without": first["lost_without"],

@@ -169,6 +169,7 @@ def load_settings_task(settings: Settings) -> TokenTask:
 
 
 def _parameters(settings: Settings) -> dict[str, Any]:
+    # the task keeps its default seed, so that all runs share its labels and splits
     known = [field.name for field in fields(load_task(settings["task"])) if field.name != "seed"]
     return {key: settings[key] for key in known if key in settings}
 
@@ -197,6 +198,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     construction = _first_layer(task, _parameters(settings)) if paper else None
     d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
     if construction is not None:
+        # the construction's padding needs room, too
         d_model = max(d_model, construction.cfg.d_model)
     model = build_token_model(
         n_layers=settings["layers"],
@@ -223,6 +225,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     if settings["start"] in (NOISY, NOISY_SUMMED):
         _add_noise(model, 1.0, settings["noise"], seed)
     elif settings["start"] == WHOLE:
+        # times 0: of these weights only the shape is left
         _add_noise(model, 0.0, d_model**-0.5, seed)
     return model, task
 

@@ -97,6 +97,7 @@ class VaryingDepth(tokens.TokenStudy):
 
     def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """Return the largest gradient at the context before training."""
+        # the run's own weights before training, made anew
         model, task = tokens.start_model(settings, derive_seed(self.name, "weights", seed))
         x, y = task.sample(512, seed=seed)
         return {"context_gradient": context_gradient(model, x, y, context_length(task))}
@@ -240,6 +241,7 @@ def context_gradient(model: TokenTransformer, x: Tensor, y: Tensor, n_context: i
     columns: list[Tensor] = []
 
     def keep(value: Tensor, hook: Any) -> Tensor:
+        # a leaf in the place of what enters layer 1, for its gradient
         columns.append(value.detach().requires_grad_())
         return columns[0]
 

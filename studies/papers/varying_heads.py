@@ -100,6 +100,7 @@ class VaryingHeads(tokens.TokenStudy):
             }
             for task, sizes in sizes_of.items()
             for heads in _HEADS[task][:few]
+            # of one head the mean is the sum
             for start in _STARTS[task == _MEMORY][: 2 if max(heads) > 1 else 1]
             for rate in rates_of[task][:few]
         ]
@@ -220,6 +221,7 @@ def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
     return runs.assign(
         until=tokens.epochs_until(results, tokens.SOLVED),
         heads=runs["heads"].astype(str),
+        # averaged heads share out the gradient; each summed head has all of it
         rate_per_head=runs["rate"] / most.where(averaged, 1),
     )
 
@@ -243,6 +245,7 @@ def _select_runs(results: "pd.DataFrame") -> "pd.DataFrame":
 
 def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:
     """Find the rate of each cell with the fewest mean epochs to .95, of several the least loss."""
+    # a seed that never gets there makes the mean of its rate infinite
     known = runs.assign(until=runs["until"].fillna(math.inf))
     by_rate = known.groupby([*_CELL, "rate"], sort=False)[["until", "best_validation_loss"]].mean()
     best = by_rate.sort_values(["until", "best_validation_loss"], kind="stable").reset_index("rate")
