@@ -122,6 +122,7 @@ class DemoConfig:
         return Stages(
             lengths=(half,) if half else (),
             epochs_each=self.half_epochs,
+            # no stage at a constant rate: the full length has the cosine alone
             epochs=0,
             last_epochs=self.epochs,
         )

@@ -223,6 +223,7 @@ def _through_stages(
     ]
     if stages.epochs:
         plan += [("constant", full, replace(config, epochs=stages.epochs, **constant))]
+    # without patience, for the rate must come to its end
     cosine = replace(config, epochs=stages.last_epochs, lr_end=0.0, patience=None)
     plan += [("cosine", full, cosine)]
     for index, (name, length, settings) in enumerate(plan):

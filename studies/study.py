@@ -91,6 +91,7 @@ class Statement:
     @property
     def controls(self) -> tuple[str, ...]:
         """The names of comparisons without which the rule could pass for another reason."""
+        # a control is what an item begins with, in bold or before a colon
         items = re.findall(r"^- (?:\*\*(.+?)\*\*|([^:\n]+):)", self.part("Controls."), re.M)
         return tuple(bold.lower() or plain for bold, plain in items)
 
@@ -163,6 +164,7 @@ class Study(ABC):
         if plots is not None:
             return plots.draw(results)
         settings, measured = self._columns(results)
+        # a place on the axis for each combination of the settings that differ
         named = results.assign(case=results[settings].astype(str).agg(", ".join, axis=1))
         panels = [
             Panel(

@@ -159,6 +159,7 @@ class NestedQA(TokenTask):
     def space_size(self) -> int:
         """Chains of different entities, the orders of their facts, and the chain that is asked."""
         chains = math.perm(self.n_entities, (self.hops + 1) * self.n_chains)
+        # chains in another order are the same facts
         alike = math.factorial(self.n_chains)
         return chains // alike * math.factorial(self.n_facts) * self.n_chains
 

@@ -84,6 +84,7 @@ def kth_largest(
             attn.W_Q[0, seen:found, 1:] = -_FAR * identity
             attn.W_K[0, places:seen, 1:] = identity
             attn.W_V[0, 0, 0] = 1
+            # a number goes to its layer's coordinate, its position to those that are seen
             attn.W_O[0, 0, found + layer] = 1
             attn.W_V[0, places:seen, 1:] = identity
             attn.W_O[0, 1:, seen:found] = identity

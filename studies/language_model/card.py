@@ -38,6 +38,7 @@ def model_card(name: str, measured: Mapping[str, Any]) -> str:
 def read_models(folder: Path) -> dict[str, Any]:
     """Read what training measured of the models in a folder, ``NAME.json``; the presets first."""
     names = sorted(path.stem for path in folder.glob("*.json"))
+    # a name that is no preset comes behind all presets
     names.sort(key=lambda name: [*PRESETS, name].index(name))
     return {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in names}
 

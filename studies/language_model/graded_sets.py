@@ -113,6 +113,7 @@ class GradedSetsStudy(LanguageModelStudy):
         for text, windows in texts.items():
             if deep and text == "validation":
                 continue  # it chooses nothing
+            # tokens that take the place of others come from windows that are not measured
             donors, measured = windows[:_DONORS], windows[_DONORS:]
             # exact Jacobians of deeper models would take most of the run
             estimate = _DIRECTIONS if layer_count(model) > _MOST_EXACT else None
@@ -444,6 +445,7 @@ def _select_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 def _format_interval(rows: "pd.DataFrame") -> str:
     (rank, half), (share, _) = (_mean(rows[metric]) for metric in _JUDGED)
+    # NaN where no set of first choices leaves a token out
     first, _ = _mean(rows["share_first"])
     return f"{rank:.3f} ± {half:.3f}; {share:.3f}" + (f" ({first:.3f})" if first == first else "")
 

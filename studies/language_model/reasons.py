@@ -237,6 +237,7 @@ def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head
     scores: tuple[dict[Head, float], dict[Head, float]] = ({}, {})
     for layer, pattern in enumerate(found.patterns):
         for by_head, score in zip(scores, (prefix_matching, previous_token), strict=True):
+            # scores ask for an axis of layers in front, which one layer lacks
             for head, value in enumerate(score(pattern[None].float())[0].tolist()):
                 by_head[layer, head] = value
     return scores

@@ -225,6 +225,7 @@ def _draw_training(axes: "Axes", rows: "pd.DataFrame") -> None:
     """A line with its interval for each method."""
     methods = list(dict.fromkeys(rows["method"]))
     for (method,), some in groups(rows.sort_values("step", kind="stable"), ("method",)):
+        # -1, the step of a model of which none is known, is drawn at 0
         steps, colour = some["step"].clip(lower=0), _colour(method, methods)
         style, width = ":" if method in CONTROLS else "-", 2.2 if method == _SIZES else 1.2
         axes.plot(steps, some["auroc"], style, marker=".", color=colour, linewidth=width)

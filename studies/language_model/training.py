@@ -289,6 +289,7 @@ class _Run:
         windows = {
             split: text_windows(self.streams[split], self.config.n_context) for split in HELD_OUT
         }
+        # before the weights are rounded, to tell what that costs
         loss_float32 = mean_loss(self.model, windows["validation"])
         half = {name: weight.half() for name, weight in self._weights().items()}
         # what is measured is the model as it is saved, with rounded weights
@@ -332,6 +333,7 @@ class _Run:
 
     def _test_text(self) -> str:
         """Return the test part in chunks that fill the context, a line of JSON each."""
+        # without <|endoftext|>, which the saved tokenizer puts before each text
         rows = text_windows(self.streams["test"], self.config.n_context)[:, 1:]
         chunks = self.tokenizer.decode_batch(rows.tolist())
         return "".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks)

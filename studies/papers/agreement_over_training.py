@@ -215,6 +215,7 @@ def _state_of(
 ) -> dict[str, float]:
     """Measure the model at a checkpoint; of the first layer, means over its heads."""
     inputs = test[0][:n_influence]
+    # sets of CLS alone are compared, so that its influence is enough
     positions, influence = run_probes(
         model,
         inputs,

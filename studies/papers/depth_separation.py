@@ -233,6 +233,7 @@ def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -
     output = outputs_of(model, model.forward_readout, data[0])
     return {
         "nmse": nmse(output, data[1]),
+        # weights that are set: the zeros of the host are no choice of the construction
         "parameters": sum(int((weights != 0).sum()) for weights in model.parameters()),
         "best_epoch": None,
         "max_error": float((output - data[1]).abs().max()),

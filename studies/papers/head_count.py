@@ -104,6 +104,7 @@ class HeadCount(TrainedStudy):
         """Return one or two layers, of the sizes of the table."""
         heads, table = settings["heads"], settings["table"]
         n_layers = 2 if table == "5" else 1
+        # rounded down: with 3 and with 5 heads two of the 32 dimensions belong to none
         d_head = 8 if table == "2" else 32 // heads
         return Architecture(
             n_heads=(heads,) * n_layers,

@@ -35,6 +35,7 @@ class KthLargestStudy(TrainedStudy):
             "full": {"n_tokens": 64, "n_train": 100000, "epochs": 15},
         }
         n_tokens = sizes[preset]["n_tokens"]
+        # T is a power of two, so that both extremes are among them
         ranks = [2**i for i in range(n_tokens.bit_length())]
         return [{"k": k, **sizes[preset]} for k in ranks]
 

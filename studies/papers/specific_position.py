@@ -106,6 +106,7 @@ class SpecificPosition(VectorStudy):
         x, y = (part.to(device) for part in data[2])
         made = call(model.eval(), x, ["blocks.0.attn.hook_pattern"], output=True)
         output, caught = made.output, made.activations
+        # [sample, key] of the one head at CLS
         weights = caught["blocks.0.attn.hook_pattern"][:, 0, -1].double().cpu()
         mse = float((output - y).detach().double().square().mean())
         return [

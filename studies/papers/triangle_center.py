@@ -280,6 +280,7 @@ def _control_means(results: "pd.DataFrame", lengths: slice) -> Numbers:
 
 
 def _controls_over(results: "pd.DataFrame") -> Numbers:
+    # against the size that does best on triples
     least = float(_means(results).iloc[-1].min())
     last = _control_means(results, slice(-1, None))
     return {name: mean / least for name, mean in last.items()}

@@ -202,6 +202,7 @@ class VaryingHeads(tokens.TokenStudy):
         one = results[memory & (heads == "1")]
         most = max(heads[memory], key=int)
         of_most = memory & (heads == most)
+        # with numbers that no run has, so that runs stay apart
         twin = one.assign(heads=most, run=one["run"] + results["run"].max() + 1)
         rate = _select_runs(one)["rate"].iloc[0]
         return {
