@@ -148,7 +148,10 @@ def _relation(relation: Relation) -> Callable[[Ids], Bool[Tensor, "query key"]]:
     if isinstance(relation, bool) or not isinstance(relation, str | int):
         return relation  # type: ignore[return-value]
     if isinstance(relation, int):
-        return lambda ids: (torch.arange(len(ids)) == relation % len(ids)).expand(len(ids), -1)
+        # a place that a text does not have is no key of it
+        return lambda ids: (
+            torch.arange(len(ids)) == (relation + len(ids) if relation < 0 else relation)
+        ).expand(len(ids), -1)
     if relation not in RELATIONS:
         raise InfoFlowError(
             f"relation is {relation!r}: expected one of {', '.join(RELATIONS)}, a place, or a "

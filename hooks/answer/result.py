@@ -15,11 +15,11 @@ from infoflow_lens.hooks.answer.paths import TARGET
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.scores import describe_orders, spearman
 
-# how tokens are ordered without replacing any; the last is no measure of the model
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
 _AGREE = 0.8  # of the words in a place, from which on it is said what the place speaks for
 _UNLIKELY = 0.05  # an answer's chance, below which the other text calls for something else
 _NAMED = 5  # writers or readers of a line that are named
+# how tokens are ordered without replacing any; the last is no measure of the model
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
 _LONGEST = 32  # letters of a unit that is named
 _WORDS = {

@@ -26,6 +26,7 @@ from infoflow_lens.hooks.model.call import (
 )
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
+from infoflow_lens.hooks.model.sites import rebuild
 from infoflow_lens.hooks.model.starts import AXES, is_stream
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
@@ -230,7 +231,7 @@ class Streams:
                     return picked[0][:, None]
                 return picked
             if isinstance(value, (tuple, list)):
-                return type(value)(move(one) for one in value)
+                return rebuild(value, [move(one) for one in value])
             if isinstance(value, Mapping):
                 return {name: move(one) for name, one in value.items()}
             # a cache holds keys of the whole text, and a position alone needs none

@@ -376,12 +376,13 @@ def _count_kept(
     budgets: Sequence[float], n_edges: Int[Tensor, " sequence"]
 ) -> Int[Tensor, "budget sequence"]:
     """Count the edges of each sequence that are kept."""
-    rows = [
+    # a share keeps one edge at least, but no more than there are
+    wanted = [
         (budget * n_edges).round().clamp(min=1).long() if budget < 1
-        else n_edges.clamp(max=int(budget))
+        else torch.full_like(n_edges, int(budget))
         for budget in budgets
     ]  # fmt: skip
-    return torch.stack(rows)
+    return torch.stack(wanted).minimum(n_edges)
 
 
 def _count_edges(

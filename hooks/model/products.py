@@ -39,14 +39,15 @@ class Operands:
         # operands come as a list, one by one, or by name; an einsum begins with its equation
         rest = list(args)
         if rest and isinstance(rest[0], str):
-            self.equation = rest.pop(0).replace(" ", "")
+            self.equation = _name_output(rest.pop(0).replace(" ", ""))
             self._is_list = bool(rest) and isinstance(rest[0], (tuple, list))
             rest = list(rest[0]) if self._is_list else rest
         elif name.startswith("baddbmm"):
-            self.base = rest.pop(0)
+            self.base = rest.pop(0) if rest else kwargs["input"]
         self._names = [name for name in _SECOND_NAMES if name in kwargs]
         rest += [kwargs[name] for name in self._names]
-        self._kwargs = {name: v for name, v in kwargs.items() if name not in self._names}
+        known = [*self._names, *(["input"] if self.base is not None else [])]
+        self._kwargs = {name: v for name, v in kwargs.items() if name not in known}
         self._more = rest[2:]
         self.pair: tuple[Any, Any] = (rest[0], rest[1]) if len(rest) >= 2 else (None, None)
         self._given = self.pair, args, kwargs
@@ -63,6 +64,14 @@ class Operands:
             return func(self.base, **dict(zip(self._names, self.pair)), **self._kwargs)
         before = () if self.base is None else (self.base,)
         return func(*before, *self.pair, *self._more, **self._kwargs)
+
+
+def _name_output(equation: str) -> str:
+    """Name the output's axes where an einsum leaves them out: those named once, by the alphabet."""
+    if "->" in equation or "." in equation:
+        return equation
+    axes = equation.replace(",", "")
+    return f"{equation}->{''.join(sorted(axis for axis in set(axes) if axes.count(axis) == 1))}"
 
 
 def _keep(tensor: Tensor) -> Tensor:
@@ -89,13 +98,16 @@ class Layout:
         """Find the layout of queries and keys; None for an einsum that is a projection."""
         if equation is None:
             return cls(right=_turn, right_back=_turn)
-        given, out = equation.split("->")
+        # dots stand for axes without names; of scores the last two axes are queries and keys
+        given, _, out = equation.partition("->")
+        if "." in equation or len(out) < 2:
+            return None
         q, k = given.split(",")
         inner = "".join(axis for axis in q if axis in k and axis not in out)
         heads = out[:-2]
         # keys may lack axes of heads, where several heads share them; queries have every axis
         fits = set(q) == {*heads, out[-2], *inner} and set(k) <= {*heads, out[-1], *inner}
-        if "." in given or not fits:
+        if not fits:
             return None
         return cls(*_mover(q, heads + out[-2] + inner), *_mover(k, heads + out[-1] + inner))
 

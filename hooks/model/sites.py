@@ -13,7 +13,7 @@ model has something else they differ, and :func:`site_names` says which there ar
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -518,5 +518,11 @@ def _swap(value: Any, old: Tensor, new: Tensor) -> Any:
         made = {name: _swap(item, old, new) for name, item in value.items()}
         return made if type(value) is dict else type(value)(**made)
     if isinstance(value, (tuple, list)):
-        return type(value)(_swap(item, old, new) for item in value)
+        return rebuild(value, [_swap(item, old, new) for item in value])
     return value
+
+
+def rebuild(value: Sequence[Any], items: Sequence[Any]) -> Any:
+    """Put items into a list, tuple or named tuple as `value` is one."""
+    # a named tuple takes its fields one by one
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]

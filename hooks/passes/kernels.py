@@ -34,6 +34,8 @@ def largest_keys(
     """Do what :func:`infoflow_lens.hooks.passes.ranking.largest_keys` does, in one kernel."""
     *shape, n_keys = scores.shape
     rows = scores.reshape(-1, n_keys)
+    # the kernel reads the keys of a row side by side, where a transposed view does not have them
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     made = (rows.shape[0], n)
     values = torch.empty(made, dtype=torch.float32, device=rows.device)
     places = torch.empty(made, dtype=torch.int32, device=rows.device)

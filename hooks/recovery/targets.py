@@ -189,7 +189,7 @@ def random_keys(
     batch, n_query, _ = allowed.shape
     drawn = torch.zeros(batch, n_query, dtype=torch.float64)
     for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
-        generator = torch.Generator().manual_seed((seed << 32) + index)
+        generator = torch.Generator().manual_seed(((seed << 32) + index) % 2**63)
         length = min(length, n_query)
         drawn[row, :length] = torch.rand(length, generator=generator, dtype=torch.float64)
     # a share of the count becomes the number of an allowed key; rounding may give the count itself

@@ -40,6 +40,7 @@ CASES = {
     "same token": lambda ids, q, k: k != q and ids[k] == ids[q],
     "after same token": lambda ids, q, k: 0 < k != q + 1 and ids[k - 1] == ids[q],
     2: lambda ids, q, k: k == 2,
+    6: lambda ids, q, k: k == 6,  # which the shortest text does not have
     -1: lambda ids, q, k: k == len(ids) - 1,
 }
 

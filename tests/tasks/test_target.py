@@ -191,7 +191,7 @@ ONE = Component(1, first)
             "says symmetric=True",
         ),
         ({"components": (Component(1, first),), "outer": "mean"}, "outer is 'mean'"),
-        ({"components": (Component(1, first),), "outer": lambda z: z.sum(-1)}, "keep the last"),
+        ({"components": (Component(1, first),), "outer": lambda z: z.sum(-1)}, r"return \[2, 1\]"),
         ({"components": (Component(1, first),), "subsets": ((9,),)}, "positions of component 1 is"),
         (
             {"components": (Component(1, first),), "subsets": ((1,), (2,))},

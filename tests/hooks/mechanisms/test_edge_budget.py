@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
+from infoflow_lens.hooks.mechanisms.edge_budget import _count_kept
 from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, rank_edges
 from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo
@@ -440,3 +441,13 @@ def test_models_and_sequences_that_do_not_fit_are_refused(model, tokens):
     for name, message in (("gpt_neo", "do not reach the output"), ("bert", "later keys")):
         with pytest.raises(InfoFlowError, match=message):
             measured(zoo.bridge(name), ids[:2], ids[2:])
+
+
+@pytest.mark.parametrize("budgets", [(0.1, 0.5), (1, 4)])
+def test_no_more_edges_are_kept_than_there_are(budgets):
+    """Of a sequence with nothing to choose one edge was said to be kept."""
+    n_edges = torch.tensor([0, 1, 20])
+    kept = _count_kept(budgets, n_edges)
+    assert (kept <= n_edges).all()
+    assert kept[:, 0].eq(0).all()
+    assert kept[:, 1].eq(1).all()

@@ -1,6 +1,7 @@
 """The tap against plain transformers, plain torch, and brute force."""
 
 import threading
+from collections import namedtuple
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.hooks.model.sites import rebuild
 from infoflow_lens.hooks.model.tap import Tap
 from tests.conftest import some_of
 from tests.reference import families
@@ -157,6 +159,39 @@ def test_products_of_three_tensors_go_through():
         found = attend()
     assert found.equal(attend())
     assert [call.is_read for call in tap.calls] == [False]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs"),
+    [
+        ("einsum", ("bij,bkj", 0, 1), {}),  # whose output has the axes that stand once
+        ("einsum", ("bij,bij->b", 0, 1), {}),
+        ("einsum", ("...ij,...kj", 0, 1), {}),
+        ("einsum", ("bij,bij", 0, 1), {}),
+        ("baddbmm", (), {"input": 2, "batch1": 0, "batch2": 3}),
+        ("baddbmm", (2,), {"batch1": 0, "batch2": 3, "beta": 2}),
+        ("matmul", (), {"input": 0, "other": 3}),
+        ("bmm", (), {"input": 0, "mat2": 3}),
+    ],
+)
+def test_products_in_every_way_to_call_them_go_through(function, args, kwargs):
+    """Some ended in a ValueError or an IndexError of the tap's."""
+    given = [torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 3, 3)]
+    given.append(given[1].transpose(1, 2))
+    args = [given[v] if isinstance(v, int) else v for v in args]
+    kwargs = {k: given[v] if k != "beta" else v for k, v in kwargs.items()}
+    with Tap():
+        scores = getattr(torch, function)(*args, **kwargs)
+        if scores.ndim > 2:
+            torch.einsum("bij,bjk", scores.softmax(-1), given[0])
+    assert scores.equal(getattr(torch, function)(*args, **kwargs))
+
+
+def test_structures_are_rebuilt_as_what_they_are():
+    """Blocks that give or take a named tuple ended in a TypeError."""
+    pair = namedtuple("pair", "state cache")(1, 2)
+    assert rebuild(pair, [3, 4]) == type(pair)(3, 4)
+    assert [rebuild([1], [2]), rebuild((1,), [2])] == [[2], (2,)]
 
 
 WAYS = ["sdpa", "behind", "einsum", "baddbmm", "where", "method", "fill", "subtract", "add"]

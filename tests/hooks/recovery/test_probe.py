@@ -561,3 +561,11 @@ def test_what_a_model_cannot_give_is_refused(model, inputs, token_model, token_i
     large = make_token_model(d_vocab=5000)
     with pytest.raises(InfoFlowError, match="the model has 5000 tokens"):
         run_probes(large, token_inputs, [RecoveryProbe(target="identity")], progress=False)
+
+
+def test_every_seed_draws_keys():
+    """Seeds from 2**31 on ended in a ValueError of the generator."""
+    allowed = torch.ones(2, 4, 4, dtype=torch.bool).tril()
+    large, small = (random_keys(allowed, (4, 3), seed, (0, 1)) for seed in (2**63 - 1, 2**31))
+    assert (large <= torch.arange(4)).all()
+    assert (small <= torch.arange(4)).all()
