@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -338,6 +338,9 @@ class _Run(Ledger):
                 "expected the same; use another folder (checkpoint_dir, --out "
                 "on the command line), or delete it"
             )
+        # the record is of the weights that the run began with
+        initial = fingerprint(state["initial_state"])
+        self.record = replace(self.record, model_fingerprint=initial)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name in ("initial_state", "best_state"):

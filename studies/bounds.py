@@ -332,8 +332,10 @@ def find_cube(
     numbers: Float[Tensor, "sequence number"], n_sequences: int
 ) -> tuple[float, tuple[int, int] | None]:
     """Find the side with fewer cubes of [-1, 1]^k than sequences, and two that share a cube."""
-    side = 2 / cells_of(n_sequences, numbers.shape[1])
-    cubes = ((numbers + 1) / side).floor()
+    n_cells = cells_of(n_sequences, numbers.shape[1])
+    side = 2 / n_cells
+    # 1 itself lies in the last cell
+    cubes = ((numbers + 1) / side).floor().clamp(max=n_cells - 1)
     seen: dict[tuple[float, ...], int] = {}
     for index, cube in enumerate(map(tuple, cubes.tolist())):
         if cube in seen:

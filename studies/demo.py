@@ -100,7 +100,7 @@ class DemoConfig:
             n_tokens=n_tokens or self.n_tokens,
             d_token=self.d_token,
             n_components=self.n_components,
-            # independent directions: no two heads are asked for nearly the same token
+            # at right angles, so that no two heads are asked for nearly the same token
             directions="orthonormal",
             seed=self.seed,
         )

@@ -121,7 +121,8 @@ def count_in_words(text: object) -> str:
 def two_digits(value: float) -> str:
     """Return a factor with two digits that count."""
     # rounded first: .0999999999 is .1, whose digits begin a place before
-    digits = max(0, 1 - math.floor(math.log10(abs(round(value, 9))))) if value else 0
+    size = abs(round(value, 9) or value)
+    digits = max(0, 1 - math.floor(math.log10(size))) if value else 0
     return short(value, digits)
 
 

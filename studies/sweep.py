@@ -266,12 +266,9 @@ class Sweep:
         """
         study, rows, cases, n_seeds = self.study, self.rows, self.cases, self.n_seeds
         finished = rows["status"] == "finished"
-        # a configuration is lost if none of its seeds has numbers
-        kept = set(rows[finished]["run"] // n_seeds)
-        lost = [index for index in range(len(cases)) if index not in kept]
-        notes = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
+        notes = [f"every run diverged with {_differing(case, cases)}" for case in self._lost]
         # claims about a configuration without numbers cannot be judged
-        if any(study.judges(cases[index]) for index in lost):
+        if any(map(study.judges, self._lost)):
             return Verdict(False, tuple(notes))
         verdict = study.verdict(rows[finished])
         reasons = list(verdict.reasons)
@@ -289,9 +286,15 @@ class Sweep:
     @property
     def has_verdict(self) -> bool:
         """Say whether there are numbers of all that the rule is about."""
-        # the words by which `verdict` names a judged configuration without numbers
-        lost = self.finished.empty or "diverged with" in " ".join(self.verdict.reasons)
+        lost = self.finished.empty or any(map(self.study.judges, self._lost))
         return bool(self.study.claims()) and not lost
+
+    @property
+    def _lost(self) -> Sequence[Settings]:
+        """The configurations of which no seed has numbers."""
+        finished = self.rows[self.rows["status"] == "finished"]
+        kept = set(finished["run"] // self.n_seeds)
+        return [case for index, case in enumerate(self.cases) if index not in kept]
 
     @cached_property
     def word(self) -> Word:

@@ -108,7 +108,8 @@ class FlowComparison:
             (layer, head, position, second, *pair)
             for layer, position, second, pairs in self._first_keys()
             for head, pair in enumerate(pairs)
-            if counterpart.get(pair[0], -1) != pair[1]
+            # a key that stands for none of the other side is not no key at all
+            if counterpart.get(pair[0], -1 if pair[0] < 0 else None) != pair[1]
         ]
         columns = ["layer", "head", "position", "position_second", "key", "key_second"]
         return pd.DataFrame(rows, columns=columns)

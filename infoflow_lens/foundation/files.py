@@ -308,12 +308,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as indented JSON, whole or not at all; NaN becomes null."""
+    """Write `value` as indented JSON, whole or not at all; NaN and infinity are null."""
     write_text(path, json_text(value) + "\n")
 
 
 def json_text(value: Any) -> str:
-    """Return `value` as indented JSON; NaN, which JSON does not have, becomes null."""
+    """Return `value` as indented JSON; NaN and infinity, which JSON does not have, are null."""
     return json.dumps(_without_nan(value), indent=2, allow_nan=False)
 
 

@@ -347,9 +347,14 @@ class NamedModel(HookedRootModule):
         Raises:
             InfoFlowError: without a tokenizer.
         """
-        ids: Tensor = self._tokenize(input)["input_ids"]
+        made = self._tokenize(input)
+        ids: Tensor = made["input_ids"]
         if prepend_bos is False and self.cfg.tokenizer_prepends_bos:
-            ids = ids[:, 1:]
+            # padding may stand before the first token of a shorter text
+            real = made.get("attention_mask", torch.ones_like(ids))
+            first = real.argmax(dim=1, keepdim=True)
+            others = torch.arange(ids.shape[1], device=ids.device) != first
+            ids = ids[others].view(len(ids), -1)
         return ids[:, : self.cfg.n_ctx] if truncate else ids
 
     def to_string(self, tokens: Any) -> str | list[str]:

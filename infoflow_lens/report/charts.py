@@ -163,7 +163,7 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", kind: str = 
 
 def _grid(n_rows: int, n_columns: int, row_name: str, column_name: str, cell: int) -> list[str]:
     # a number takes about 18 pixels, so that narrow cells show some numbers only
-    step = max(1, -(-n_columns * 18 // (n_columns * cell)))
+    step = max(1, -(-18 // cell))
     parts = [
         _text(_LEFT - 6, cell * (row + 0.5) + 4, f"{row_name} {row}", "end")
         for row in range(n_rows)

@@ -628,10 +628,10 @@ def components_profile(
     """
     if not components:
         raise InfoFlowError(f"{name} has no components: expected at least one")
-    dimension = max(min(c.rank, 10**6) if c.rank > 1 else c.arity for c in components)
+    sizes = [min(c.rank, 10**6) if c.rank > 1 else c.arity for c in components]
     growing = [
-        (c.rank if c.rank > 1 else c.arity)
-        for c in components
+        size
+        for size, c in zip(sizes, components, strict=True)
         if c.positions is None and c.tuples is None
     ]
     most = sum(c.arity for c in components)
@@ -647,12 +647,12 @@ def components_profile(
 
     return ComparisonProfile(
         name=name,
-        dimension=dimension,
+        dimension=max(sizes),
         order=max(growing, default=0),
         n_trees=len(components),
         paper=lambda t: sum(c.n_tuples(t, ordered=True) - 1 for c in components),
         unordered=lambda t: sum(c.n_tuples(t, ordered=False) - 1 for c in components),
-        proved=lambda t: -(-count_reachable(t) // dimension) - most,
+        proved=lambda t: -(-count_reachable(t) // max(sizes)) - most,
         flags=(
             Flag(
                 "[flag] of scores of one's own it is proved only that every token is compared; a "

@@ -277,9 +277,6 @@ class _Problem:
             most = (max(singles, 0), pairs, max(wide, 0), listed)
             for taken in self._share_out(left, most):
                 yield _ClsAction(*taken, climb=climb, read=read)  # type: ignore[misc]
-            # one head that takes over what all tokens hold
-            if state.single_tok > state.single_inh and left and not singles:
-                yield _ClsAction(singles=1, climb=climb, read=read)
 
     def _share_out(self, heads: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield all ways to give at most so many heads to kinds with so many components."""
@@ -323,9 +320,9 @@ class _Problem:
             )
             # heads read states from before this layer, so what they bring has the old size
             excl += (n_taken + cls.read * len(self.reads)) * state.own
-            excl += tokens.listed * kinds.common
-            if n_taken:
-                # whichever token CLS retrieves brings along what all tokens share
+            excl += tokens.listed * kinds.common * state.own
+            if n_taken or cls.read:
+                # whichever token CLS retrieves or reads brings along what all tokens share
                 inh, single_inh = state.shared, state.single_tok
             done = (
                 min(state.single_cls + cls.singles, len(kinds.singles)),
@@ -574,7 +571,9 @@ def find(
     )
     best, exhaustive = _solve(problem)
     if not exhaustive:
-        left_out.append(f"partial schedules beyond the best {_MOST_KEPT} of a layer")
+        left_out.append(
+            f"partial schedules beyond the best {_MOST_KEPT} of a layer and {_MOST_WEIGHED} in all"
+        )
     if best is not None:
         return Found(problem.schedule(best), exhaustive, tuple(left_out))
     if causal and any(c.arity > 2 for c in components):

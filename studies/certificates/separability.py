@@ -228,7 +228,7 @@ class OneLayerModel:
         tokens = tokens.to(torch.int64).contiguous()
         # a token beyond the largest gets the last place, and is then found to be unknown
         index = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
-        # a token that was in no sequence has no weight, whatever the position
+        # W has no row for a token that was in no sequence
         unknown = tokens[self.vocabulary[index] != tokens]
         if len(unknown):
             raise InfoFlowError(
@@ -582,10 +582,10 @@ class Dependence(Displayed):
 
 @checked
 def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Dependence:
-    """Decide whether sequences are dependent; find a short dependence if so (Def. 3) [stated].
+    """Decide whether sequences are dependent; find a dependence if so (Def. 3) [stated].
 
-    The dependence has the least sum of absolute values among those with coefficient 1 at one
-    dependent sequence, where the linear program finds it; it is checked in integers.
+    It is of two equal sequences, where there are some; else of independent sequences and one more,
+    which have one up to scale. It is found in integers.
 
     Args:
         sequences: a ``datasets.Dataset`` with a column x, a pair (x, y), or x itself: token ids
@@ -615,7 +615,7 @@ def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Depen
     if len(again):
         i = int(again[0])
         return Dependence(n, len(pivots), (int(first[index.reshape(-1)[i]]), i), (1, -1))
-    found = _short_dependence(phi, pivots)
+    found = _find_dependence(phi, pivots)
     if found is None:
         raise InfoFlowError(
             f"{n} sequences have rank {len(pivots)}, so they are dependent, but no dependence was "
@@ -624,34 +624,18 @@ def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Depen
     return Dependence(n, len(pivots), *found)
 
 
-def _short_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    from scipy.optimize import linprog  # which takes long, and most never need
+def _find_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Find the dependence of independent sequences and one more, in integers.
 
-    n = phi.shape[0]
-    # a sequence beyond the rank: with those within it is dependent
-    extra = int(np.setdiff1d(np.arange(n), pivots)[0])
-    # positive and negative parts of lambda, so that the sum of absolute values is linear
-    equations = sparse.hstack([phi.T, -phi.T]).tocsr()
-    bounds = np.full((2 * n, 2), (0, np.inf))
-    bounds[extra, 0] = 1
-    least = linprog(
-        np.ones(2 * n),
-        A_eq=equations,
-        b_eq=np.zeros(equations.shape[0]),
-        bounds=bounds,
-        method="highs-ds",
-        options={"maxiter": 50_000},
-    )
-    kept = np.sort(np.append(pivots, extra))
-    candidates = [(kept, np.ones(len(kept)))]  # one dependence, up to scale, and it is unique
-    if least.status == 0:
-        values = least.x[:n] - least.x[n:]
-        support = np.flatnonzero(np.abs(values) > 1e-7)
-        candidates.insert(0, (support, values[support]))
-    for rows, guess in candidates:
-        integers = integer_kernel(phi[rows].T.tocsc(), guess, positive=False)
-        if integers is not None:
-            pairs = [(int(row), value) for row, value in zip(rows, integers) if value]
-            indices, coefficients = zip(*pairs, strict=True)
-            return indices, coefficients
-    return None
+    Returns:
+        Its sequences and their coefficients, or None where these are too large to be found.
+    """
+    # one dependence, up to scale, as the sequences within the rank have none
+    extra = np.setdiff1d(np.arange(phi.shape[0]), pivots)[:1]
+    rows = np.sort(np.append(pivots, extra))
+    integers = integer_kernel(phi[rows].T.tocsc(), np.ones(len(rows)), positive=False)
+    if integers is None:
+        return None
+    pairs = [(int(row), value) for row, value in zip(rows, integers) if value]
+    indices, coefficients = zip(*pairs, strict=True)
+    return indices, coefficients

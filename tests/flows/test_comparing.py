@@ -1,12 +1,14 @@
 """Two flows side by side: which positions stand for each other, and what changed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from infoflow_lens import Flow, InfoFlowError, build_model, compare_flows, flow
 from infoflow_lens.cli import app
-from infoflow_lens.flows.comparing import align_tokens
+from infoflow_lens.flows.comparing import FlowComparison, align_tokens
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
 from tests.reference import zoo
@@ -157,3 +159,12 @@ def test_the_command_puts_two_texts_or_two_models_side_by_side(tmp_path):
     refused = call(folders[0], "w5 w7", "w9 w5", "--with", "w5")
     assert refused.exit_code != 0
     assert "stand beside one text: expected one, not 2" in " ".join(refused.stderr.split())
+
+
+def test_a_key_without_a_counterpart_is_not_the_same_as_no_key():
+    """The second text has no token for key 1; its head looks at nothing."""
+    some = SimpleNamespace(
+        aligned=((0, 0), (2, 1)), _first_keys=lambda: [(0, 2, 1, [(1, -1), (-1, -1), (2, 1)])]
+    )
+    (row,) = FlowComparison.choices(some).itertuples(index=False)
+    assert (row.head, row.key, row.key_second) == (0, 1, -1)

@@ -740,3 +740,18 @@ def test_ids_of_embeddings_that_were_resized_are_read():
     for layer, positions in enumerate(found.positions):
         assert positions[0, :, :, 0].equal(expected[layer][0].argmax(-1))
     assert named.cfg.d_vocab == before + 5
+
+
+def test_the_first_token_is_left_out_wherever_padding_stands():
+    """Of shorter texts padding was left out, and BOS stayed."""
+    tokenizer = zoo.tokenizer()
+    tokenizer.padding_side = "left"
+    named = open_model(zoo.build("bert"), tokenizer)
+    assert named.cfg.tokenizer_prepends_bos
+    texts = ["w5 w6 w7", "w9"]
+    ids = named.to_tokens(texts, prepend_bos=False)
+    for row, text in zip(ids, texts, strict=True):
+        (own,) = named.to_tokens(text, prepend_bos=False)
+        assert own.tolist() == tokenizer(text)["input_ids"][1:]
+        assert row[-len(own) :].equal(own)
+        assert (row[: -len(own)] == tokenizer.pad_token_id).all()

@@ -185,3 +185,8 @@ def test_the_page_of_a_large_model_stays_below_its_size():
     kept = fit_into_page(report.flow, 900_000)
     assert 1 <= len(kept.inputs) < 32
     assert f"{32 - len(kept.inputs)} more sequences" in html
+
+
+def test_a_heat_map_without_columns_is_drawn():
+    """It ended in a ZeroDivisionError."""
+    assert "<svg" in render_chart(HeatMap("empty", [[], []]))

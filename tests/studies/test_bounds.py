@@ -9,6 +9,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.studies.bounds import (
     depth_separation_bound,
     encoding_bound,
+    find_cube,
     growing_information,
     kth_largest_bound,
     kth_largest_collision,
@@ -168,3 +169,9 @@ def test_planted_tokens_are_rarely_picked():
             assert float(picked.float().mean()) <= 2 / n + 0.05
             shares.append(float(picked.float().mean()))
     assert shares[-1] < 0.1
+
+
+def test_the_largest_numbers_lie_in_the_last_cubes():
+    """1 itself lay beyond them, so that five sequences in four cubes had no two that share one."""
+    numbers = torch.tensor([[-1.0, -1], [-1, 0.5], [0.5, -1], [0.5, 0.5], [1, 1]])
+    assert find_cube(numbers, 5) == (1.0, (3, 4))

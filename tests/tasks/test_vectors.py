@@ -337,3 +337,10 @@ def test_bad_sample_requests_are_named():
         task.sample(2, -1)
     with pytest.raises(InfoFlowError, match="split is 'dev'"):
         task.dataset("dev", 3)
+
+
+def test_an_edge_that_stands_twice_makes_no_tree():
+    """Its last matrix alone was retrieved by, where the score had both."""
+    for edges in (((0, 1), (0, 1), (1, 2)), ((0, 1), (1, 0))):
+        with pytest.raises(InfoFlowError, match="expected those of a tree"):
+            load_task("best_tree", edges=edges)

@@ -153,6 +153,7 @@ def test_numbers_have_no_zero_before_the_point(number, shown):
 
 
 def test_factors_have_two_digits_and_ranges_two_ends():
+    assert two_digits(1e-10) == ".00000000010"  # which ended in "math domain error"
     shown = [two_digits(number) for number in (0.344, 1.06, 8.31, 14.6, 231.7)]
     assert shown == [".34", "1.1", "8.3", "15", "232"]
     assert span(pd.Series([3.0, 1.0, 2.0])) == "1.000 to 3.000"
