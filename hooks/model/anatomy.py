@@ -100,7 +100,7 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
     Args:
         model: any module.
         example: what its ``forward`` takes, by name: two sequences of a few tokens, equally long.
-        stack: the path of the list of blocks that is meant, where a model has several.
+        stack: the path of the list of blocks that is meant, or its end, where a model has several.
 
     Raises:
         InfoFlowError: for a compiled model or compiled attention, before anything runs; for weights
@@ -176,13 +176,16 @@ def _read(
             within = inside[1].rpartition(".")[0]
         stacks.setdefault(within, []).append(block)
     stacks = {path: some for path, some in stacks.items() if any(b.attentions for b in some)}
-    if (stack is None and len(stacks) > 1) or (stack is not None and stack not in stacks):
+    # by its path, or by the end of one: "decoder" is "model.decoder", where no other ends so
+    ends = [path for path in stacks if stack is None or path.endswith(f".{stack}")]
+    meant = [stack] if stack in stacks else ends
+    if len(meant) != 1:
         raise InfoFlowError(
             f"stack is {stack!r}, and {type(model).__name__} has "
             f"{'several stacks' if len(stacks) > 1 else 'one stack'} of blocks: expected one of "
             f"{', '.join(map(repr, stacks))}"
         )
-    chosen = stacks[next(iter(stacks)) if stack is None else stack]
+    chosen = stacks[meant[0]]
     anatomy = Anatomy(chosen, stacks)
     # the calls of the chosen blocks, as streams and ends are read off the log of calls
     own = [call for call, block in zip(calls, blocks) if block in chosen]

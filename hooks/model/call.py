@@ -128,10 +128,10 @@ def _call_model(
     layer: int,
 ) -> Any:
     """Run the model, from `start` on if it is given; blocks before `layer` may be left out."""
-    if start is None:
-        return model(batch) if isinstance(batch, Tensor) else batch.run(model)
-    point, entering = start
     whole = batch if isinstance(batch, Batch) else Batch(batch)
+    if start is None:
+        return whole.run(model)
+    point, entering = start
     if point == TOKENS:
         return model(entering)
     if can_start(model) and not whole.columns:

@@ -22,6 +22,7 @@ from infoflow_lens.hooks.model.points import (
     check_inputs,
     devices_of,
     hook_points,
+    kind_of,
     layer_count,
     reads_vectors,
     starts_at_layers,
@@ -225,7 +226,7 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     with eval_mode(model):
         layers = _layers(model, example_input.to(first.device))
     return ModelCapabilities(
-        kind=_kind_of_model(model),
+        kind=kind_of(model),
         layers=layers,
         reads_vectors=reads_vectors(model),
         starts_at_layers=starts_at_layers(model) or _leaves_out_blocks(model),
@@ -235,11 +236,6 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
         dropout=any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()),
         normalization=weight_processing(model),
     )
-
-
-def _kind_of_model(model: nn.Module) -> str:
-    """The name of the model's class; of an opened model, that of the class which was given."""
-    return type(model.original_model if hasattr(model, "anatomy") else model).__name__
 
 
 def _leaves_out_blocks(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
@@ -25,6 +25,7 @@ from infoflow_lens.hooks.model.points import (
     check_inputs,
     has_own_attention,
     is_causal,
+    kind_of,
     reads_vectors,
     starts_at_layers,
     takes_model,
@@ -92,11 +93,12 @@ class Batch:
         """Run the model on these sequences, on its device, with a mask where they are padded.
 
         Raises:
-            InfoFlowError: for the decoder behind an encoder, which reads sequences of its own.
+            InfoFlowError: for the decoder behind an encoder, which reads sequences of its own, and
+                for one that does not run without them.
         """
         if is_second_stack(model):
             raise InfoFlowError(
-                f"{type(model.original_model).__name__} is opened by its decoder, which reads "
+                f"{kind_of(model)} is opened by its decoder, which reads "
                 "decoder_input_ids beside what the encoder reads: expected calls of your own "
                 "inside attach(model, probe), and probes that run nothing anew"
             )
@@ -104,7 +106,18 @@ class Batch:
         more = {name: values.to(device) for name, values in self.columns.items()}
         if self.lengths is not None or _masks_by_itself(model):
             more[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
-        return model(self.tokens.to(device), **more)
+        try:
+            return model(self.tokens.to(device), **more)
+        except InfoFlowError:
+            raise
+        except ValueError as error:
+            if not has_second_stack(model):
+                raise
+            raise InfoFlowError(
+                f"{kind_of(model)} runs its decoder behind its encoder, which "
+                f"has no inputs here ({first_line(error)}): expected decoder_input_ids beside the "
+                "ids; or the encoder alone: open_model(model.get_encoder(), tokenizer)"
+            ) from error
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
         """Return the mask of real tokens, False on padding."""
@@ -335,7 +348,7 @@ def check_accepts_padding(model: nn.Module, lengths: Int[Tensor, " batch"] | Non
     """
     if lengths is not None and not accepts_padding(model):
         raise InfoFlowError(
-            f"{type(getattr(model, 'original_model', model)).__name__} shows something else where "
+            f"{kind_of(model)} shows something else where "
             "a sequence is padded, also with an attention_mask: expected sequences without "
             "padding; run those of one length together, or one by one (batch_size=1)"
         )
@@ -904,9 +917,19 @@ def call_columns(
     return {} if is_second_stack(model) else found
 
 
+def has_second_stack(model: nn.Module) -> bool:
+    """Say whether an opened model is an encoder with the decoder behind it.
+
+    Either alone has one stack, and a config that speaks of both.
+    """
+    anatomy: Any = getattr(model, "anatomy", None)
+    both = getattr(_config(model), "is_encoder_decoder", False)
+    return bool(both) and anatomy is not None and len(anatomy.stacks) > 1
+
+
 def is_second_stack(model: nn.Module) -> bool:
     """Say whether a model is opened by its decoder, behind an encoder."""
-    if not getattr(_config(model), "is_encoder_decoder", False) or not hasattr(model, "anatomy"):
+    if not has_second_stack(model):
         return False
     anatomy: Any = model.anatomy
     decoder: Any = model.original_model.get_decoder()  # type: ignore[operator, union-attr]

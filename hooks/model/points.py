@@ -64,6 +64,11 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def kind_of(model: nn.Module) -> str:
+    """Return the name of a model's class; of an opened model, that of the class which was given."""
+    return type(model.original_model if hasattr(model, "anatomy") else model).__name__
+
+
 def config_value(model: nn.Module, name: str) -> Any:
     """Return what the config of a model with hook points says; None where it does not."""
     return getattr(getattr(model, "cfg", None), name, None)

@@ -15,6 +15,7 @@ from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
+    ask,
     attach,
     flow,
     inspect_model,
@@ -572,6 +573,38 @@ def test_probes_on_a_decoder_read_its_own_tokens_and_mask(kind):
     attached = attach(decoder, JacobianInfluence())
     with pytest.raises(InfoFlowError, match=needs_own_call), attached:
         decoder(**call)
+
+
+@pytest.mark.parametrize("kind", some_of(["bart", "t5"], "bart"))
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_stack_given_alone_reads_its_ids_as_any_model(kind, side):
+    """Each was refused as the decoder behind an encoder: its config speaks of both."""
+    alone = getattr(families.build(kind, auto=["AutoModel"]), f"get_{side}")()
+    with torch.no_grad():
+        expected = alone(IDS, output_attentions=True, use_cache=False).attentions
+    found, _ = run_probes(alone, IDS, [PatternsProbe(), JacobianInfluence()], progress=False)
+    for one, other in zip(found.patterns, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_an_encoder_whose_decoder_does_not_run_is_to_be_given_alone():
+    """It was a ValueError of transformers."""
+    model = families.build("t5", auto=["AutoModelForSeq2SeqLM"])
+    needed = "expected decoder_input_ids beside the ids; or the encoder alone"
+    with pytest.raises(InfoFlowError, match=needed):
+        ask(open_model(model, stack="encoder"), IDS[0], 5, 7, progress=False)
+    with pytest.raises(InfoFlowError, match="expected calls of your own inside attach"):
+        ask(open_model(model, stack="decoder"), IDS[0], 5, 7, progress=False)
+
+
+def test_a_stack_may_be_named_by_the_end_of_its_path():
+    """The errors of folders say stack="encoder"; of a model with a head that was refused."""
+    model = families.build("bart", auto=["AutoModelForSeq2SeqLM"])
+    for side in ("encoder", "decoder"):
+        found = open_model(model, stack=side).anatomy
+        assert found.blocks is found.stacks[f"model.{side}"]
+    with pytest.raises(InfoFlowError, match="stack is 'coder', and BartFor"):
+        open_model(model, stack="coder")
 
 
 def test_a_wrapper_that_names_no_argument_is_opened_by_token_ids(plain):
