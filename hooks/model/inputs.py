@@ -958,13 +958,14 @@ def call_inputs(
                 "its inputs of other columns, then: expected decoder_input_ids"
             )
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
-    given = found[0] if found else next(iter(args), None)
+    # else what the model takes first, such as pixel_values
+    given = (*found, *args, kwargs.get(_first_argument(model)))[0]
     mask = next((kwargs[name] for name in MASKS if kwargs.get(name) is not None), None)
     if not has_own_attention(model):
         _refuse_key_cache(kwargs, given, mask)
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)
-    if not isinstance(given, Tensor):
+    if not isinstance(given, Tensor) or (given.ndim == 3 and not found and _by_position(model)):
         return None, None
     # a residual stream has no tokens to read
     starts = kwargs.get("start_at_layer") is not None  # then it is a residual stream
@@ -990,6 +991,19 @@ def call_inputs(
                 "attention_mask, so that probes know what is masked"
             )
     return given, None
+
+
+def _first_argument(model: nn.Module) -> str:
+    """Find the name of what the model itself takes first; empty where it names nothing."""
+    kind: Any = type(getattr(model, "original_model", model))
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return "".join([p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:2])
+
+
+def _by_position(model: Any) -> bool:
+    """Say whether an opened model has positions first, then sequences, as torch's own may."""
+    axes = model.anatomy.blocks[0].axes if hasattr(model, "anatomy") else None
+    return axes is not None and axes[0] != 0
 
 
 def _refuse_key_cache(kwargs: Mapping[str, Any], given: Any, mask: Any) -> None:

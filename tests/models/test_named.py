@@ -636,6 +636,47 @@ def test_models_of_pixels_and_of_sounds_are_opened_by_an_example():
     check_states(open_model(encoder, example=sound), expected.hidden_states[:2], **sound)
 
 
+def test_influence_on_what_is_named_in_the_call():
+    """What processors give is a dictionary: passes that were made anew ran on token ids."""
+    vit = families.build("vit", "sdpa", auto=["AutoModel"])
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    named = open_model(vit, example={"pixel_values": pixels})
+    found = []
+    for args, kwargs in (((pixels,), {}), ((), {"pixel_values": pixels})):
+        with attach(named, JacobianInfluence("resid_post", positions=(0,))) as attached:
+            named(*args, **kwargs)
+        found.append(attached.results()[0].influence)
+    layers = next(m for m in vit.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+    with torch.no_grad():
+        entering = vit(pixels, output_hidden_states=True).hidden_states[0][:1]
+
+    def states(x):
+        after = []
+        for layer in layers:
+            x = layer(x)
+            after.append(x[0, 0])
+        return torch.stack(after)
+
+    expected = torch.autograd.functional.jacobian(states, entering)[:, :, 0].norm(dim=(1, 3))
+    for influence in found:
+        torch.testing.assert_close(influence[:, 0, 0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_probes_on_a_model_of_positions_first():
+    """A call without names was refused as one of another number of sequences."""
+    layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=False)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        attention = model.layers[0].self_attn
+        _, expected = attention(x, x, x, average_attn_weights=False)
+    for args, kwargs in (((x,), {}), ((), {"src": x})):
+        named = open_model(model, example={"src": x[:, :2]})
+        with attach(named, PatternsProbe()) as attached:
+            named(*args, **kwargs)
+        torch.testing.assert_close(attached.results()[0].patterns[0], expected)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_transformer_of_torch_alone(norm_first):
     layer = nn.TransformerEncoderLayer(12, 3, 20, norm_first=norm_first, batch_first=False)
