@@ -398,6 +398,9 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
 
     Returns:
         Token ids [n_sequences, pos] or vector tokens [n_sequences, pos, d_token].
+
+    Raises:
+        InfoFlowError: for a model of anything else.
     """
     generator = torch.Generator().manual_seed(seed)
     first = next(model.parameters())
@@ -406,6 +409,11 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
         shape = (n_sequences, architecture.n_tokens, architecture.d_token)
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(first.dtype)
     cfg: Any = model.cfg
+    if not cfg.d_vocab:
+        raise InfoFlowError(
+            f"{kind_of(model)} has no vocabulary to draw token ids of: expected a model of ids; "
+            "one of anything else is measured in calls of your own, inside attach(model, probe)"
+        )
     length = min(max(16, local_window(model) + 2), _LONGEST_EXAMPLE, cfg.n_ctx)
     return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)
 
@@ -589,7 +597,8 @@ class _Reader:
             raise InfoFlowError(
                 f"{self.name} has the columns {', '.join(names) or 'none'}, without "
                 f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token "
-                "ids"
+                "ids; a model of anything else is measured in calls of your own, inside "
+                "attach(model, probe)"
             )
         more = [name for name in names if name == MASKS[0] or name in find_pass_columns(self.model)]
         if is_dataset:
@@ -651,7 +660,7 @@ class _Reader:
         for name in kept:
             if name not in forward_names(self.model):
                 raise InfoFlowError(
-                    f"{self.name} has {name}, which {type(self.model).__name__} does not take: "
+                    f"{self.name} has {name}, which {kind_of(self.model)} does not take: "
                     "expected what its forward reads; leave it out"
                 )
         return cut, kept
@@ -673,7 +682,8 @@ class _Reader:
             ) from None
         if [tuple(one.shape) for one in found] != [tuple(row.shape) for row in rows]:
             shapes = [reprlib.repr([list(row.shape) for row in part]) for part in (found, rows)]
-            remedy = "" if name == MASKS[0] else f"; call the model with {name} inside attach()"
+            own_call = name != MASKS[0] or any(one.ndim > 1 for one in found)
+            remedy = f"; call the model with {name} inside attach(model, probe)" * own_call
             raise InfoFlowError(
                 f"{label} has rows of shapes {shapes[0]}, the ids {shapes[1]}: expected a row for "
                 f"each sequence, and one entry for each id{remedy}"

@@ -333,8 +333,9 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
         check(inputs)
     elif inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.ndim != 2:
         raise InfoFlowError(
-            f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, but {type(model).__name__} "
-            "reads token ids: expected integers [batch, pos]"
+            f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, where token ids are read: "
+            "expected integers [batch, pos]; a model of anything else is measured in calls of your "
+            "own, inside attach(model, probe)"
         )
     else:
         refresh(model)  # its embeddings may have another size by now

@@ -677,6 +677,18 @@ def test_probes_on_a_model_of_positions_first():
         torch.testing.assert_close(attached.results()[0].patterns[0], expected)
 
 
+def test_what_is_no_model_of_ids_says_so():
+    """Random ids of an unknown vocabulary were a TypeError, and remedies spoke of ids alone."""
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    vit = families.build("vit", "sdpa", auto=["AutoModel"])
+    named = open_model(vit, example={"pixel_values": pixels})
+    with pytest.raises(InfoFlowError, match="ViTModel has no vocabulary"):
+        inspect_model(named)
+    for given in (pixels, {"pixel_values": pixels}):
+        with pytest.raises(InfoFlowError, match="calls of your own, inside attach"):
+            run_probes(named, given, [PatternsProbe()], progress=False)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_transformer_of_torch_alone(norm_first):
     layer = nn.TransformerEncoderLayer(12, 3, 20, norm_first=norm_first, batch_first=False)

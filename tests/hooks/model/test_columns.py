@@ -253,8 +253,8 @@ WRONG = [
     ("bert", {"token_type_ids": TYPES[:, :5]}, "the token_type_ids of inputs has rows of shapes"),
     ("bert", {"inputs_embeds": torch.zeros(2, 7, 32)}, "the inputs_embeds of inputs has rows of"),
     ("bert", {"encoder_hidden_states": torch.zeros(2, 3, 32)}, "the encoder_hidden_states of inp"),
-    ("llama", {"token_type_ids": TYPES}, "inputs has token_type_ids, which NamedModel does not"),
-    ("llama", {"attention_mask": torch.ones(2, 1, 7, 7)}, "the attention_mask of inputs has rows"),
+    ("llama", {"token_type_ids": TYPES}, "token_type_ids, which LlamaForCausalLM does not"),
+    ("llama", {"attention_mask": torch.ones(2, 1, 7, 7)}, "with attention_mask inside attach"),
 ]
 
 

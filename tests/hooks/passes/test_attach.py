@@ -539,9 +539,9 @@ def test_bad_inputs_are_named_before_the_model_runs(model, inputs, change, messa
 
 
 def test_bad_token_ids_are_named(token_model, token_inputs):
-    with pytest.raises(InfoFlowError, match="reads token ids"):
+    with pytest.raises(InfoFlowError, match="where token ids are read"):
         run_probes(token_model, token_inputs.float(), [PositionsProbe()], progress=False)
-    with pytest.raises(InfoFlowError, match="reads token ids"):
+    with pytest.raises(InfoFlowError, match="where token ids are read"):
         run_probes(token_model, token_inputs[:, :, None], [PositionsProbe()], progress=False)
     for wrong in (-100, 17):
         ids = token_inputs.clone()
