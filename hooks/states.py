@@ -180,7 +180,9 @@ def either(first: Any, second: Any) -> Any:
 
 def _sum(first: Any, second: Any, name: str) -> Any:
     if isinstance(first, Mapping):
-        return {key: _sum(part, second[key], name) for key, part in first.items()}
+        # an entry that only one of them has is the sum's
+        both = {k: _sum(part, second[k], name) for k, part in first.items() if k in second}
+        return {**first, **{k: copy_values(v) for k, v in second.items() if k not in first}, **both}
     if isinstance(first, (list, tuple)):
         return [_sum(one, other, name) for one, other in zip(first, second, strict=True)]
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):

@@ -540,7 +540,7 @@ class _Reader:
             return None
         if not len(given):
             raise InfoFlowError(f"{self.name} is empty: expected at least one sequence")
-        if _is_by_position(given, loader):
+        if _is_has_positions_first(given, loader):
             raise InfoFlowError(
                 f"{self.name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
                 "position: torch collates rows that are lists so; expected a tensor [batch, pos]; "
@@ -769,7 +769,7 @@ def _is_list_of_sequences(given: Any) -> bool:
     return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
 
 
-def _is_by_position(given: Any, loader: Any) -> bool:
+def _is_has_positions_first(given: Any, loader: Any) -> bool:
     """Say whether these are a tensor [batch] for each position, as torch collates rows of lists."""
     by_default = getattr(loader, "collate_fn", None) is default_collate
     return (
@@ -975,7 +975,9 @@ def call_inputs(
         _refuse_key_cache(kwargs, given, mask)
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)
-    if not isinstance(given, Tensor) or (given.ndim == 3 and not found and _by_position(model)):
+    if not isinstance(given, Tensor) or (
+        given.ndim == 3 and not found and _has_positions_first(model)
+    ):
         return None, None
     # a residual stream has no tokens to read
     starts = kwargs.get("start_at_layer") is not None  # then it is a residual stream
@@ -1010,7 +1012,7 @@ def _first_argument(model: nn.Module) -> str:
     return "".join([p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:2])
 
 
-def _by_position(model: Any) -> bool:
+def _has_positions_first(model: Any) -> bool:
     """Say whether an opened model has positions first, then sequences, as torch's own may."""
     axes = model.anatomy.blocks[0].axes if hasattr(model, "anatomy") else None
     return axes is not None and axes[0] != 0

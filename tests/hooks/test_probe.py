@@ -385,6 +385,17 @@ def test_states_merge_in_any_grouping_to_the_whole(sizes, split, seed):
         assert state.value(merged).equal(whole)
 
 
+def test_sums_of_what_is_named_hold_what_either_has():
+    """What the first pass did not name was dropped, and what the second lacked was a KeyError."""
+    state = summed()
+    passes = [{"a": torch.ones(2)}, {"b": torch.ones(3)}, {"a": torch.ones(2), "b": torch.ones(3)}]
+    kept = None
+    for part in passes:
+        kept = state.add(kept, part)
+    assert {name: value.tolist() for name, value in kept.items()} == {"a": [2, 2], "b": [2, 2, 2]}
+    assert passes[1]["b"].tolist() == [1, 1, 1]
+
+
 # Settings
 
 EVERY_FIELD = [
