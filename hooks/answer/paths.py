@@ -399,7 +399,7 @@ def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list
     in_order = [(tuple(sorted(paths, key=_order)), swap) for paths, swap in jobs]
     each = [*dict.fromkeys(in_order)]  # once
     asked = ["shares", each]
-    found = streams.question.measure_once(asked, lambda: _share(streams, each), len(each)).tolist()
+    found = streams.question.measure_once(asked, lambda: _share(streams, each)).tolist()
     by_job = dict(zip(each, found, strict=True))
     return [by_job[job] for job in in_order]
 
@@ -487,7 +487,7 @@ def cut_paths(
     follows the reader goes free.
     """
     measure = partial(_cut_paths, streams, paths, advance)
-    found = streams.question.measure_once(["cuts", paths], measure, len(paths))
+    found = streams.question.measure_once(["cuts", paths], measure)
     return dict(zip(paths, found.tolist(), strict=True))
 
 

@@ -204,7 +204,7 @@ class Question:
             some, start = [rows[row] for row in these], _earliest(starts[row] for row in these)
             asked = ["passes", texts[these], some]
             run = partial(self._read, texts[these], some, *start)
-            found[these] = self.measure_once(asked, run, len(some))
+            found[these] = self.measure_once(asked, run)
             if advance is not None:
                 advance(len(some))
         return found - self.clean.value
@@ -242,14 +242,13 @@ class Question:
         return [order[first:stop] for first, stop in pairwise([0, *ends])]
 
     def measure_once(
-        self, asked: Any, measure: Callable[[], Float[Tensor, " number"]], n: int
+        self, asked: Any, measure: Callable[[], Float[Tensor, " number"]]
     ) -> Float[Tensor, " number"]:
         """Measure some numbers, unless a run that was stopped has measured them.
 
         Args:
             asked: all that they depend on, beside the model and the readout.
             measure: gives them.
-            n: how many they are.
         """
         if self._kept is None:
             return measure()
@@ -260,7 +259,7 @@ class Question:
             # kept with the numbers, so that a run which goes on counts these passes, too
             return torch.cat([found, found.new_tensor([self.forwards - before])])
 
-        found = self._kept.measure_once(hash_values(asked), count, n + 1)
+        found = self._kept.measure_once(hash_values(asked), count)
         self.forwards = before + float(found[-1])
         return found[:-1]
 
@@ -375,7 +374,7 @@ class Question:
         for these in self._batches(order, starts):
             _, first = _earliest(starts[row] for row in these)
             run = partial(self._score, texts[these], first)
-            numbers = self.measure_once(["chances", texts[these], first], run, 3 * len(these))
+            numbers = self.measure_once(["chances", texts[these], first], run)
             found[:, these] = numbers.view(3, -1)
         self._known_texts |= zip(map(tuple, texts.tolist()), found[0].tolist(), strict=True)
         return found[0], found[1], found[2]
@@ -459,7 +458,7 @@ class Question:
         for first in sorted({self.end, self.end // 2} - {0}):
             try:
                 run = partial(self._read, self.clean.tokens, [()], 0, first)
-                again = self.measure_once(["prefix", self.clean.tokens, first], run, 1)
+                again = self.measure_once(["prefix", self.clean.tokens, first], run)
             except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
                 return None  # no pass of the model begins behind others
             if abs(float(again) - self.clean.value) > self._nearness(last.dtype):

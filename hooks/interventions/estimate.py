@@ -75,16 +75,12 @@ def estimate_ideals(
         kept: what a run that was stopped has reached.
         begin: called with each batch, its first index, and a function that estimates and gives the
             pass, with what it is told to show.
-
-    Raises:
-        InfoFlowError: for what no run has kept.
     """
     kept = kept or KeptNumbers({}, None, None)
     layers = [LayerMeans.select(means, i, leaves_out) for i in range(len(means.patterns))]
     counts, n = [len(pattern) for pattern in means.patterns], int(batches.n_sequences or 0)
     fresh = torch.zeros(n, sum(counts), len(ideals), dtype=torch.float64)
-    kept.check_together(["estimates", "n_estimated", "seen"])
-    lost, done = kept.begin("estimates", fresh), kept.take_up_estimates(damage, n)
+    lost, done = kept.begin("estimates", fresh), kept.take_up_estimates(damage)
     for batch in batches.batches(batch_size, skip=done):
         stop = done + len(batch)
         seeds = [derive_seed("labels", seed, i) for i in range(done, stop)]

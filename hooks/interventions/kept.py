@@ -1,14 +1,14 @@
 """Going on with a measurement that was stopped: what it has reached, by name, and of what run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.record import is_same
+from infoflow_lens.foundation.record import hash_values, is_same
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.probe import Intervention
@@ -16,8 +16,9 @@ from infoflow_lens.hooks.model.identity import HOOKS, model_identity
 from infoflow_lens.hooks.model.inputs import Batches
 
 Reached = Mapping[str, Any]
-"""What was measured so far: of what run it is, and the state of each round by its name."""
-_IDENTITY = "identity"
+"""What was measured so far: of what run it is, the state of each round by its name, and a digest of
+each."""
+_IDENTITY, _DIGESTS = "identity", "digests"
 
 
 def identify(
@@ -70,23 +71,34 @@ def check_resume(resume: object, expected: Mapping[str, Any]) -> None:
         )
 
 
-def check_kept(value: Any, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
-    """Refuse a tensor to go on with that no run of this kind has kept.
+def _check_entries(resume: Mapping[str, Any]) -> None:
+    """Refuse to go on with other entries than a run kept, by what each was then.
 
     Raises:
-        InfoFlowError: for another shape or type, and for NaN or infinity.
+        InfoFlowError: naming the first that is missing, changed or added.
     """
-    found = f"a {type(value).__name__}"
-    if isinstance(value, Tensor):
-        found = f"{value.dtype} {list(value.shape)}"
-        if value.dtype == dtype and list(value.shape) == list(shape):
-            if value.isfinite().all():
-                return
-            found += " with NaN or infinity"
-    raise InfoFlowError(
-        f"resume holds {found} as {name}: expected {dtype} {list(shape)} of numbers, as a run kept "
-        "them; leave resume out to measure anew"
-    )
+    found = resume.get(_DIGESTS)
+    digests = found if isinstance(found, Mapping) else {}
+    for name in {**digests, **resume}:
+        if name in (_IDENTITY, _DIGESTS):
+            continue
+        if name not in resume:
+            raise InfoFlowError(
+                f"resume lacks {name!r}: expected all that after was given; leave resume out to "
+                "measure anew"
+            )
+        if _digest(resume[name]) != digests.get(name, ""):
+            raise InfoFlowError(
+                f"resume holds {brief(resume[name])} as {name}: expected the numbers that a run "
+                "kept there; leave resume out to measure anew"
+            )
+
+
+def _digest(value: Any) -> str | None:
+    """Digest an entry; None for one that no run keeps."""
+    with suppress(TypeError, ValueError, RecursionError):
+        return hash_values(value)
+    return None
 
 
 class KeptNumbers:
@@ -98,7 +110,8 @@ class KeptNumbers:
         after: called after each that is measured, with all so far.
 
     Raises:
-        InfoFlowError: if those of the run before depend on something else.
+        InfoFlowError: if those of the run before depend on something else, or are not as it left
+            them.
     """
 
     def __init__(
@@ -108,102 +121,39 @@ class KeptNumbers:
         after: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:
         check_resume(resume, identity)
-        self._found = {**(resume or {}), _IDENTITY: dict(identity)}
+        before = resume or {}
+        _check_entries(before)
+        self._found = {**before, _IDENTITY: dict(identity)}
+        self._found[_DIGESTS] = dict(before.get(_DIGESTS, {}))
         self._after = after
 
-    def measure_once(self, name: str, measured: Callable[[], Tensor], *shape: int) -> Tensor:
-        """The numbers of that name, float64 of a shape, measured unless they are there.
-
-        Raises:
-            InfoFlowError: if what is there are no such numbers.
-        """
-        if name in self._found:
-            check_kept(self._found[name], shape, torch.float64, name)
-        else:
+    def measure_once(self, name: str, measured: Callable[[], Tensor]) -> Tensor:
+        """The numbers of that name, measured unless they are there."""
+        if name not in self._found:
             self.keep(**{name: measured()})
         found: Tensor = self._found[name]
         return found
 
     def begin(self, name: str, fresh: Tensor) -> Tensor:
-        """Take up the tensor of that name where the run before left it, or begin with a fresh one.
-
-        Raises:
-            InfoFlowError: if what is there is no such tensor.
-        """
+        """Take up the tensor of that name where the run before left it, or a fresh one."""
         found: Tensor = self._found.get(name, fresh)
-        check_kept(found, fresh.shape, fresh.dtype, name)
         return found
 
-    def take_up_estimates(self, damage: Damage, n: int) -> int:
-        """Let a metric go on from what it had seen; return on how many sequences estimates are.
-
-        Args:
-            damage: the metric, kept as "seen" beside "n_estimated".
-            n: the sequences of all.
-
-        Raises:
-            InfoFlowError: for what no run of this kind has kept.
-        """
-        fresh = damage.state()
-        count, seen = self._found.get("n_estimated", 0), self._found.get("seen", fresh)
-        # not isinstance, as True and False are of type int, too
-        if not (type(count) is int and 0 <= count <= n) or not (
-            isinstance(seen, dict)
-            and seen.keys() == fresh.keys()
-            and all(isinstance(value, (int, float, Tensor)) for value in seen.values())
-            and all(torch.as_tensor(value).isfinite().all() for value in seen.values())
-        ):
-            raise InfoFlowError(
-                f"resume holds n_estimated {count} of {n} sequences, and as seen "
-                f"{seen!r:.100}: expected what after gave; leave resume out to measure anew"
-            )
-        damage.load_state(seen)
+    def take_up_estimates(self, damage: Damage) -> int:
+        """Let a metric go on from what it had seen; return on how many sequences estimates are."""
+        damage.load_state(self._found.get("seen", {}))
+        count: int = self._found.get("n_estimated", 0)
         return count
 
     def take_up(self, name: str, probe: Intervention) -> None:
-        """Let a probe go on from the state of that name, if there is one.
-
-        Raises:
-            InfoFlowError: if what is there is no state of this probe.
-        """
+        """Let a probe go on from the state of that name, if there is one."""
         if name in self._found:
             probe.load_state_dict(self._found[name])
-            _check_table(probe)
-
-    def check_together(self, names: Sequence[str]) -> None:
-        """Refuse numbers of which some are there, and not all, though a run keeps them together.
-
-        Raises:
-            InfoFlowError: naming the first that is missing.
-        """
-        missing = [name for name in names if name not in self._found]
-        if 0 < len(missing) < len(names):
-            raise InfoFlowError(
-                f"resume lacks {missing[0]!r}: expected all that after was given; leave resume out "
-                "to measure anew"
-            )
 
     def keep(self, **values: Any) -> None:
         """Keep values by name, and give `after` all so far: the run's own tensors, no copies."""
         self._found |= values
+        digests = {name: _digest(value) for name, value in values.items()}
+        self._found[_DIGESTS] = {**self._found[_DIGESTS], **digests}
         if self._after is not None:
             self._after(dict(self._found))
-
-
-def _check_table(probe: Intervention) -> None:
-    """Refuse a table to go on with that no run has kept.
-
-    Raises:
-        InfoFlowError: naming what is wrong.
-    """
-    n, table = probe.n_sequences, probe.table
-    check_kept(table.sequences, [n], torch.int64, "sequences")
-    for name in ("n_rows", "n_tokens"):
-        check_kept(getattr(table, name), [n], torch.int64, name)
-    shape = [n, len(table.edits)]
-    for name, expected in (("bare", [n]), ("lost", shape), ("rise", shape)):
-        value = getattr(table, name)
-        # without next tokens there is neither, as of an output that is a vector
-        is_none = name != "lost" and isinstance(value, Tensor) and not table.n_tokens.any()
-        value = value.nan_to_num() if is_none and value.isnan().all() else value
-        check_kept(value, expected, torch.float64, name)

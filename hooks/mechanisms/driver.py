@@ -79,7 +79,7 @@ def measure_round(
         progress: show a bar.
 
     Raises:
-        InfoFlowError: if what is there is no state of this intervention, and as the probe says.
+        InfoFlowError: as the probe says.
     """
     kept.take_up(name, probe)
     result: InterventionResult

@@ -240,6 +240,7 @@ def test_a_resume_that_lacks_what_is_kept_together_is_refused(missing, token_mod
 def spoiled(value):
     """What a value made by hand may be in the place of a tensor."""
     yield value[..., :-1]
+    yield value + 1  # numbers as good as any
     yield value[None]
     yield value.tolist()
     yield None
@@ -252,29 +253,71 @@ def spoiled(value):
 
 
 def tensors_in(state):
-    """The names of all tensors in nested dicts, each with the dict that holds it."""
+    """The keys of all tensors in nested dicts, each behind the dict that holds it."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            yield key, state
+            yield state, key
         elif isinstance(value, dict):
             yield from tensors_in(value)
 
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_losses_made_by_hand_are_refused(name, token_model, token_inputs):
-    """NaN went into the result, and another length ended in an error of torch."""
+    """NaN and other numbers went into the result; another length ended in an error of torch."""
     measure, arguments, settings, _ = MEASURES[name]
     kept = []
     given = (token_model, *arguments(token_model, token_inputs[:8])[1:])
     measure(*given, **settings, after=kept.append, progress=False)
     state = copy.deepcopy(kept[-1])
-    places = list(tensors_in(state))
-    assert len(places) > 1
-    for key, holder in [places[0], *places[-6:]]:  # of the first and the last round
-        own = holder[key]
-        for value in spoiled(own):
-            holder[key] = value
-            with pytest.raises(InfoFlowError, match=rf"resume holds .* as {key}: expected"):
-                measure(*given, **settings, resume=state, progress=False)
-        holder[key] = own
+    entries = [name for name in state if name not in ("identity", "digests")]
+    for entry in {entries[0], entries[-1]}:
+        places = list(tensors_in({entry: state[entry]}))
+        assert len(places) > 1
+        for holder, key in places[-6:]:
+            own = holder[key]
+            for value in spoiled(own):
+                holder[key] = value
+                with pytest.raises(InfoFlowError, match=rf"resume holds .* as {entry}: expected"):
+                    measure(*given, **settings, resume=state, progress=False)
+            holder[key] = own
     measure(*given, **settings, resume=state, progress=False)
+
+
+def test_names_and_counts_made_by_hand_are_refused(token_model, token_inputs):
+    """Edits of another name ended as NaN in the result, and another count in another worth."""
+    kept, inputs = [], token_inputs[:4]
+
+    def change_edit(state):
+        state["round 0"]["measured"]["table"]["edits"][0] = "x"
+
+    def change_work(state):
+        state["round 0"]["measured"]["work"] = None
+
+    def change_record(state):
+        state["round 0"]["record"] = "x"
+
+    def change_count(state):
+        state["seen"]["n_rows"] += 1
+
+    def change_digests(state):
+        state["digests"] = None
+
+    def add(state):
+        state["more"] = 1
+
+    def add_unreadable(state):
+        state["more"] = {(0, 1): 2}
+
+    cases = {
+        measure_top_k: (change_edit, change_work, change_record, change_digests, add),
+        label_heads: (change_count, change_digests, add_unreadable),
+    }
+    for measure, changes in cases.items():
+        kept.clear()
+        settings = {"batch_size": 2, "progress": False}
+        measure(token_model, inputs, after=kept.append, **settings)
+        for change in changes:
+            state = copy.deepcopy(kept[0])
+            change(state)
+            with pytest.raises(InfoFlowError, match=r"resume holds .*: expected the numbers"):
+                measure(token_model, inputs, resume=state, **settings)
