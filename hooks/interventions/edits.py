@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name, pattern_hook
 from infoflow_lens.hooks.model.starts import first_layer
@@ -133,6 +134,8 @@ def check_head(plain: Pass, layer: int, head: int) -> None:
     Raises:
         InfoFlowError: with those that it has.
     """
+    check(layer, int, "layer")
+    check(head, int, "head")
     n_heads = [plain.pattern(i).shape[1] for i in range(plain.n_layers)]
     if not (0 <= layer < plain.n_layers and 0 <= head < n_heads[layer]):
         raise InfoFlowError(

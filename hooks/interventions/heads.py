@@ -377,10 +377,12 @@ def label_heads(
     layer_count(model)
     asked: dict[str, Any] = {"metric": metric, "read": read}
 
-    def texts_of(given: Inputs) -> Batches:
-        return read_inputs(model, given, column=column, max_length=max_length)
+    def texts_of(given: Inputs, name: str) -> Batches:
+        return read_inputs(model, given, name=name, column=column, max_length=max_length)
 
-    some, judged = _split(texts_of(inputs), None if judge is None else texts_of(judge))
+    some, judged = _split(
+        texts_of(inputs, "inputs"), None if judge is None else texts_of(judge, "judge")
+    )
     leaves_out = calibration is None
     damage = metric_of(model, metric, read, min(some.shortest, judged.shortest))
     settings = {
@@ -391,7 +393,7 @@ def label_heads(
     if isinstance(calibration, MeanPatterns):
         known["means"] = _fingerprint_means(calibration)
     elif calibration is not None:
-        others = texts_of(calibration)
+        others = texts_of(calibration, "calibration")
     identity = identify(model, known, inputs=some, judge=judged, calibration=others)
     kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("labels", _N_STEPS, progress) as step:
@@ -483,17 +485,18 @@ def _split(every: Batches, judged: Batches | None) -> tuple[Batches, Batches]:
     Raises:
         InfoFlowError: for fewer than two of either.
     """
-    some = every
-    if judged is None:
-        n = int(every.n_sequences or 0)
-        some, judged = every.take(list(range(0, n, 2))), every.take(list(range(1, n, 2)))
-    for name, part in (("labels", some), ("the judgement", judged)):
-        if (part.n_sequences or 0) < 2:
+    n_every = len(every.rows)  # refuses what may be read once only
+    n_judged = n_every // 2 if judged is None else len(judged.rows)
+    n_some = n_every if judged is not None else n_every - n_judged
+    for name, n in (("labels", n_some), ("the judgement", n_judged)):
+        if n < 2:
             raise InfoFlowError(
-                f"there are {part.n_sequences} texts for {name}: expected at least 2, so that "
-                "there is an error over texts; without judge= half of the inputs are for it"
+                f"there are {n} texts for {name}: expected at least 2, so that there is an error "
+                "over texts; without judge= half of the inputs are for it"
             )
-    return some, judged
+    if judged is not None:
+        return every, judged
+    return every.take(range(0, n_every, 2)), every.take(range(1, n_every, 2))
 
 
 def _fingerprint_means(means: MeanPatterns) -> str:

@@ -365,12 +365,11 @@ class Intervention(Probe[InterventionResult]):
                 done += len(some)
                 if self.watch is not None:
                     self.watch(done / len(edits))
-        empty = torch.zeros(0, n, dtype=torch.float64)
         table = Table(
             plain.indices.clone(),
             [edit.name for edit in edits],
-            torch.cat([empty, *lost]).T.contiguous(),
-            torch.cat([empty, *rise]).T.contiguous(),
+            torch.cat(lost).T.contiguous(),
+            torch.cat(rise).T.contiguous(),
             judge.bare,
             judge.n_rows,
             judge.n_tokens,
@@ -398,9 +397,13 @@ class Intervention(Probe[InterventionResult]):
         """Check edits before a pass, and order them by the layer where their passes start.
 
         Raises:
-            InfoFlowError: for what is no edit, two of one name, and unknown hook points.
+            InfoFlowError: for what is no edit, none, two of one name, and unknown hook points.
         """
         edits: list[Edit] = list(given) if isinstance(given, Iterable) else [given]
+        if not edits:
+            raise InfoFlowError(
+                f"{type(self).__name__}.edits gives no edit: expected at least one for every pass"
+            )
         for edit in edits:
             # an edit that was given alone, in no list, is refused, too
             if not isinstance(edit, Edit) or edits == [given]:
@@ -444,19 +447,8 @@ class EditsOfPass(Intervention):
     make: Callable[[Pass], Iterable[Edit]]
 
     def edits(self, plain: Pass) -> Iterable[Edit]:
-        """Make them.
-
-        Raises:
-            InfoFlowError: if there are none.
-        """
-        made = self.make(plain)
-        edits = list(made) if isinstance(made, Iterable) else made
-        if edits == []:
-            raise InfoFlowError(
-                f"{getattr(self.make, '__name__', 'the function')} gives no edit: expected at "
-                "least one for every pass"
-            )
-        return edits
+        """Make them."""
+        return self.make(plain)
 
 
 @dataclass

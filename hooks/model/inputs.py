@@ -201,10 +201,10 @@ class Batches:
 
     def take(self, indices: Sequence[int]) -> "Batches":
         """Return some of the sequences, in this order."""
-        is_tensor = isinstance(self.rows, Tensor)
-        some = [self.rows[i] for i in indices]
+        rows = self.rows
+        some = rows[list(indices)] if isinstance(rows, Tensor) else [rows[i] for i in indices]
         columns = {name: [rows[i] for i in indices] for name, rows in self.columns.items()}
-        return Batches(self._model, torch.stack(some) if is_tensor else some, self._name, columns)
+        return Batches(self._model, some, self._name, columns)
 
     def fingerprint(self) -> str:
         """Return a digest of all sequences, by which those of another run are noticed.

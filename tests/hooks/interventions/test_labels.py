@@ -218,6 +218,13 @@ def test_too_few_texts_and_means_of_shorter_ones_are_refused():
     model, tokens = open_model(zoo.build("llama").eval()), zoo.tokens(6, 8)
     with pytest.raises(InfoFlowError, match="there are 1 texts for labels"):
         label_heads(model, tokens[:2], progress=False)
+    with pytest.raises(InfoFlowError, match="there are 1 texts for labels"):  # no list to stack
+        label_heads(model, tokens[:1], progress=False)
+    for name in ("judge", "calibration"):
+        with pytest.raises(InfoFlowError, match=f"{name} is a loader, which may be read once only"):
+            label_heads(model, tokens, **{name: (row for row in tokens)}, progress=False)
+        with pytest.raises(InfoFlowError, match=rf"{name}\[0\] has token ids from 999"):
+            label_heads(model, tokens, **{name: [torch.tensor([999])] * 2}, progress=False)
     (means,) = run_probes(model, tokens[:, :5], [MeanPatternsProbe()], progress=False)
     with pytest.raises(InfoFlowError, match="at most 5 positions"):
         label_heads(model, tokens, calibration=means, progress=False)
