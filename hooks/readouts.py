@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import gives_logits
@@ -60,6 +61,19 @@ class Readout(ABC):
             InfoFlowError: for words that are no single tokens.
         """
         return self
+
+
+def bind_readout(readout: Any, model: nn.Module) -> Readout:
+    """Make a readout ready for a model.
+
+    Raises:
+        InfoFlowError: for what is none, and as its `bind` says.
+    """
+    if not isinstance(readout, Readout):
+        raise InfoFlowError(
+            f"readout is {brief(readout)}: expected one such as LogitDifference(' Mary', ' John')"
+        )
+    return readout.bind(model)
 
 
 @refuse_names(spelled="spell_ids")

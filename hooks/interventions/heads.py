@@ -178,8 +178,8 @@ class HeadLabels(Result):
                 largest key is position 0 passes on nothing else.
 
         Raises:
-            InfoFlowError: for sequences that are longer than those with labels, or the two in each
-                other's place.
+            InfoFlowError: for sequences that are longer than those with labels, a model of other
+                heads, or the two in each other's place.
         """
         if isinstance(attended, PositionsResult) or isinstance(chosen, AttendedResult):
             raise InfoFlowError(
@@ -188,6 +188,13 @@ class HeadLabels(Result):
             )
         attended = attended.positions if isinstance(attended, AttendedResult) else attended
         chosen = chosen.positions if isinstance(chosen, PositionsResult) else chosen
+        n_heads = [len(mean) for mean in self.mean_patterns]
+        for given, by_layer in (("attended", attended), ("chosen", chosen)):
+            if (counts := [part.shape[1] for part in by_layer]) != n_heads:
+                raise InfoFlowError(
+                    f"labels are of layers of {n_heads} heads, {given} keys of {counts}: expected "
+                    "those of one model; label the heads of this one"
+                )
         n_pos, longest = chosen[0].shape[2], self.mean_patterns[0].shape[1]
         if n_pos > longest:
             raise InfoFlowError(

@@ -12,7 +12,7 @@ from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, hook_points, takes_model
 from infoflow_lens.hooks.model.texts import readable_tokens
-from infoflow_lens.hooks.readouts import Readout
+from infoflow_lens.hooks.readouts import Readout, bind_readout
 from infoflow_lens.hooks.shares.norms import HeldNorms
 from infoflow_lens.hooks.shares.result import Shares
 from infoflow_lens.hooks.shares.writers import Writers
@@ -32,15 +32,15 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
         readout: what is asked, such as ``LogitDifference(" Mary", " John")``.
 
     Raises:
-        InfoFlowError: for several sequences, an answer that is no token, and models that do not
-            show what their heads write.
+        InfoFlowError: for several sequences, what is no readout, an answer that is no token, and
+            models that do not show what their heads write.
     """
     check_one_device(model)
     batches = read_inputs(model, inputs)
     rows = list(batches.rows)
     if len(rows) != 1:
         raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
-    asked, batch = readout.bind(model), batches.whole()
+    asked, batch = bind_readout(readout, model), batches.whole()
     with eval_mode(model):
         writers, held = Writers(model), HeldNorms()
         points = [name for name in _attention_points(writers) if name in hook_points(model)]

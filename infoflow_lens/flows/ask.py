@@ -21,7 +21,7 @@ from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.model.texts import tokenize
-from infoflow_lens.hooks.readouts import LogitDifference, Readout, tokens_of_answer
+from infoflow_lens.hooks.readouts import LogitDifference, Readout, bind_readout, tokens_of_answer
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -327,5 +327,5 @@ def _answers(
 
 def _bind(readout: Readout, model: NamedModel) -> Readout:
     """Bind a readout to a model; ids of a logit difference are shown as words."""
-    bound = readout.bind(model)
+    bound = bind_readout(readout, model)
     return bound.spell_ids(model) if isinstance(bound, LogitDifference) else bound

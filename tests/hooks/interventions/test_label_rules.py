@@ -140,6 +140,11 @@ def test_keys_of_longer_texts_and_in_the_other_order_are_refused(circuit):
     short = label_heads(model, tokens[:, :8], read=(6,), progress=False)
     with pytest.raises(InfoFlowError, match="at most 8 positions, these sequences have 9"):
         short.rules(attended, positions)
+    twice = [torch.cat([keys, keys], dim=1) for keys in attended.positions]  # another model's
+    with pytest.raises(InfoFlowError, match=r"attended keys of \[2, 2\]: expected those of one m"):
+        found.rules(twice, positions)
+    with pytest.raises(InfoFlowError, match=r"chosen keys of .*: expected those of one model"):
+        found.rules(attended, positions.positions[:1])
 
 
 def test_labels_are_listed_by_layer(circuit):
