@@ -23,6 +23,7 @@ from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
     cache_by_mode,
     check_inputs,
+    config_value,
     has_own_attention,
     is_causal,
     kind_of,
@@ -106,8 +107,14 @@ class Batch:
         more = {name: values.to(device) for name, values in self.columns.items()}
         if self.lengths is not None or _masks_by_itself(model):
             more[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
+        tokens = self.tokens.to(device)
+        # vectors in the place of ids have a name of their own
+        reads_ids = hasattr(model, "anatomy") and config_value(model, "d_vocab")
+        named = tokens.is_floating_point() and reads_ids
+        args = () if named else (tokens,)
+        more |= {"inputs_embeds": tokens} if named else {}
         try:
-            return model(self.tokens.to(device), **more)
+            return model(*args, **more)
         except InfoFlowError:
             raise
         except ValueError as error:

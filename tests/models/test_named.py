@@ -662,6 +662,21 @@ def test_influence_on_what_is_named_in_the_call():
         torch.testing.assert_close(influence[:, 0, 0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", some_of(["gpt2", "bert", "llama", "xlnet"], "gpt2"))
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_influence_on_vectors_in_the_place_of_ids(plain, kind, side):
+    """Passes that were made anew took them for ids."""
+    model = plain(kind)
+    masks = families.masks(IDS)[side] if side != "none" else {}
+    given = {"inputs_embeds": model.get_input_embeddings()(IDS).detach()}, {"input_ids": IDS}
+    found = []
+    for one in given:
+        with attach(model, JacobianInfluence("resid_post", positions=(-1,))) as attached:
+            model(**one, **masks)
+        found.append(attached.results()[0].influence)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
 def test_probes_on_a_model_of_positions_first():
     """A call without names was refused as one of another number of sequences."""
     layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=False)
