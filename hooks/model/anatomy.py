@@ -191,7 +191,9 @@ def _read(
     own = [call for call, block in zip(calls, blocks) if block in chosen]
     streams = [(call.stream(), block.axes) for call, block in zip(own, chosen)]
     anatomy.d_model = next((s[0].shape[axes[2]] for s, axes in streams if s and axes), None)
-    anatomy.start = read_start(log, given, own[0].start)
+    # behind the stack before, which may share the embedding
+    since = max((c.end for c in calls if c not in own and c.end <= own[0].start), default=0)
+    anatomy.start = read_start(log, given, since, own[0].start)
     if chosen[-1].axes is not None:
         anatomy.end = read_end(log, output, own[-1])
     return anatomy

@@ -18,6 +18,7 @@ class Start:
 
     Attributes:
         embed: the path of the module that reads token ids.
+        within: the path of the module that calls it for them; it may be called for others, too.
         d_vocab: so many of them it knows.
         pos_embed: where positions are added to what it gives, if they are.
         n_ctx: positions that have a vector, where those are looked up in a table.
@@ -25,6 +26,7 @@ class Start:
     """
 
     embed: str | None = None
+    within: str = ""
     d_vocab: int | None = None
     pos_embed: Place | None = None
     n_ctx: int | None = None
@@ -46,19 +48,22 @@ class End:
     gives_output: bool = False
 
 
-def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
+def read_start(log: PassLog, given: Sequence[Tensor], since: int, first: int) -> Start:
     """Find the embedding, which reads the ids that were given, and what adds positions to it.
 
     Args:
         log: of the pass.
         given: tensors of its example.
+        since: operations before the end of another stack, whose embedding is another.
         first: operations before the first block.
     """
     # token ids are the only integers [batch, pos] among what was given
     ids = next((t for t in given if not t.is_floating_point() and t.ndim == 2), None)
-    call = next((c for c in log.module_calls() if ids is not None and _embeds(c, ids)), None)
+    calls = [call for call in log.module_calls() if call.start >= since]
+    call = next((c for c in calls if ids is not None and _embeds(c, ids)), None)
     if ids is None or call is None:
         return Start()
+    within = call.parent.path if call.parent else ""
     weight = getattr(call.module, "weight", None)
     d_vocab = len(weight) if isinstance(weight, Tensor) else None
     stream = call.outputs[0]
@@ -74,11 +79,11 @@ def read_start(log: PassLog, given: Sequence[Tensor], first: int) -> Start:
             added = op.inputs[1 if is_among(op.inputs[0], same) else 0]
             if _is_of_positions(added, stream):
                 place = Place("sum", number=number)
-                return Start(call.path, d_vocab, place, _table_length(log, added))
+                return Start(call.path, within, d_vocab, place, _table_length(log, added))
             same, number = [*same, *op.outputs], number + 1
     # some models turn ids to [pos, batch] first
     is_turned = call.inputs[0].equal(ids.T) and not call.inputs[0].equal(ids)
-    return Start(call.path, d_vocab, is_turned=is_turned)
+    return Start(call.path, within, d_vocab, is_turned=is_turned)
 
 
 def _embeds(call: ModuleCall, ids: Tensor) -> bool:

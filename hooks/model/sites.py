@@ -120,6 +120,8 @@ class SiteRun(Tap):
         self._copies: dict[int, Tensor] = {}  # of the state that the next sum adds to
         self._sums = 0  # before the first block
         self._seen: set[int] = set()  # attentions of the block that have come
+        # whether the next embedding is that of the ids; None where vectors are given in their place
+        self._awaits_ids: bool | None = not self._anatomy.start.within
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -151,6 +153,8 @@ class SiteRun(Tap):
                 stand(path, before, self._neurons_hook(path))
             start, end = self._anatomy.start, self._anatomy.end
             if start.embed and {EMBED, POS_EMBED} & self._names:
+                if start.within:
+                    stand(start.within, before, self._await_ids)
                 stand(start.embed, behind, self._embed)
             if end.norm and {SCALE, NORMALIZED} & self._names:
                 stand(end.norm.path, behind, self._norm_hook(end.norm.numbers(self._model)))
@@ -189,15 +193,24 @@ class SiteRun(Tap):
 
     def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._start_pass()
-        given = kwargs.get("inputs_embeds")
+        is_first = next(iter(self._anatomy.stacks.values())) is self._blocks
+        name = "inputs_embeds" if is_first else "decoder_inputs_embeds"
+        given = kwargs.get(name)
         if not isinstance(given, Tensor) or self._anatomy.start.embed is None:
             return None
-        return args, {**kwargs, "inputs_embeds": self._show_embedding(given)}
+        self._awaits_ids = None
+        return args, {**kwargs, name: self._show_embedding(given)}
+
+    def _await_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if self._awaits_ids is not None:
+            self._awaits_ids = True
 
     def _embed(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        # a later call of the same module does not give the stream that enters the first block
-        if self._index != -1 or self._is_inside:
+        # a later call of the same module does not give the stream that enters the first block; and it
+        # may embed what another stack reads, or types of tokens
+        if self._index != -1 or self._is_inside or not self._awaits_ids:
             return None
+        self._awaits_ids = False
         old = next(tensors_in(out))  # quantized embeddings give their scale with it
         return _swap(out, old, self._show_embedding(old))
 

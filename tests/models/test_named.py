@@ -607,6 +607,35 @@ def test_a_stack_may_be_named_by_the_end_of_its_path():
         open_model(model, stack="coder")
 
 
+@pytest.mark.parametrize("kind", some_of(["bart", "t5"], "t5"))
+def test_the_embedding_of_a_stack_is_of_what_it_reads(kind):
+    """That of a decoder was the encoder's."""
+    model = families.build(kind, auto=["AutoModelForSeq2SeqLM"])
+    call = {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)}
+    embed = model.get_input_embeddings()
+    for side in ("encoder", "decoder"):
+        named = open_model(model, stack=side)
+        _, cache = named.run_with_cache(**call)
+        read = call["decoder_input_ids" if side == "decoder" else "input_ids"]
+        scale = getattr(model.get_encoder().embed_tokens, "embed_scale", 1)
+        torch.testing.assert_close(cache["hook_embed"], embed(read) * scale)
+        if kind == "bart":  # which takes these without ids
+            own = "inputs_embeds" if side == "encoder" else "decoder_inputs_embeds"
+            ids = {name: one for name, one in call.items() if one is not read}
+            _, cache = named.run_with_cache(**ids, **{own: embed(read) * 2})
+            torch.testing.assert_close(cache["hook_embed"], embed(read) * 2)
+
+
+def test_types_of_tokens_are_no_embedding_of_ids(plain):
+    """GPT-2 embeds them by the same module, and hook_embed showed the types."""
+    model, types = plain("gpt2"), torch.ones_like(IDS)
+    named, embed = open_model(model), model.get_input_embeddings()
+    _, cache = named.run_with_cache(IDS, token_type_ids=types)
+    assert torch.equal(cache["hook_embed"], embed(IDS))
+    _, cache = named.run_with_cache(inputs_embeds=embed(IDS) * 2, token_type_ids=types)
+    assert torch.equal(cache["hook_embed"], embed(IDS) * 2)
+
+
 def test_a_wrapper_that_names_no_argument_is_opened_by_token_ids(plain):
     class Wrapper(nn.Module):  # as PeftModel is
         def __init__(self, model):
