@@ -119,12 +119,17 @@ def devices_of(model: nn.Module) -> list[str]:
 
 
 def check_one_device(model: nn.Module) -> None:
-    """Refuse a model whose weights lie on several devices.
+    """Refuse a model whose weights lie on several devices, or have no numbers.
 
     Raises:
         InfoFlowError: with the devices.
     """
     devices = devices_of(model)
+    if devices == ["meta"]:
+        raise InfoFlowError(
+            f"{type(model).__name__} is on the device 'meta', where weights have sizes and no "
+            "numbers: expected loaded weights; load it with from_pretrained"
+        )
     if len(devices) > 1:
         raise InfoFlowError(
             f"{type(model).__name__} has weights on several devices: {', '.join(devices)}; "

@@ -67,7 +67,7 @@ def open_model(
 
     Raises:
         InfoFlowError: for compiled code, attention that cannot be seen, several stacks, several
-            devices, or an example that the model does not take.
+            devices or none, an example that the model does not take, or what is no tokenizer.
     """
     if isinstance(model, NamedModel):
         return model
@@ -75,6 +75,11 @@ def open_model(
         raise InfoFlowError(
             f"the model is of type {type(model).__name__}: expected a module of PyTorch; load a "
             "name or a folder with load_any"
+        )
+    if tokenizer is not None and not callable(tokenizer):
+        raise InfoFlowError(
+            f"tokenizer is a {type(tokenizer).__name__}: expected a tokenizer, as of transformers; "
+            "give AutoTokenizer.from_pretrained(name or folder)"
         )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InfoFlowError(

@@ -19,6 +19,7 @@ from infoflow_lens import (
     attach,
     flow,
     inspect_model,
+    load_any,
     run_probes,
 )
 from infoflow_lens.hooks import PatternsProbe, measure_mechanisms
@@ -634,6 +635,15 @@ def test_types_of_tokens_are_no_embedding_of_ids(plain):
     assert torch.equal(cache["hook_embed"], embed(IDS))
     _, cache = named.run_with_cache(inputs_embeds=embed(IDS) * 2, token_type_ids=types)
     assert torch.equal(cache["hook_embed"], embed(IDS) * 2)
+
+
+def test_what_is_no_tokenizer_and_weights_without_numbers_are_refused_by_name():
+    """They were errors of Python and of torch."""
+    model = families.build("gpt2")
+    with pytest.raises(InfoFlowError, match="tokenizer is a str: expected a tokenizer"):
+        load_any(model, tokenizer="gpt2")
+    with pytest.raises(InfoFlowError, match="on the device 'meta'"):
+        open_model(model.to("meta"))
 
 
 def test_a_wrapper_that_names_no_argument_is_opened_by_token_ids(plain):
