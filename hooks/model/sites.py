@@ -206,8 +206,8 @@ class SiteRun(Tap):
             self._awaits_ids = True
 
     def _embed(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        # a later call of the same module does not give the stream that enters the first block; and it
-        # may embed what another stack reads, or types of tokens
+        # other calls of the same module give no stream that enters the first block: later ones,
+        # and those that embed what another stack reads, or types of tokens
         if self._index != -1 or self._is_inside or not self._awaits_ids:
             return None
         self._awaits_ids = False
