@@ -31,6 +31,7 @@ from infoflow_lens.flows.settings import (
     positions_of,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.settings import BothEnds, Count, Seed, check, checked
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -131,6 +132,11 @@ def flow(
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
     host = loaded.model
+    if mechanisms is not None and mechanisms.record.model_fingerprint != model_fingerprint(host):
+        raise InfoFlowError(
+            "rule holds the labels of a model with other weights: expected those of this model; "
+            "measure them with label_heads(model, texts)"
+        )
     rows = list(inputs.rows)
     others = None
     if reference is not None:

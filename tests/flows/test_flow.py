@@ -231,6 +231,16 @@ def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):
         list(names) for names in labels.mechanisms
     ]
     assert propagate(viewed.layers_of("mechanisms")).members.equal(found.sets.members)
+    # labels of other weights would say nothing of these
+    weight = next(host.parameters())
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(1)
+        try:
+            with pytest.raises(InfoFlowError, match="other weights"):
+                quick(host, TEXT, rule=labels)
+        finally:
+            weight.copy_(before)
 
 
 def test_the_view_propagates_to_the_same_sets(found, host):
