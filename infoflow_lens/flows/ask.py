@@ -220,6 +220,11 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
             "expected a folder for the measured numbers; name a new one"
         )
     with RunFolder.open(folder, "ask()", (_KEPT,)) as run:
+        if run.identity is not None:  # questions say nothing of a run as a whole
+            raise InfoFlowError(
+                f"resume is {os.fspath(folder)!r}, which holds a run of something else: expected a "
+                "folder for the measured numbers of answers; name a new one"
+            )
         checkpoint = Checkpoint(run, _KEPT)
         last: list[Any] = []
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model
+from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model, probe
 from infoflow_lens.cli import app
 from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.units import find_units
@@ -202,6 +202,16 @@ def test_a_question_goes_on_in_its_folder(folder, found, tmp_path, monkeypatch):
     assert len(calls) == n  # all is kept
     with pytest.raises(InfoFlowError, match="resume is of another run: inputs"):
         ask(folder, TEXT + " w8", "w9", "w23", quick=True, progress=False, resume=place)
+
+
+def test_the_folder_of_another_run_is_left_as_it_is(folder, tmp_path):
+    """Answers were kept in it, and its manifest named what no run of its kind writes."""
+    place = tmp_path / "probed"
+    probe(folder, [TEXT, OTHER], place, probes=("positions",), progress=False)
+    before = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
+    with pytest.raises(InfoFlowError, match="holds a run of something else"):
+        ask(folder, TEXT, "w9", "w23", quick=True, progress=False, resume=place)
+    assert {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
