@@ -20,7 +20,7 @@ from infoflow_lens.foundation.errors import (
     first_line,
     panics_as_errors,
 )
-from infoflow_lens.foundation.files import temporary_folder
+from infoflow_lens.foundation.files import read_json, temporary_folder
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import GGUF, find_model
 from infoflow_lens.foundation.settings import check
@@ -278,6 +278,9 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
             f"the folder {str(folder)!r} holds {', '.join(sorted(odd))}, which is no regular file: "
             "expected what save_pretrained writes; save or download it again"
         )
+    for index in (folder / name for name in _WEIGHTS if name.endswith(".index.json")):
+        if index.exists():
+            _check_index(index)
     if is_adapter:
         return "adapter"
     if not any((folder / file).is_file() for file in _WEIGHTS):
@@ -287,6 +290,20 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
             "download it again"
         )
     return "folder"
+
+
+def _check_index(index: Path) -> None:
+    """Refuse an index of weights that names files elsewhere, which nobody has looked at.
+
+    Raises:
+        InfoFlowError: naming the first, or for what is no index.
+    """
+    again = "expected what save_pretrained writes; save or download it again"
+    places = read_json(index, "index of weights", again).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+        raise InfoFlowError(f"{str(index)!r} has no weight_map from names to files: {again}")
+    if odd := [n for n in places.values() if n in ("", ".", "..") or Path(n).name != n]:
+        raise InfoFlowError(f"{str(index)!r} names {odd[0]!r}, which is no file beside it: {again}")
 
 
 def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedModel:

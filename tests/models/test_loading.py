@@ -767,6 +767,22 @@ def test_a_pipe_among_the_files_of_a_model_is_refused(tmp_path):
         load_any(folder)
 
 
+@pytest.mark.parametrize("name", ["../pipe.safetensors", "sub/pipe.safetensors", ".."])
+def test_an_index_names_files_beside_it_alone(name, tmp_path):
+    """Shards elsewhere were read unseen, and a pipe was waited for."""
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    weights = folder / "model.safetensors"
+    shard = weights.rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    names = dict.fromkeys(load_file(shard), shard.name)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    load_any(folder)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
+    with pytest.raises(InfoFlowError, match="which is no file beside it"):
+        load_any(folder)
+
+
 @needs_hooked_transformer
 def test_official_names_that_would_run_code_are_no_hooked_transformer():
     with pytest.raises(InfoFlowError, match=r"would run Python from the hub.*'auto'"):
