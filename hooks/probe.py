@@ -462,7 +462,8 @@ class Probe(ABC, Generic[ResultT]):
         if self._n_partial and not self.n_sequences:
             raise NothingMeasuredError(
                 f"{name} saw {self._n_partial} forward passes, but {', '.join(self._missing)} "
-                "never fired: expected full forward passes; run the model without stop_at_layer"
+                "never fired: expected full forward passes, from token ids where the embedding is "
+                "read; run the model without stop_at_layer, start_at_layer and inputs_embeds"
             )
         if not self.n_sequences:
             raise NothingMeasuredError(

@@ -277,9 +277,10 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     f"repeating the forward pass changes the state of layer {layer} at position "
                     f"{position} of sequence {self.n_sequences + first + sequence}: expected the "
                     "same states. A hook of yours that changes activations can take part with "
-                    "through_hooks=True; dropout, a key-value cache, or an attention_mask given to "
-                    "run_with_hooks cannot: run in eval mode, whole sequences, and padded ones "
-                    "with attach or run_probes"
+                    "through_hooks=True; dropout, a key-value cache, an attention_mask given to "
+                    "run_with_hooks, or states of another model that a call gives "
+                    "(encoder_hidden_states) cannot: run in eval mode, whole sequences, and padded "
+                    "ones with attach or run_probes"
                 )
 
     def compute(self) -> InfluenceResult:
