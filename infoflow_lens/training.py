@@ -331,7 +331,8 @@ class _Run(Ledger):
         )
         state, _ = read_state(path, "the checkpoint", hint)
         # A notebook that was interrupted calls again with the model that holds the best weights.
-        known = {fingerprint(state["initial_state"]), fingerprint(state["best_state"])}
+        initial = fingerprint(state["initial_state"])
+        known = {initial, fingerprint(state["best_state"])}
         if self.record.model_fingerprint not in known:
             raise InfoFlowError(
                 f"the checkpoint {str(path)!r} belongs to a run with other initial weights: "
@@ -339,7 +340,6 @@ class _Run(Ledger):
                 "on the command line), or delete it"
             )
         # the record is of the weights that the run began with
-        initial = fingerprint(state["initial_state"])
         self.record = replace(self.record, model_fingerprint=initial)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

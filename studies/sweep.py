@@ -289,7 +289,7 @@ class Sweep:
         lost = self.finished.empty or any(map(self.study.judges, self._lost))
         return bool(self.study.claims()) and not lost
 
-    @property
+    @cached_property
     def _lost(self) -> Sequence[Settings]:
         """The configurations of which no seed has numbers."""
         finished = self.rows[self.rows["status"] == "finished"]

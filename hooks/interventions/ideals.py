@@ -180,10 +180,12 @@ def make_ideal(
     if own is None:
         own = pattern
     mean = None
-    if means is not None and ideal == "position":
-        mean = means.position_mean(own, heads)
-    elif means is not None and ideal == "offset":
-        mean = means.offset_mean(own, heads, visible)
+    if ideal in ("position", "offset"):
+        assert means is not None
+        is_offset = ideal == "offset"
+        mean = (
+            means.offset_mean(own, heads, visible) if is_offset else means.position_mean(own, heads)
+        )
     return ideal_pattern(pattern, visible, ideal, mean)
 
 

@@ -153,7 +153,7 @@ class KeptNumbers:
     def keep(self, **values: Any) -> None:
         """Keep values by name, and give `after` all so far: the run's own tensors, no copies."""
         self._found |= values
-        digests = {name: _digest(value) for name, value in values.items()}
-        self._found[_DIGESTS] = {**self._found[_DIGESTS], **digests}
-        if self._after is not None:
+        if self._after is not None:  # else nobody goes on from them
+            digests = {name: _digest(value) for name, value in values.items()}
+            self._found[_DIGESTS] = {**self._found[_DIGESTS], **digests}
             self._after(dict(self._found))

@@ -547,7 +547,7 @@ class _Reader:
             return None
         if not len(given):
             raise InfoFlowError(f"{self.name} is empty: expected at least one sequence")
-        if _is_has_positions_first(given, loader):
+        if _is_by_position(given, loader):
             raise InfoFlowError(
                 f"{self.name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
                 "position: torch collates rows that are lists so; expected a tensor [batch, pos]; "
@@ -776,7 +776,7 @@ def _is_list_of_sequences(given: Any) -> bool:
     return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
 
 
-def _is_has_positions_first(given: Any, loader: Any) -> bool:
+def _is_by_position(given: Any, loader: Any) -> bool:
     """Say whether these are a tensor [batch] for each position, as torch collates rows of lists."""
     by_default = getattr(loader, "collate_fn", None) is default_collate
     return (
@@ -975,8 +975,9 @@ def call_inputs(
                 "its inputs of other columns, then: expected decoder_input_ids"
             )
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
-    # else what the model takes first, such as pixel_values
-    given = (*found, *args, kwargs.get(_first_argument(model)))[0]
+    given = next(iter((*found, *args)), None)
+    if given is None:  # what the model takes first under a name of its own, such as pixel_values
+        given = kwargs.get(_first_argument(model))
     mask = next((kwargs[name] for name in MASKS if kwargs.get(name) is not None), None)
     if not has_own_attention(model):
         _refuse_key_cache(kwargs, given, mask)
@@ -1015,8 +1016,8 @@ def call_inputs(
 def _first_argument(model: nn.Module) -> str:
     """Find the name of what the model itself takes first; empty where it names nothing."""
     kind: Any = type(getattr(model, "original_model", model))
-    parameters = inspect.signature(kind.forward).parameters.values()
-    return "".join([p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:2])
+    _, *parameters = inspect.signature(kind.forward).parameters.values()  # without self
+    return next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
 
 def _has_positions_first(model: Any) -> bool:
