@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from zlib import crc32
 
@@ -20,6 +21,16 @@ from tests.processes import server
 
 torch.set_num_threads(1)  # the models are small, and tests run in parallel
 os.fsync = lambda descriptor: None  # it waits for a disk, and no test takes the power away
+# Temporary files lie in memory where it has room: tests make thousands of folders, and a disk may
+# take milliseconds to remove each.
+_MEMORY = "/dev/shm"
+if (
+    "TMPDIR" not in os.environ
+    and os.access(_MEMORY, os.W_OK)
+    and shutil.disk_usage(_MEMORY).free > 2 << 30
+):
+    os.environ["TMPDIR"] = _MEMORY  # also for programs that tests start
+    tempfile.tempdir = None  # what was asked for before is asked for again
 
 # Shared and noisy machines: examples may be slow without anything being wrong.
 settings.register_profile("default", deadline=None, print_blob=True)
@@ -129,6 +140,11 @@ def some_of(cases, *always):
         pytest.param(*values, marks=() if case in always else pytest.mark.slow)
         for case, values in zip(cases, several, strict=True)
     ]
+
+
+def spread(*axes):
+    """Cells of a grid in which every value of every axis stands, as few as that takes."""
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
 
 
 @cache

@@ -10,6 +10,7 @@ import errno
 import math
 import os
 import resource
+from itertools import product
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.report.phase import draw_phase_diagram
 from infoflow_lens.tasks import load_task
 from infoflow_lens.theory.estimate import phase_diagram
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of, spread
 from tests.foundation.test_documents import occupy
 
 IDS = torch.randint(17, (8, 9), generator=torch.Generator().manual_seed(4))
@@ -230,7 +231,7 @@ def uses(one):
     one._repr_html_() if hasattr(one, "_repr_html_") else None
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", some_of([*SAVED], *[*SAVED][::5]))
 def test_a_field_of_another_type_is_refused_when_it_is_loaded(made, name, tmp_path):
     """Or it is of the right type by chance (a number for NaN), and works."""
     one, n_refused = made[name], 0
@@ -364,8 +365,12 @@ def test_each_file_that_is_written_may_be_written_again_and_no_other_is_touched(
         assert place.read_bytes() == content or name in ("pdf", "svg")
 
 
-@pytest.mark.parametrize("how", ["pipe", "link", "dangling link", "folder"])
-@pytest.mark.parametrize("name", WRITERS)
+HOWS = ["pipe", "link", "dangling link", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), some_of(list(product(WRITERS, HOWS)), *spread([*WRITERS], HOWS))
+)
 def test_a_place_that_is_taken_stays_as_it_is(fixtures, name, how, tmp_path):
     write, path = WRITERS[name], tmp_path / "x"
     write(fixtures, path)
@@ -498,9 +503,14 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("earlier", ["larger", "smaller", "none"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()])
-@pytest.mark.parametrize("place", FAILS)
+EARLIER = ["larger", "smaller", "none"]
+ERRORS = [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "error", "place"),
+    some_of(list(product(EARLIER, ERRORS, FAILS)), *spread(EARLIER, ERRORS, [*FAILS])),
+)
 def test_a_save_of_several_parts_that_fails_leaves_the_earlier_one(
     made, smaller, place, error, earlier, tmp_path, monkeypatch
 ):

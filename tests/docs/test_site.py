@@ -156,6 +156,9 @@ def test_a_run_is_shown_while_its_cells_are_those_of_the_notebook(tmp_path, monk
     nbformat.write(notebook(said("1\n")), tmp_path / "ran" / "a.ipynb")
     nbformat.write(notebook(), tmp_path / "a.ipynb")
     assert notebooks.live(tmp_path / "a.ipynb").cells[1].outputs[0].text == "1\n"
+    with monkeypatch.context() as patch:
+        patch.setenv("NOTEBOOKS", "committed")
+        assert notebooks.live(tmp_path / "a.ipynb").cells[1].outputs == []
     nbformat.write(notebook(source="run(2)"), tmp_path / "a.ipynb")
     assert notebooks.live(tmp_path / "a.ipynb") == "run anew"
 

@@ -96,7 +96,7 @@ TAKES_PADDING = (through_run_probes, through_attach)
 MAY_REFUSE = (through_hooks, through_cache, through_cache_untold)
 
 
-WITH_PADDING = some_of(SHOWN, "gpt2", "opt")  # of each kind of what a bridge shows one
+WITH_PADDING = some_of(SHOWN, "gpt2")
 
 
 @pytest.mark.parametrize("family", WITH_PADDING)

@@ -25,7 +25,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.influence import derivatives
 from infoflow_lens.hooks.model.call import call
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of
 from tests.hooks.test_invariants import EVERY, assert_equal, hosted_over_ids, token_ids
 from tests.reference import zoo
 
@@ -101,17 +101,15 @@ MODELS = {"hosted": hosted_over_ids, "opened": lambda: open_model(zoo.build("gpt
 
 
 OF_NEXT_TOKENS = {"measure_sufficiency", "measure_top_k", "measure_edge_budget"}
+BESIDE = [
+    (name, kind)
+    for name in {**PROBES, **MEASURES}
+    for kind in MODELS
+    if kind == "opened" or name not in OF_NEXT_TOKENS
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (name, kind)
-        for name in {**PROBES, **MEASURES}
-        for kind in MODELS
-        if kind == "opened" or name not in OF_NEXT_TOKENS
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), some_of(BESIDE, *BESIDE[::3]))
 def test_beside_threads_a_measure_is_what_it_is_alone(name, kind):
     """One calls the model, one differentiates: influence was 0, passes of the user's were wrong."""
     measure, x = {**PROBES, **MEASURES}[name], token_ids()

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from itertools import product
 
 import datasets
 import numpy as np
@@ -15,6 +16,7 @@ from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
 from infoflow_lens.probing import data as data_module
 from infoflow_lens.probing.data import check_data, read_rows, read_texts
 from infoflow_lens.probing.store import store_sequences
+from tests.conftest import some_of, spread
 from tests.hooks.model.test_inputs import UNUSUAL
 from tests.reference import zoo
 from tests.reference.data import read_data
@@ -228,12 +230,14 @@ def write_rows(path, text):
         write(path, lines=path.suffix == ".jsonl") if "json" in path.suffix else write(path)
 
 
-@pytest.mark.parametrize("end", ["txt", "csv", "json", "jsonl", "parquet", "saved"])
-@pytest.mark.parametrize(("name", "beside"), ODD.items(), ids=ODD)
-def test_the_file_that_is_named_is_read_and_no_other(name, beside, end, tmp_path, monkeypatch):
+ENDS = ["txt", "csv", "json", "jsonl", "parquet", "saved"]
+
+
+@pytest.mark.parametrize(("name", "end"), some_of(list(product(ODD, ENDS)), *spread([*ODD], ENDS)))
+def test_the_file_that_is_named_is_read_and_no_other(name, end, tmp_path, monkeypatch):
     """`datasets` takes a path for a pattern: run[1].csv was read as run1.csv."""
     monkeypatch.chdir(tmp_path)
-    for place, text in ((name, "w5 w6"), (beside, "other")):
+    for place, text in ((name, "w5 w6"), (ODD[name], "other")):
         # `datasets` itself cannot save to some of these names
         write_rows(tmp_path / "made" / f"x.{end}", text)
         made = tmp_path / "made" / ("x" if end == "saved" else f"x.{end}")

@@ -27,6 +27,7 @@ from infoflow_lens.hooks import (
     edit_head_output,
     heads_of,
 )
+from tests.conftest import some_of
 from tests.reference import zoo
 
 EDIT = {}  # (layer, what) -> function, for the attention below
@@ -429,12 +430,13 @@ def test_outputs_of_bridges_have_their_heads_side_by_side(tmp_path):
     assert dataclasses.is_dataclass(found[0])
 
 
-def test_it_runs_in_shards_and_workers_as_every_probe_does(tmp_path):
+@pytest.mark.parametrize("jobs", some_of([1, 2], 1))
+def test_it_runs_in_shards_and_workers_as_every_probe_does(jobs, tmp_path):
     source = inspect.getsource(json)
     texts = [source[i * 300 : i * 300 + 120] for i in range(5)]
     asked = HeadIdeals(ideals=("gated",), metric="nmse")  # what a row is worth is known at the end
     run = probe(
-        "stdlib-2l", texts, probes=[asked], shard=2, jobs=2, max_length=24,
+        "stdlib-2l", texts, probes=[asked], shard=2, jobs=jobs, max_length=24,
         out=tmp_path / "run", progress=False,
     )  # fmt: skip
     (alone,) = run_probes(

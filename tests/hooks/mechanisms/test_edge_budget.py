@@ -282,12 +282,12 @@ def test_places_are_a_nested_order_of_open_edges_and_equal_ones_fall_at_random()
 
 def test_padding_and_batches_change_nothing(model, tokens):
     """Each sequence keeps what it keeps alone."""
-    rows = [tokens[0], tokens[1, :3], tokens[2], tokens[3, :4]]
-    options = {"budgets": (0.1, 0.4), "draws": 2}
+    rows = [tokens[0], tokens[1, :3], tokens[3, :4]]
+    options = {"budgets": (0.4,), "draws": 1}
     together = measured(model, rows, tokens[6:], **options)
     by_two = measured(model, rows, tokens[6:], batch_size=2, **options)
     torch.testing.assert_close(by_two.losses, together.losses, rtol=1e-5, atol=1e-5)
-    assert together.n_tokens.tolist() == [4, 2, 4, 3]
+    assert together.n_tokens.tolist() == [4, 2, 3]
     # the others depend on the place of a sequence; strengths by norm are at most 1, so some tie
     drawn = ("another window", "chance", "product x norm", "weight x norm")
     fixed = tuple(m for m in EDGE_METHODS if m not in drawn)
@@ -310,11 +310,10 @@ def test_another_window_knows_positions_alone(model, tokens):
     assert not torch.allclose(other.losses[0], other.losses[1])
 
 
-def test_it_goes_on_where_it_stopped(model, tokens, found):
-    kept = []
-    measured(model, tokens[:6], tokens[6:], after=kept.append)
-    ran = []
-    again = measured(model, tokens[:6], tokens[6:], resume=kept[3], after=ran.append)
+def test_it_goes_on_where_it_stopped(model, tokens):
+    kept, ran, options = [], [], {"budgets": (0.25, 0.5), "draws": 2}
+    found = measured(model, tokens[:3], tokens[6:], after=kept.append, **options)
+    again = measured(model, tokens[:3], tokens[6:], resume=kept[3], after=ran.append, **options)
     assert again.losses.equal(found.losses)
     assert len(ran) == len(kept) - 4
 

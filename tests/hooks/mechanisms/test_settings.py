@@ -17,7 +17,7 @@ from infoflow_lens.hooks import (
     measure_top_k,
     replace_greedily,
 )
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of
 
 WRONG = {  # by the kind of option
     "count": ("4", 2.5, True, 0, float("nan"), None),
@@ -98,13 +98,19 @@ def test_an_option_takes_what_it_means_and_nothing_else(measure, option, kind, m
     for value in WRONG[kind]:
         with pytest.raises(InfoFlowError, match=rf"\b{option}\b"):
             run(measure, mechanisms, **{option: value})
-    if kind in RIGHT:
-        plain = RIGHT[kind].tolist()
-        given, expected = (run(measure, mechanisms, **{option: v}) for v in (RIGHT[kind], plain))
-        if measure is replace_greedily:
-            assert given == expected
-        else:
-            assert given.record.config == expected.record.config
+
+
+OF_NUMPY = [case for case in CASES if case[2] in RIGHT]
+
+
+@pytest.mark.parametrize(("measure", "option", "kind"), some_of(OF_NUMPY, *OF_NUMPY[::4]))
+def test_numbers_of_numpy_are_numbers(measure, option, kind, mechanisms):
+    plain = RIGHT[kind].tolist()
+    given, expected = (run(measure, mechanisms, **{option: v}) for v in (RIGHT[kind], plain))
+    if measure is replace_greedily:
+        assert given == expected
+    else:
+        assert given.record.config == expected.record.config
 
 
 def test_no_option_is_left_out():
