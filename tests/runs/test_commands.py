@@ -235,7 +235,10 @@ def test_no_command_asks_a_network(command, model, small, no_network, tmp_path):
     assert no_network == []
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "parquet", "saved"])
+KINDS = ["txt", "jsonl", "json", "csv", "parquet", "saved"]
+
+
+@pytest.mark.parametrize("kind", some_of(KINDS, "jsonl", "saved"))
 def test_no_file_of_data_asks_a_network(kind, model, no_network, tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["w4 w5 w6", "w7 w8"] * 3})
     path = tmp_path / f"data.{kind}"

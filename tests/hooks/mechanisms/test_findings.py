@@ -1,5 +1,6 @@
 """Models and inputs on which mechanisms were once silently wrong."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, re
 from infoflow_lens.hooks.mechanisms.greedy import replace_greedily
 from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms
 from infoflow_lens.hooks.model.inputs import read_inputs
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of, spread
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
 from tests.versions import needs_hooked_transformer
@@ -47,20 +48,20 @@ def add(model, kind, name):
         model.blocks[1].register_forward_pre_hook(lambda module, args: (steer(args[0]), *args[1:]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("add_hook", "blocks.1.hook_resid_pre"),
-        ("permanent", "blocks.1.hook_resid_pre"),
-        ("forward hook", "blocks.1.hook_resid_pre"),
-        ("forward pre-hook", "blocks.1.hook_resid_pre"),
-        ("on the block", "blocks.1.hook_resid_pre"),
-        ("add_hook", "hook_embed"),
-        ("add_hook", "blocks.0.hook_resid_post"),
-        ("add_hook", "blocks.1.hook_mlp_out"),
-        ("add_hook", "ln_final.hook_normalized"),
-    ],
-)
+HOOKS = [
+    ("add_hook", "blocks.1.hook_resid_pre"),
+    ("permanent", "blocks.1.hook_resid_pre"),
+    ("forward hook", "blocks.1.hook_resid_pre"),
+    ("forward pre-hook", "blocks.1.hook_resid_pre"),
+    ("on the block", "blocks.1.hook_resid_pre"),
+    ("add_hook", "hook_embed"),
+    ("add_hook", "blocks.0.hook_resid_post"),
+    ("add_hook", "blocks.1.hook_mlp_out"),
+    ("add_hook", "ln_final.hook_normalized"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), some_of(HOOKS, HOOKS[0], HOOKS[4], HOOKS[8]))
 def test_a_users_hook_acts_once(token_model, token_inputs, kind, name):
     add(token_model, kind, name)
     alone = measure_mechanisms(token_model, token_inputs[:, :1], progress=False)
@@ -194,8 +195,13 @@ def test_small_weights_rescale_without_overflow():
     assert made.tolist() == [[0.0, 1.0, 0.0]]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_oss"])
-@pytest.mark.parametrize("ragged", [False, True])
+STARTED = ["gpt2", "llama", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ragged"),
+    some_of(list(product(STARTED, [False, True])), *spread(STARTED, [False, True])),
+)
 def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragged, monkeypatch):
     model, ids = zoo.bridge(name), zoo.tokens(6, 9)
     inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
