@@ -2,19 +2,33 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    ForwardRef,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    Union,
+    runtime_checkable,
+)
 
-import datasets
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.lazy import datasets
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
 from infoflow_lens.foundation.settings import Count, checked
 
-Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from datasets import Dataset
+else:  # a name that is read later loads no library; Python 3.10 does not join it by |
+    Dataset = ForwardRef("datasets.Dataset", module=__name__)
+Data: TypeAlias = Union[Dataset, tuple[Tensor, Tensor]]  # noqa: UP007
 Predict: TypeAlias = Callable[[Tensor], Tensor]
 Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
 
@@ -214,8 +228,10 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
     Raises:
         InfoFlowError: for what is neither, is empty, or has values that cannot be learned from.
     """
-    # a dataset, or a pair of tensors
-    if isinstance(data, datasets.Dataset):
+    # a pair first, as a look for a dataset loads its library
+    if isinstance(data, tuple | list) and [isinstance(d, Tensor) for d in data] == [True, True]:
+        x, y = data
+    elif isinstance(data, datasets.Dataset):
         if missing := {"x", "y"} - set(data.column_names):
             raise InfoFlowError(
                 f"the {name} dataset has columns {data.column_names}, without "
@@ -226,12 +242,11 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
         rows = data.with_format("torch")[:]
         x, y = rows["x"], rows["y"]
     else:
-        if not isinstance(data, (tuple, list)) or not all(isinstance(d, Tensor) for d in data):
-            raise InfoFlowError(
-                f"the {name} data are {type(data).__name__}: expected a datasets.Dataset with "
-                "columns x and y, or a pair of tensors (x, y)"
-            )
-        x, y = data
+        of = f" of {len(data)}" if isinstance(data, tuple | list) else ""
+        raise InfoFlowError(
+            f"the {name} data are {type(data).__name__}{of}: expected a datasets.Dataset with "
+            "columns x and y, or a pair of tensors (x, y)"
+        )
     if len(x) == 0:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
     if len(x) != len(y):

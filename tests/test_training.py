@@ -433,6 +433,8 @@ def test_bad_data_are_named_before_the_first_step(data, change, message):
         (lambda x, y: (x[:, :3], y), r"shape \(1, 3, 3\): the model expects"),
         (lambda x, y: (x, y.long()), "targets are torch.int64"),
         (lambda x, y: (x.numpy(), y.numpy()), "expected a datasets.Dataset"),
+        (lambda x, y: (x, y, y), "tuple of 3: expected a datasets.Dataset .* or a pair"),
+        (lambda x, y: (x,), "tuple of 1: expected a datasets.Dataset .* or a pair"),
     ],
 )
 def test_bad_validation_data_are_named_before_the_first_step(data, change, message):

@@ -29,6 +29,7 @@ from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
 from infoflow_lens.models.named import NamedModel, open_model
 from infoflow_lens.models.pretrained import (
+    SAVE_AGAIN,
     Place,
     Stored,
     check_config,
@@ -276,7 +277,7 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
     if odd:  # whoever reads a pipe waits for its other end
         raise InfoFlowError(
             f"the folder {str(folder)!r} holds {', '.join(sorted(odd))}, which is no regular file: "
-            "expected what save_pretrained writes; save or download it again"
+            + SAVE_AGAIN
         )
     for index in (folder / name for name in _WEIGHTS if name.endswith(".index.json")):
         if index.exists():
@@ -286,8 +287,7 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
     if not any((folder / file).is_file() for file in _WEIGHTS):
         raise InfoFlowError(
             f"the folder {str(folder)!r} has a config.json but no weights (one of "
-            f"{', '.join(_WEIGHTS)} missing): expected what save_pretrained writes; save or "
-            "download it again"
+            f"{', '.join(_WEIGHTS)} missing): {SAVE_AGAIN}"
         )
     return "folder"
 
@@ -298,12 +298,13 @@ def _check_index(index: Path) -> None:
     Raises:
         InfoFlowError: naming the first, or for what is no index.
     """
-    again = "expected what save_pretrained writes; save or download it again"
-    places = read_json(index, "index of weights", again).get("weight_map")
+    places = read_json(index, "index of weights", SAVE_AGAIN).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
-        raise InfoFlowError(f"{str(index)!r} has no weight_map from names to files: {again}")
+        raise InfoFlowError(f"{str(index)!r} has no weight_map from names to files: {SAVE_AGAIN}")
     if odd := [n for n in places.values() if n in ("", ".", "..") or Path(n).name != n]:
-        raise InfoFlowError(f"{str(index)!r} names {odd[0]!r}, which is no file beside it: {again}")
+        raise InfoFlowError(
+            f"{str(index)!r} names {odd[0]!r}, which is no file beside it: {SAVE_AGAIN}"
+        )
 
 
 def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedModel:

@@ -26,6 +26,7 @@ from infoflow_lens.foundation.files import check_regular, read_json
 from infoflow_lens.foundation.naming import GGUF
 from infoflow_lens.models.weights import read_shapes
 
+SAVE_AGAIN = "expected what save_pretrained writes; save or download it again"
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
 _SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
 _FEWEST = 2**20  # numbers that any model may have, such as masks and tables of positions
@@ -213,8 +214,7 @@ def check_config(folder: Path, stored: Stored) -> None:
     """
     from transformers import CONFIG_MAPPING
 
-    hint = "expected what save_pretrained writes; save or download it again"
-    values = read_json(folder / "config.json", "config", hint)
+    values = read_json(folder / "config.json", "config", SAVE_AGAIN)
     name = values.get("model_type")
     # the folder is from elsewhere: nothing of it is believed before it is looked at
     if isinstance(name, str) and name in CONFIG_MAPPING and name not in _kinds_over_tokens():
@@ -276,7 +276,7 @@ def _too_large(folder: Path, what: str) -> InfoFlowError:
     where = "the head of" if folder.suffix == GGUF else "config.json in"
     return InfoFlowError(
         f"{where} {str(folder)!r} says {what}, which the weights beside it do not hold: "
-        "expected what save_pretrained writes; save or download it again"
+        + SAVE_AGAIN
     )
 
 

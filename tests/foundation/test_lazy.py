@@ -38,3 +38,15 @@ def test_tasks_load_no_library_of_data_before_a_dataset_is_asked_for():
         "assert hint is sys.modules['datasets'].Features"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_training_on_tensors_loads_no_library_of_data():
+    code = (
+        "import sys, typing, torch; from infoflow_lens.training import TrainingConfig, train; "
+        "data = torch.arange(6.)[:, None], torch.arange(6.)[:, None]; "
+        "train(torch.nn.Linear(1, 1), data, data, TrainingConfig(epochs=1), progress=False); "
+        "assert not {'datasets', 'pandas'} & set(sys.modules); "
+        "kinds = typing.get_args(typing.get_type_hints(train)['train_data']); "
+        "assert sys.modules['datasets'].Dataset in kinds"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
