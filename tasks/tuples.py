@@ -140,7 +140,8 @@ class IntrinsicDimension(RetrievalTask):
         """A_1 .. A_D."""
         n, d = self.n_components, self.d_token
         drawn = _matrices(self.matrix_kind, n, d, self.seed, self.n_draws)
-        return drawn.to(torch.get_default_dtype())
+        # a copy, as the drawn ones are kept for all such tasks
+        return drawn.to(torch.get_default_dtype(), copy=True)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -227,7 +228,8 @@ class BestTree(RetrievalTask):
     def matrices(self) -> Float[Tensor, "edge d_token d_token"]:
         """A_ij of every edge."""
         drawn = _matrices(self.matrix_kind, len(self.edges), self.d_token, self.seed, 1)
-        return drawn.to(torch.get_default_dtype())
+        # a copy, as the drawn ones are kept for all such tasks
+        return drawn.to(torch.get_default_dtype(), copy=True)
 
     @property
     def components(self) -> tuple[Component, ...]:

@@ -96,16 +96,52 @@ class Component:
                 f"rank is {self.rank} for tuples of {self.arity} tokens: expected rank 1; the k-th "
                 "best is known for single tokens only"
             )
-        if self.tuples is not None and any(len(row) != self.arity for row in self.tuples):
-            raise InfoFlowError(
-                f"tuples have lengths {sorted({len(row) for row in self.tuples})}: expected the "
-                f"arity, {self.arity}"
-            )
+        if self.tuples is not None:
+            self._check_tuples(self.tuples)
+        elif self.positions is not None:
+            self._check_positions(len(self.positions))
         known = {place for part in self.parts or () for place in part.places}
         if known and max(known) >= self.arity:
             raise InfoFlowError(
                 f"parts holds place {max(known)} of tuples of {self.arity} tokens: expected places "
                 f"0 to {self.arity - 1}"
+            )
+
+    def _check_tuples(self, tuples: tuple[tuple[int, ...], ...]) -> None:
+        if any(len(row) != self.arity for row in tuples):
+            raise InfoFlowError(
+                f"tuples have lengths {sorted({len(row) for row in tuples})}: expected the arity, "
+                f"{self.arity}"
+            )
+        if not tuples:
+            raise InfoFlowError("tuples is (): expected at least one tuple, or None for all")
+        if self.positions is not None:
+            raise InfoFlowError(
+                "tuples and positions are both given: expected one of them; list the tuples of "
+                "these positions alone"
+            )
+        if self.rank > 1:
+            raise InfoFlowError(
+                f"rank is {self.rank} of listed tuples: expected rank 1; give positions in the "
+                "place of tuples"
+            )
+        repeated = next((row for row in tuples if len(set(row)) < len(row)), None)
+        if self.distinct and repeated is not None:
+            raise InfoFlowError(
+                f"tuples hold {repeated}, and distinct is True: expected different positions in a "
+                "tuple; leave it out"
+            )
+
+    def _check_positions(self, n: int) -> None:
+        if self.rank > n:
+            raise InfoFlowError(
+                f"rank is {self.rank} among {n} positions: expected at most {n}; lower the rank, "
+                "or let it look at more positions"
+            )
+        if self.distinct and self.arity > n:
+            raise InfoFlowError(
+                f"a tuple has {self.arity} different tokens among {n} positions: expected at least "
+                f"{self.arity} positions; let it look at more, or leave distinct out"
             )
 
     def preference(self, x: Float[Tensor, "*batch arity d_token"]) -> Float[Tensor, "*batch"]:

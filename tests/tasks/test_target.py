@@ -215,6 +215,21 @@ def test_what_is_no_target_is_refused(settings, message):
         ({"arity": 2, "score": distance, "rank": 2}, "rank is 2 for tuples"),
         ({"arity": 1, "score": first, "extremum": "top"}, "extremum is 'top'"),
         ({"arity": 2, "score": distance, "tuples": ((1,),)}, "expected the arity, 2"),
+        ({"arity": 1, "score": first, "rank": 3, "positions": (0, 4)}, "rank is 3 .* 2 positions"),
+        ({"arity": 1, "score": first, "rank": 2, "tuples": ((0,),)}, "rank is 2 .* listed tuples"),
+        (
+            {"arity": 3, "score": distance, "distinct": True, "positions": (0, 4)},
+            "3 different tokens among 2 positions",
+        ),
+        ({"arity": 2, "score": distance, "tuples": ()}, "at least one tuple"),
+        (
+            {"arity": 2, "score": distance, "tuples": ((0, 1),), "positions": (0, 1)},
+            "tuples and positions are both given",
+        ),
+        (
+            {"arity": 2, "score": distance, "tuples": ((0, 0), (0, 1)), "distinct": True},
+            r"tuples hold \(0, 0\)",
+        ),
     ],
 )
 def test_what_is_no_component_is_refused(arguments, message):

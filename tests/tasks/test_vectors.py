@@ -126,6 +126,14 @@ def test_rotoreflections_have_one_law_and_no_token_is_its_own_best_pair(d_token)
         load_task("intrinsic_dimension", d_token=2, matrix_kind="rotoreflection")
 
 
+@pytest.mark.parametrize("name", ["intrinsic_dimension", "best_tree"])
+def test_matrices_that_are_changed_stay_those_of_other_tasks(name):
+    """They were the ones that all tasks of these settings share: targets changed with them."""
+    x, y = load_task(name, n_tokens=5).sample(3, seed=0)
+    load_task(name, n_tokens=5).matrices.mul_(2)
+    assert load_task(name, n_tokens=5).target(x).equal(y)
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "orthogonal", "rotoreflection"])
 def test_of_many_draws_the_one_of_least_overlap_is_taken(kind):
     def overlap(n_draws):
