@@ -1,12 +1,11 @@
 """The theory's questions with names in the place of tasks, and sizes in that of architectures."""
 
-from collections.abc import Sequence
 from functools import wraps
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import check
+from infoflow_lens.foundation.settings import check, plain
 from infoflow_lens.tasks import load_task
 from infoflow_lens.theory import design as _design
 from infoflow_lens.theory import estimate as _estimate
@@ -50,7 +49,8 @@ def resolve_task(task: Any) -> Any:
     """Load the task of that name with its own sizes; return what is no name as it is.
 
     Raises:
-        InfoFlowError: for an unknown name, and for a class in the place of a task.
+        InfoFlowError: for an unknown name, for a class in the place of a task, and for what is
+            neither.
     """
     if isinstance(task, str):
         return load_task(task)
@@ -58,17 +58,23 @@ def resolve_task(task: Any) -> Any:
         raise InfoFlowError(
             f"task is the class {task.__name__}: expected a task; make one, {task.__name__}()"
         )
+    if not hasattr(task, "n_tokens"):
+        raise InfoFlowError(
+            f"task is {task!r}: expected the name of a task, such as 'd_retrieval', or a task; "
+            "infoflow_lens.tasks.Target makes one of your own"
+        )
     return task
 
 
 def _is_heads(value: Any) -> bool:
-    return isinstance(value, Integral) or (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(count, Integral) for count in value)
+    """Say whether these are numbers, which `check` then takes for counts of heads or refuses."""
+    given = plain(value)
+    return isinstance(given, Real) or (
+        isinstance(given, tuple) and all(isinstance(count, Real) for count in given)
     )
 
 
 def _make_shape(heads: Any, n_tokens: int) -> ModelShape:
-    counts = check((heads,) if isinstance(heads, Integral) else tuple(heads), Heads, "heads")
+    given = plain(heads)
+    counts = check(given if isinstance(given, tuple) else (given,), Heads, "heads")
     return ModelShape(n_heads=counts, d_model=(_WIDTH,) * len(counts), n_tokens=n_tokens)

@@ -31,6 +31,7 @@ Score = Callable[[Float[Tensor, "*batch arity d_token"]], Float[Tensor, "*batch"
 _SEQUENCES_AT_ONCE = 256
 _MOST_SCORES_AT_ONCE = 2**19
 _MOST_SCORES_INSIDE = 2**21
+_MOST_DIGITS = 4000  # of a count: Python writes no integer of more than 4300
 
 
 @settings
@@ -484,12 +485,21 @@ class ComparisonProfile:
         """Return the number of comparisons at T by the chosen count; never below 0.
 
         Raises:
-            InfoFlowError: for T below 1, T below the dimension, or an unknown count.
+            InfoFlowError: for T below 1, T below the dimension, counts of more than 4000 digits,
+                or an unknown count.
         """
         if self.dimension > n_tokens:
             raise InfoFlowError(
                 f"{self.name} compares tuples of {self.dimension} tokens, but T is {n_tokens}: "
                 f"expected at least {self.dimension} tokens"
+            )
+        # C(T, k) is at most (e T / k)^k, which is known before it is computed
+        k = max(1, min(self.order, n_tokens - self.order + 1))
+        digits = k * (math.log10(n_tokens) - math.log10(k) + math.log10(math.e))
+        if digits > _MOST_DIGITS:
+            raise InfoFlowError(
+                f"{self.name} makes about 10^{digits:.0f} comparisons at T = {n_tokens} and order "
+                f"{self.order}: expected at most 10^{_MOST_DIGITS}; ask for a smaller T or order"
             )
         functions = {"paper": self.paper, "unordered": self.unordered, "proved": self.proved}
         return max(0, functions[count](n_tokens))

@@ -463,8 +463,9 @@ class _Case:
                     f"{'; '.join(asked.unmet)}; no schedule for these heads is known, no proof "
                     "against them either"
                 ), None  # fmt: skip
+            several = "trees" if asked.least_trees > 1 else "tree"
             return "excluded by the paper's count", (
-                f"by comparisons (count={count!r}, {asked.least_trees} trees by the observed "
+                f"by comparisons (count={count!r}, {asked.least_trees} {several} by the observed "
                 "|I_F|); it assumes one role a head, fixed trees over whole tuples, and that more "
                 "partners are best as T grows, as far as samples show; no witness proves it"
             ), None  # fmt: skip

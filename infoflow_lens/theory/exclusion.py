@@ -136,9 +136,11 @@ def describe(document: Document) -> str:
             "with different values and the same answer"
         )
     if kind == "growth":
+        held = document["held"]
         return (
-            f"CLS can hold {document['held']} tokens by max-position retrieval, whatever the "
-            f"scores, and the value of the witness's input moves with {len(document['active'])}"
+            f"CLS can hold {held} {'token' if held == 1 else 'tokens'} by max-position retrieval, "
+            "whatever the scores, and the value of the witness's input moves with "
+            f"{len(document['active'])}"
         )
     if kind == "ties":
         n, m = len(document["tuples"][0]), len(document["tuples"])

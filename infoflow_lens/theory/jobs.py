@@ -113,9 +113,8 @@ class Job(ABC):
         """
         for index in self.uses:
             if not 0 <= index < n_components:
-                raise InfoFlowError(
-                    f"a head retrieves component {index}: expected 0 to {n_components - 1}"
-                )
+                known = f"0 to {n_components - 1}" if n_components else "a target with components"
+                raise InfoFlowError(f"a head retrieves component {index}: expected {known}")
 
     @abstractmethod
     def rule(self, run: Progress, for_tokens: bool) -> Rule:

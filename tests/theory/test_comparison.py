@@ -20,6 +20,7 @@ from infoflow_lens.theory.comparison import (
     depth_separation_profile,
     growth_sizes,
     intrinsic_dimension_profile,
+    kth_largest_profile,
     least_information,
     model_comparisons,
     pair_scores,
@@ -290,6 +291,10 @@ def test_large_t_is_counted_without_large_memory():
         (lambda: d_retrieval_profile(2).number(0, "paper"), "n_tokens is 0"),
         (lambda: triangle_center_profile().number(2, "paper"), "T is 2: expected at least 3"),
         (lambda: d_retrieval_profile(2).number(5, "exact"), "count is 'exact'"),
+        (
+            lambda: kth_largest_profile(10**6).number(10**9, "paper"),
+            "10.3434294 comparisons at T = 1000000000 and order 1000000: expected at most 10.4000",
+        ),
         (lambda: growth_sizes((0,), 5), r"n_heads are \(0,\)"),
         (lambda: growth_sizes((), 5), r"n_heads are \(\)"),
         (lambda: model_comparisons((1, 1), 5, [(1, 1)], 1), "sizes has 1 entries for 2 layers"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import infoflow_lens
 from infoflow_lens import Architecture, InfoFlowError, load_task
 from infoflow_lens.tasks import Target, TriangleCenter
 from infoflow_lens.theory.comparison import (
@@ -239,11 +240,33 @@ def test_the_phase_diagram_turns_at_d():
         (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"heads are \[\(0,\)\]"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
+        (lambda: infoflow_lens.estimate((2,), None), "task is None: expected the name of a task"),
+        (lambda: infoflow_lens.design(5, 8), "task is 5: expected the name of a task"),
+        (
+            lambda: infoflow_lens.estimate((3.0,), "d_retrieval"),
+            r"heads are \(3.0,\): expected one or more integers of at least 1",
+        ),
+        (lambda: infoflow_lens.estimate(2.5, "d_retrieval"), r"heads are \(2.5,\)"),
     ],
 )
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "heads", [2, np.int64(2), np.array([2]), torch.tensor([2]), [2], range(2, 3)]
+)
+def test_heads_are_given_as_any_integers(heads):
+    found = infoflow_lens.estimate(heads, load_task("d_retrieval", n_components=2, n_tokens=4))
+    assert (found.n_heads, found.verdict) == ((2,), "allowed by construction")
+
+
+def test_one_token_and_one_tree_are_not_several():
+    one = infoflow_lens.estimate((1,), load_task("depth_separation", n_tokens=2), verify=5)
+    assert one.why.startswith("CLS can hold 1 token by max-position retrieval")
+    tree = infoflow_lens.estimate((3, 3), load_task("kth_largest", n_tokens=10**6, k=9), verify=0)
+    assert "(count='paper', 1 tree by the observed |I_F|)" in tree.why
 
 
 @pytest.mark.parametrize(("d", "heads"), [(3, (1, 1)), (7, (1, 1, 1, 1))])
