@@ -8,13 +8,15 @@ from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import Data, standardise
 from infoflow_lens.tasks import VectorTask
-from infoflow_lens.theory.design import Candidate, Design, set_length
+from infoflow_lens.theory.design import Candidate, Design, neighbours, set_length
 from infoflow_lens.training import Draw, TrainingConfig, train
 
+_JUDGED = 30  # samples on which schedules are run, as in a design
 _FALL = 10.0  # times that the recommended model should be better than an excluded one
 
 
@@ -24,7 +26,7 @@ class Measured:
 
     Attributes:
         n_heads: its heads.
-        predicted: "recommended", or the verdict on a neighbour below.
+        predicted: "recommended", or the verdict on a neighbour below, at the T of the training.
         nmse: the best validation error of its seeds, over the variance of the target.
         times: nmse over that of the recommended model.
     """
@@ -57,15 +59,16 @@ class Verification(Displayed):
     why_not: str
 
 
+@checked
 def verify_design(
     design: Design,
     task: Any,
     *,
-    n_tokens: int | None = None,
-    epochs: int = 40,
-    n_train: int = 25_600,
-    seeds: int = 1,
-    seed: int = 0,
+    n_tokens: Count | None = None,
+    epochs: Count = 40,
+    n_train: Count = 25_600,
+    seeds: Count = 1,
+    seed: Seed = 0,
     advance: Advance | None = None,
 ) -> Verification:
     """Train the recommended architecture and its neighbours below, with the same settings.
@@ -84,16 +87,24 @@ def verify_design(
         advance: called after each model.
 
     Raises:
-        InfoFlowError: for a design without recommendation, or a task over token ids.
+        InfoFlowError: for a design without recommendation, numbers below 1, a task over token ids,
+            or another one than was designed for.
     """
     if design.recommended is None:
         raise InfoFlowError("the design recommends nothing: there is no model to train")
+    name = getattr(task, "name", None)
+    # a design keeps the name and the size of its target alone
+    if name != design.target or getattr(task, "d_token", 1) != design.d_token:
+        raise InfoFlowError(
+            f"the design is for {design.target!r} with d_token {design.d_token}, and task is "
+            f"{task!r}: expected the task that was designed for"
+        )
     if not isinstance(task, VectorTask):
         raise InfoFlowError(
-            f"task {task.name!r} has token ids: expected one over vector tokens; the experiments "
+            f"task {name!r} has token ids: expected one over vector tokens; the experiments "
             "varying_depth and varying_heads train models over token ids"
         )
-    small = set_length(task, n_tokens or design.n_tokens[0])
+    small = set_length(task, design.n_tokens[0] if n_tokens is None else n_tokens)
     # data of one scale for all models, so that their errors can be compared
     scale = small.sample(20_000, derive_seed("verify scale", seed))
     test = small.sample(4000, derive_seed("verify validation", seed))
@@ -104,7 +115,12 @@ def verify_design(
 
     validation = standardise(scale, test)[1]
     cases: list[tuple[tuple[int, ...], str]] = [(design.recommended.n_heads, "recommended")]
-    cases += [(n.n_heads, n.verdict) for n in design.neighbours]
+    below = design.neighbours
+    # the design's verdicts are at the largest T, and of fewer tokens less is excluded
+    if small.n_tokens != design.n_tokens[-1]:
+        positional = design.recommended.mechanisms == "fixed positions"
+        below = neighbours(design.recommended, small, positional, design.count, _JUDGED, seed)
+    cases += [(n.n_heads, n.verdict) for n in below]
     errors: list[float] = []
     for heads, _ in cases:
         architecture = _architecture(design.recommended, small, heads)

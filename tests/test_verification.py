@@ -60,6 +60,34 @@ def test_token_tasks_are_refused():
         verify_design(design(task, (14,), verify=0), task)
 
 
+def test_neighbours_are_judged_at_the_length_at_which_they_are_trained():
+    """Two heads hold both of two tokens, whatever is excluded of 16."""
+    task = load_task("d_retrieval", n_components=3, d_token=2)
+    found = design(task, (2, 16), max_layers=1, verify=5)
+    assert [(n.n_heads, n.verdict) for n in found.neighbours] == [((2,), "excluded, proved")]
+    checked = verify_design(found, task, epochs=1, n_train=256)
+    assert [model.n_heads for model in checked.models] == [(3,), (2,)]
+    assert not checked.models[1].predicted.startswith("excluded")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seeds": 0}, "seeds is 0: expected an integer of at least 1"),
+        ({"n_tokens": 0}, "n_tokens is 0: expected an integer of at least 1"),
+        ({"task": "d_retrieval"}, "task is 'd_retrieval': expected the task that was designed for"),
+        ({"task": load_task("depth_separation")}, "the design is for 'd_retrieval' with d_token 4"),
+        ({"task": load_task("d_retrieval", d_token=5)}, "expected the task that was designed for"),
+    ],
+)
+def test_what_is_no_training_of_the_design_is_refused(changed, message):
+    """Another target was trained, and judged by verdicts on the first; T = 0 was the default."""
+    task = load_task("d_retrieval", n_components=1)
+    found = design(task, (3,), verify=0)
+    with pytest.raises(InfoFlowError, match=message):
+        verify_design(found, **{"task": task, **changed})
+
+
 def test_the_command_keeps_the_letters_of_what_it_says(capsys):
     checked = Verification(8, 1e-2, (Measured((1,), "recommended", 1e-5, 1.0),), True, None, "x")
     _print_verification(replace(checked, why_not=judge(checked.models, 1e-2)[1]))

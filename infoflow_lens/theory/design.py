@@ -110,6 +110,7 @@ class Design(Displayed):
             fewest scores inside states, then with the fewest parameters.
         neighbours: what lies just below the recommended one.
         left_out: what was not weighed, in words.
+        count: of comparisons, for what is excluded.
     """
 
     target: str
@@ -120,6 +121,7 @@ class Design(Displayed):
     recommended: Candidate | None
     neighbours: tuple[Neighbour, ...]
     left_out: tuple[str, ...]
+    count: Count = "paper"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-compatible values."""
@@ -215,6 +217,7 @@ def design(
         recommended=recommended,
         neighbours=below,
         left_out=tuple(left_out),
+        count=count,
     )
 
 
