@@ -24,17 +24,23 @@ from infoflow_lens.training import (
 )
 from tests.processes import printed_by, started
 
-CONFIG = TrainingConfig(epochs=6, batch_size=32, lr=5e-3, seed=3)
+CONFIG = TrainingConfig(epochs=6, batch_size=80, lr=5e-3, seed=3)  # 3 steps an epoch
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def task():
     return load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2, seed=1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def data(task):
     return task.dataset("train", 200), task.dataset("validation", 80)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data):
+    """What training by CONFIG gives where nothing comes between."""
+    return train(new_model(), *data, CONFIG, progress=False)
 
 
 def new_model(seed=0):
@@ -50,7 +56,7 @@ def numbers(result):
 def test_it_learns_and_leaves_the_best_weights_in_the_model(data):
     model = new_model()
     before = evaluate(model, data[1])
-    result = train(model, *data, TrainingConfig(epochs=40, batch_size=32, lr=1e-2), progress=False)
+    result = train(model, *data, TrainingConfig(epochs=25, batch_size=50, lr=3e-2), progress=False)
     assert result.nmse < 0.2 < before
     assert evaluate(model, data[1]) == pytest.approx(result.nmse, rel=1e-6)
     assert result.nmse == min(row["validation_nmse"] for row in result.history)
@@ -95,22 +101,19 @@ def test_nmse_of_the_best_constant_is_one():
     assert nmse(y, y) == 0
 
 
-def test_the_same_seed_gives_the_same_numbers(data):
-    first = train(new_model(), *data, CONFIG, progress=False)
+def test_the_same_seed_gives_the_same_numbers(data, undisturbed):
     torch.manual_seed(77)
     second = train(new_model(), *data, CONFIG, progress=False)
-    assert numbers(first) == numbers(second)
+    assert numbers(undisturbed) == numbers(second)
     other = train(
         new_model(), *data, TrainingConfig(**(vars(CONFIG) | {"seed": 4})), progress=False
     )
-    assert numbers(first) != numbers(other)
+    assert numbers(undisturbed) != numbers(other)
 
 
-def test_pairs_of_tensors_train_like_datasets(task, data):
+def test_pairs_of_tensors_train_like_datasets(data, undisturbed):
     pairs = [tuple(part.with_format("torch")[:][c] for c in ("x", "y")) for part in data]
-    assert numbers(train(new_model(), *pairs, CONFIG, progress=False)) == numbers(
-        train(new_model(), *data, CONFIG, progress=False)
-    )
+    assert numbers(train(new_model(), *pairs, CONFIG, progress=False)) == numbers(undisturbed)
 
 
 class StopAt:
@@ -180,10 +183,9 @@ def test_an_epoch_of_another_kind_is_named(task, data):
         train(new_model(), broken, data[1], CONFIG, progress=False)
 
 
-def test_ctrl_c_keeps_what_was_reached_and_resumes_to_the_same_numbers(data, tmp_path):
-    undisturbed = train(new_model(), *data, CONFIG, progress=False)
+def test_ctrl_c_keeps_what_was_reached_and_resumes_to_the_same_numbers(data, undisturbed, tmp_path):
     model = new_model()
-    StopAt(model, 30, KeyboardInterrupt)  # in the middle of epoch 4
+    StopAt(model, 15, KeyboardInterrupt)  # in the middle of epoch 4
     with pytest.raises(TrainingInterrupted) as stopped:
         train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
     partial = stopped.value.result
@@ -261,20 +263,19 @@ def test_a_broken_checkpoint_is_named(data, tmp_path):
         train(new_model(), *data, CONFIG, checkpoint_every=0, progress=False)
 
 
-def test_calling_again_with_the_interrupted_model_goes_on(data, tmp_path):
+def test_calling_again_with_the_interrupted_model_goes_on(data, undisturbed, tmp_path):
     """As in a notebook, where the model now holds the best weights so far."""
     model = new_model()
-    StopAt(model, 30, KeyboardInterrupt)
+    StopAt(model, 15, KeyboardInterrupt)
     with pytest.raises(TrainingInterrupted):
         train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
     model.reset_hooks()
     resumed = train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
-    assert numbers(resumed) == numbers(train(new_model(), *data, CONFIG, progress=False))
+    assert numbers(resumed) == numbers(undisturbed)
 
 
-def test_after_each_epoch_a_copy_of_the_model_is_shown(data):
+def test_after_each_epoch_a_copy_of_the_model_is_shown(data, undisturbed):
     """Whatever is done to it, and to the random state, the training does not notice."""
-    undisturbed = train(new_model(), *data, CONFIG, progress=False)
     model, errors = new_model(), []
 
     def vandal(epoch, shown):
@@ -298,7 +299,7 @@ def test_after_each_epoch_a_copy_of_the_model_is_shown(data):
     ]
 
 
-def test_no_epoch_is_passed_over_when_a_run_is_resumed(data, tmp_path):
+def test_no_epoch_is_passed_over_when_a_run_is_resumed(data, undisturbed, tmp_path):
     seen, options = [], {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "progress": False}
 
     def look(epoch, model):
@@ -308,12 +309,11 @@ def test_no_epoch_is_passed_over_when_a_run_is_resumed(data, tmp_path):
         if epoch == 2:
             raise KeyboardInterrupt
 
-    undisturbed = train(new_model(), *data, CONFIG, progress=False)
     with pytest.raises(TrainingInterrupted) as stopped:  # before epoch 2 was kept
         train(new_model(), *data, CONFIG, after_epoch=stop, **options)
     assert numbers(stopped.value.result) == numbers(undisturbed)[:2]
     model = new_model()
-    StopAt(model, 30, KeyboardInterrupt)  # in the middle of epoch 4
+    StopAt(model, 15, KeyboardInterrupt)  # in the middle of epoch 4
     with pytest.raises(TrainingInterrupted):
         train(model, *data, CONFIG, after_epoch=look, **options)
     assert seen == [1, 2, 3]
