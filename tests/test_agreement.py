@@ -56,7 +56,7 @@ def mean_over_states(metric, members, scores, layer, positions, with_self):
     return np.mean(values)
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 10**6))
 def test_threshold_free_metrics_equal_scikit_learn(seed):
     predicted, scores = case(seed)
@@ -84,7 +84,7 @@ def test_threshold_free_metrics_equal_scikit_learn(seed):
     assert agreement.cls.n_states == 4
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 10**6))
 def test_set_metrics_equal_scikit_learn(seed):
     predicted, scores = case(seed)
@@ -236,7 +236,7 @@ def test_coverage_needs_positions_of_the_same_states(model, inputs):
         coverage_curve(positions.positions, -influence.influence)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(0, 10**6), st.integers(0, 1))
 def test_padding_takes_no_part(seed, extra):
     """States and sources beyond a sequence's tokens; its last state is its own."""
@@ -288,7 +288,7 @@ def test_a_padded_coverage_curve_is_that_of_its_states():
         assert curve.last[k] == pytest.approx(expected, nan_ok=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_what_is_explained_is_the_mean_over_states_that_could_be_wrong(seed, with_self, squared):
     predicted, scores = case(seed)

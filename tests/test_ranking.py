@@ -21,7 +21,7 @@ from infoflow_lens import (
 from infoflow_lens.hooks import AttentionRollout, AttentionWeight
 from infoflow_lens.ranking import CONTROLS, METRICS, compare_rankings
 from infoflow_lens.theory import InformationSets
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of
 
 
 def ways_to_cut(scores, size):
@@ -57,7 +57,7 @@ def integers(generator, *shape, most=3):
     return torch.randint(0, most + 1, shape, generator=generator).float()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some_of(range(2), 0))
 def test_numbers_are_means_over_all_ways_to_break_ties(seed):
     """Small integers as scores and as influence, so that ties are everywhere."""
     generator = torch.Generator().manual_seed(seed)
