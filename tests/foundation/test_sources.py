@@ -213,9 +213,30 @@ def sources() -> tuple[tuple[str, ast.Module], ...]:
 
 
 @cache
-def names() -> tuple[tuple[str, str], ...]:
-    """(file, name) of everything that is named."""
-    return tuple({(where, name) for where, tree in sources() for name, _ in named(tree)})
+def nodes() -> tuple[tuple[str, ast.AST], ...]:
+    """All imports, names, keywords and calls, each with its file."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Name, ast.keyword, ast.Call)
+    return tuple(
+        (where, node)
+        for where, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    )
+
+
+@cache
+def names() -> dict[str, set[str]]:
+    """The files that name something, by what is named."""
+    found: dict[str, set[str]] = {}
+    for where, node in nodes():
+        for name in named(node):
+            found.setdefault(name, set()).add(where)
+    return found
+
+
+@cache
+def calls() -> tuple[tuple[str, ast.Call], ...]:
+    return tuple((where, node) for where, node in nodes() if isinstance(node, ast.Call))
 
 
 def _parsed() -> Iterator[tuple[str, ast.Module]]:
@@ -233,19 +254,16 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def named(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Everything that a module names: imports, attributes, calls, keywords."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node
-        elif isinstance(node, (ast.Attribute, ast.Name)):
-            yield dotted(node), node
-        elif isinstance(node, ast.keyword):
-            yield node.arg or "", node
+def named(node: ast.AST) -> Iterator[str]:
+    """What a part of a module names: of imports, attributes, calls, keywords."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, (ast.Attribute, ast.Name)):
+        yield dotted(node)
+    elif isinstance(node, ast.keyword):
+        yield node.arg or ""
 
 
 def matches(name: str, unsafe: str) -> bool:
@@ -266,23 +284,22 @@ def test_the_walk_sees_all_rooms():
 @pytest.mark.parametrize("unsafe", UNSAFE)
 def test_nothing_runs_what_data_name(unsafe):
     allowed = UNSAFE[unsafe]
-    places = {where for where, name in names() if matches(name, unsafe)}
+    places = set().union(*(places for name, places in names().items() if matches(name, unsafe)))
     assert places == set(allowed), f"{unsafe} in {sorted(places ^ set(allowed))}"
 
 
 def imported() -> dict[str, set[str]]:
     """The places that import each module, by its first name."""
     found: dict[str, set[str]] = {}
-    for where, tree in sources():
-        for node in ast.walk(tree):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                lazy = node.module == "infoflow_lens.foundation.lazy"  # under the library's name
-                modules = [a.name for a in node.names] if lazy else [str(node.module)]
-            for module in modules:
-                found.setdefault(module.partition(".")[0], set()).add(where)
+    for where, node in nodes():
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            lazy = node.module == "infoflow_lens.foundation.lazy"  # under the library's name
+            modules = [a.name for a in node.names] if lazy else [str(node.module)]
+        for module in modules:
+            found.setdefault(module.partition(".")[0], set()).add(where)
     return found
 
 
@@ -297,38 +314,28 @@ def test_every_module_that_evaluates_text_stands_in_its_place_alone():
 
 def test_models_and_tokenizers_never_bring_code():
     """Each call of transformers says so: else it asks a question, which nobody may see."""
-    calls = [
+    made = [
         (where, node)
-        for where, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "from_pretrained"
+        for where, node in calls()
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
     ]
-    assert len(calls) > 5
-    for where, call in calls:
+    assert len(made) > 5
+    for where, call in made:
         told = {k.arg: getattr(k.value, "value", None) for k in call.keywords}
         assert told.get("trust_remote_code") is False, f"{where}:{call.lineno}"
 
 
 def test_no_question_is_asked():
     """A command that waits for an answer hangs where nobody sees it."""
-    asked = [
-        where
-        for where, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and dotted(node.func) in ("input", "typer.confirm")
-    ]
+    asked = [where for where, node in calls() if dotted(node.func) in ("input", "typer.confirm")]
     assert asked == []
 
 
 def test_what_is_printed_goes_through_one_place():
     """`say` and `console` of commands/common.py, which show escapes and do not send them."""
-    places = {
-        where
-        for where, name in names()
-        if name in ("typer.echo", "click.echo", "print") or name.endswith(".Console")
-    }
+    printing = ("typer.echo", "click.echo", "print")
+    found = names().items()
+    places = set().union(*(p for n, p in found if n in printing or n.endswith(".Console")))
     assert places == {"infoflow_lens/commands/common.py"}
 
 
@@ -336,9 +343,8 @@ def test_templates_belong_to_the_package():
     """Environments load from folders of the package, and no text from elsewhere is a template."""
     made = {
         where: ast.unparse(node)
-        for where, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and dotted(node.func).endswith("Environment")
+        for where, node in calls()
+        if dotted(node.func).endswith("Environment")
     }
     assert set(made) == {
         "studies/pages.py", "infoflow_lens/report/templating.py",
@@ -346,38 +352,31 @@ def test_templates_belong_to_the_package():
     assert "FileSystemLoader(TEMPLATES)" in made["studies/pages.py"]
     assert "PackageLoader('infoflow_lens.report'" in made["infoflow_lens/report/templating.py"]
     assert TEMPLATES.resolve().is_relative_to(ROOT)
-    assert not [name for _, name in names() if name.endswith((".from_string", ".Template"))]
+    assert not [name for name in names() if name.endswith((".from_string", ".Template"))]
 
 
 def test_what_is_allowed_is_told_to_refuse_callables():
-    calls = [
-        node
-        for _, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and dotted(node.func) in ("torch.load", "np.load")
-    ]
-    assert len(calls) == 4
-    for call in calls:
+    loads = [node for _, node in calls() if dotted(node.func) in ("torch.load", "np.load")]
+    assert len(loads) == 4
+    for call in loads:
         told = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
         assert {"weights_only": True}.items() <= told.items() or told.get("allow_pickle") is False
 
 
 @pytest.mark.parametrize("name", GLOBAL_RANDOM)
 def test_nothing_moves_the_global_random_state(name):
-    places = [where for where, named in names() if named == name]
-    assert places == []
+    assert name not in names()
 
 
 def test_every_draw_has_a_generator_and_a_type_of_its_own():
     """The default type is the user's, and another one draws other numbers."""
     bare = []
-    for where, tree in sources():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            module, name = dotted(node.func.value), node.func.attr
-            if module == "torch" and name in DRAWS:
-                given = {keyword.arg for keyword in node.keywords}
-                if "generator" not in given or (name in ("rand", "randn") and "dtype" not in given):
-                    bare.append(f"{where}:{node.lineno}")
+    for where, node in calls():
+        if not isinstance(node.func, ast.Attribute):
+            continue
+        module, name = dotted(node.func.value), node.func.attr
+        if module == "torch" and name in DRAWS:
+            given = {keyword.arg for keyword in node.keywords}
+            if "generator" not in given or (name in ("rand", "randn") and "dtype" not in given):
+                bare.append(f"{where}:{node.lineno}")
     assert bare == []
