@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -40,10 +41,30 @@ def change(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory):
+    """The folder of a base by name, which no test changes, and its logits."""
+
+    @cache
+    def get(name):
+        base = zoo.save(name, tmp_path_factory.mktemp(name) / "base")
+        with torch.no_grad():
+            return base, load_any(base).model(zoo.tokens(2, 7))
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base and an adapter on it, which no test changes."""
+    out = tmp_path_factory.mktemp("saved")
+    save("llama", zoo.save("llama", out / "base"), out / "adapter")
+    return out / "adapter"
+
+
 @pytest.fixture
-def folder(tmp_path):
-    save("llama", zoo.save("llama", tmp_path / "base"), tmp_path / "adapter")
-    return tmp_path / "adapter"
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "adapter")
 
 
 CASES = [
@@ -61,14 +82,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_the_adapter_counts_as_peft_has_it(name, settings, tmp_path):
-    base = zoo.save(name, tmp_path / "base")
+def test_the_adapter_counts_as_peft_has_it(name, settings, base_of, tmp_path):
+    base, bare = base_of(name)
     model = save(name, base, tmp_path / "adapter", **settings)
     found = load_any(tmp_path / "adapter")
     ids = zoo.tokens(2, 7)
     with torch.no_grad():
         expected = model(ids, output_attentions=True)
-        bare = load_any(base).model(ids)
     logits, cache = found.model.run_with_cache(ids)
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
     assert (logits - bare).abs().max() > 1e-2

@@ -268,13 +268,26 @@ def build(name: str, seed: int = 0, attention: str | None = "eager", **changes: 
     return model.eval()
 
 
+_FILES: dict[str, dict[str, bytes]] = {}  # of each model that was saved
+
+
 def save(
     name: str, folder: Path, *, seed: int = 0, with_tokenizer: bool = True, **changes: object
 ) -> Path:
-    """Save a model, and a tokenizer, as ``save_pretrained`` does; the folder."""
-    build(name, seed, **changes).save_pretrained(folder)
-    if with_tokenizer and name not in WITHOUT_TOKENIZER:
-        tokenizer().save_pretrained(folder)
+    """Save a model, and a tokenizer, as ``save_pretrained`` does; the folder.
+
+    Of equal arguments the files are made once.
+    """
+    key = repr((name, seed, with_tokenizer, sorted(changes.items())))
+    if key not in _FILES:
+        with tempfile.TemporaryDirectory() as scratch:
+            build(name, seed, **changes).save_pretrained(scratch)
+            if with_tokenizer and name not in WITHOUT_TOKENIZER:
+                tokenizer().save_pretrained(scratch)
+            _FILES[key] = {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for file, content in _FILES[key].items():
+        Path(folder, file).write_bytes(content)
     return folder
 
 
