@@ -4,8 +4,8 @@ import pytest
 
 from tests.fuzz import KINDS, SEEN, check
 
-CASES = {"data files": 40, "ids and masks": 60, "settings": 60, "configs of models": 10,
-         "architectures of models": 20, "spoiled folders": 4, "command lines": 10}  # fmt: skip
+CASES = {"data files": 20, "ids and masks": 30, "settings": 30, "configs of models": 6,
+         "architectures of models": 10, "spoiled folders": 3, "command lines": 6}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
