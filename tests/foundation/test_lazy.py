@@ -5,6 +5,7 @@ import sys
 from typing import get_type_hints
 
 import pandas
+import pytest
 
 from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.lazy import mpl, pd
@@ -28,6 +29,7 @@ def test_they_are_loaded_by_what_is_asked_for_and_not_by_a_look():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_tasks_load_no_library_of_data_before_a_dataset_is_asked_for():
     code = (
         "import sys, typing, infoflow_lens.tasks as tasks; task = tasks.load_task('kth_largest'); "
