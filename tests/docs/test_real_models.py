@@ -1,5 +1,7 @@
 """The page of real models is that of the rows of its run."""
 
+from functools import cache
+
 import pandas as pd
 import pytest
 
@@ -64,6 +66,7 @@ def beside():
     return field.read()
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_field_are_those_of_its_rows():
     for table in field.tables():
         assert table in PAGE
@@ -121,16 +124,18 @@ def test_the_statement_of_the_field_says_what_the_code_draws():
     assert not old & {one.text for model in depth.MODELS for one in field.texts(model)}
 
 
+read_thirds = cache(thirds.read)
 HEADS = (depth.FOLDER / "mechanisms.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_tables_of_mechanisms_are_those_of_their_rows():
     for table in thirds.tables():
         assert table in HEADS
 
 
 def test_every_text_was_replaced_in_every_way_by_labels_of_the_other_half():
-    rows, _ = thirds.read()
+    rows, _ = read_thirds()
     for model in depth.MODELS:
         here = rows[rows["model"] == model]
         assert sorted(set(here["text"])) == list(range(thirds.N_TEXTS))
@@ -143,7 +148,7 @@ def test_every_text_was_replaced_in_every_way_by_labels_of_the_other_half():
 
 
 def test_sentences_on_mechanisms_are_those_of_their_rows():
-    rows, counts = thirds.read()
+    rows, counts = read_thirds()
     every = list(thirds.places(rows))
     shares = sorted(round(thirds.interval(lost, "labels")[0], 2) for _, _, lost in every)
     little = sum(share <= 0.25 for share in shares)
