@@ -42,7 +42,7 @@ def test_every_construction_is_among_the_cases():
 
 def measured(name, **parameters):
     model, task = build_construction(name, **parameters)
-    x, _ = task.sample(16, seed=0)
+    x, _ = task.sample(6, seed=0)
     attended, influence = run_probes(
         model, x, [AttendedProbe(), JacobianInfluence("resid_post")], progress=False
     )

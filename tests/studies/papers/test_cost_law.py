@@ -23,6 +23,17 @@ def trained(rows, **where):
     return chosen
 
 
+@pytest.fixture(scope="module")
+def rows_of_codes():
+    return codes()
+
+
+@pytest.fixture
+def rows(rows_of_codes):
+    """Of the codes that the theory knows, for each test to change."""
+    return rows_of_codes.copy()
+
+
 @pytest.mark.parametrize(
     ("where", "times", "claims"),
     [
@@ -33,32 +44,28 @@ def trained(rows, **where):
         ({}, lambda rows: rows["width"] ** (2 / rows["law"]), [3, 4]),  # units bring nothing
     ],
 )
-def test_the_rule(where, times, claims):
-    rows = codes()
+def test_the_rule(where, times, claims, rows):
     chosen = trained(rows, **where)
     rows.loc[chosen, "nmse"] *= times(rows[chosen])
     assert set(claims) <= set(broken(STUDY, rows))
     assert bool(claims) or not broken(STUDY, rows)
 
 
-def test_what_fits_must_lose_nothing():
-    rows = codes()
+def test_what_fits_must_lose_nothing(rows):
     rows.loc[trained(rows, law=1.0), "nmse"] = 0.02
     assert 1 in broken(STUDY, rows)
 
 
-def test_a_code_of_another_exponent_is_none_of_the_laws():
-    rows = codes()
+def test_a_code_of_another_exponent_is_none_of_the_laws(rows):
     rows.loc[rows["model"] == "digit code", "width"] **= 2
     assert 0 in broken(STUDY, rows)
 
 
-def test_the_laws_error_is_that_of_the_digit_code():
+def test_the_laws_error_is_that_of_the_digit_code(rows):
     """Half a cell of width 2^-B on every coordinate, over the variance of a uniform number."""
     code = DigitCode(2, 1, 3)
     x = torch.rand(20_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     error = float((code.decode(code.encode(x)) - x).square().mean() / x.var())
-    rows = codes()
     row = rows[(rows["model"] == "trained") & (rows["size"] == 2) & (rows["d_model"] == 1)]
     of_law = row.set_index("units")["law_nmse"][2**code.bits_per_latent]
     assert of_law == pytest.approx(4.0**-3)
@@ -131,6 +138,7 @@ def decoder_error(steepness):
         return nmse(model(z), x), nmse(2 * code.decode(code.encode((x + 1) / 2)) - 1, x)
 
 
+@pytest.mark.slow
 def test_that_width_decides_is_a_matter_of_the_start():
     """The page said that parameters cannot buy it back; a steep first layer does (T6)."""
     usual, built = decoder_error(None)
