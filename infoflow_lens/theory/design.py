@@ -24,7 +24,7 @@ from infoflow_lens.foundation.settings import Index, Positive, Remedy, Seed, che
 from infoflow_lens.theory.comparison import Count
 from infoflow_lens.theory.cost import Precision, exponent
 from infoflow_lens.theory.demands import demands, scores_inside
-from infoflow_lens.theory.estimate import Verdict, estimate
+from infoflow_lens.theory.estimate import Verdict, estimate_asked
 from infoflow_lens.theory.jobs import Global, Max
 from infoflow_lens.theory.question import Answer, Question
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule
@@ -199,7 +199,8 @@ def design(
         if parameters is None or candidate.parameters <= parameters
     ]
     front = _front(candidates)
-    checked = tuple(_verify(candidate, largest, positional, verify, seed) for candidate in front)
+    asked = questions[-1]
+    checked = tuple(_verify(candidate, asked, positional, verify, seed) for candidate in front)
     sound = [c for c in checked if c.verified in (None, 1.0)]
     # what fits comes first: an exponent's constant is not known
     recommended = min(
@@ -207,7 +208,7 @@ def design(
     )
     below: tuple[Neighbour, ...] = ()
     if recommended is not None:
-        below = neighbours(recommended, largest, positional, count, verify, seed)
+        below = neighbours(recommended, asked, positional, count, verify, seed)
     return Design(
         target=str(largest.name),
         n_tokens=tuple(case.n_tokens for case in cases),
@@ -329,14 +330,16 @@ def _shape(heads: tuple[int, ...], d_model: int, n_tokens: int, positional: bool
     return ModelShape(heads, (d_model,) * len(heads), n_tokens, positional)
 
 
-def _verify(candidate: Candidate, task: Any, positional: bool, verify: int, seed: int) -> Candidate:
-    shape = _shape(candidate.n_heads, candidate.d_model, task.n_tokens, positional)
-    found = estimate(shape, task, verify=verify, seed=seed)
+def _verify(
+    candidate: Candidate, asked: Question, positional: bool, verify: int, seed: int
+) -> Candidate:
+    shape = _shape(candidate.n_heads, candidate.d_model, asked.task.n_tokens, positional)
+    found = estimate_asked(asked, shape, asked.task, "paper", 1, verify, seed)
     return replace(candidate, verified=found.verified)
 
 
 def neighbours(
-    candidate: Candidate, task: Any, positional: bool, count: Count, verify: int, seed: int
+    candidate: Candidate, asked: Question, positional: bool, count: Count, verify: int, seed: int
 ) -> tuple[Neighbour, ...]:
     """List what lies just below a candidate: a head less in a layer, or a layer less."""
     # an architecture that is reached in two ways is listed once
@@ -351,8 +354,8 @@ def neighbours(
             options.setdefault(rest, f"without layer {layer + 1}")
     below = []
     for fewer, change in options.items():
-        shape = _shape(fewer, candidate.d_model, task.n_tokens, positional)
-        found = estimate(shape, task, count=count, verify=verify, seed=seed)
+        shape = _shape(fewer, candidate.d_model, asked.task.n_tokens, positional)
+        found = estimate_asked(asked, shape, asked.task, count, 1, verify, seed)
         below.append(
             Neighbour(
                 fewer,

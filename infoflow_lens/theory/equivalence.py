@@ -85,6 +85,17 @@ def readings(
             values.numel(), (4 * len(values), values.shape[1]), generator=generator
         )
         values = torch.cat([values, values.flatten()[pool]])
+    # what a component splits into is dear to find, and the same with and without joins
+    known: dict[int, tuple[Component, list[Component], list[str]]] = {}
+
+    def split(component: Component, notes: list[str]) -> list[Component]:
+        if id(component) not in known:
+            said = list[str]()
+            known[id(component)] = component, _split(component, tokens, said), said
+        _, parts, said = known[id(component)]
+        notes += said
+        return parts
+
     # with and without either of two changes, as each may make the search harder
     for joins in (False, True):
         for splits in (False, True):
@@ -97,7 +108,7 @@ def readings(
                 if joins:
                     kept = _join_components(outer, values, components, used, tokens, notes)
             if splits:
-                kept = [part for c in kept for part in _split(c, tokens, notes)]
+                kept = [part for c in kept for part in split(c, notes)]
             kept = _different(kept, tokens, notes)
             other = Reading(tuple(kept), tuple(dict.fromkeys(notes)), tokens)
             if notes and other.notes not in [reading.notes for reading in found]:

@@ -246,7 +246,24 @@ def estimate(
         InfoFlowError: for an unknown count, trees below 1, sizes that differ, a model of another
             kind than the theory's, or a task without anything to retrieve or read.
     """
-    asked = Question.read(task, seed)
+    return estimate_asked(Question.read(task, seed), architecture, task, count, trees, verify, seed)
+
+
+def estimate_asked(
+    asked: Question,
+    architecture: Any,
+    task: Target,
+    count: Count,
+    trees: int,
+    verify: int,
+    seed: int,
+) -> Estimate:
+    """Return the estimate of a target that was read before, which for many takes most of the time.
+
+    Args:
+        asked: the target as the search sees it, read with this seed.
+        architecture, task, count, trees, verify, seed: as in :func:`estimate`.
+    """
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
     asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
