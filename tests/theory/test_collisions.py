@@ -34,7 +34,7 @@ def heads(n_heads, d_head, seed):
     return [one() for _ in range(n_heads)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("n_heads", "d_head", "free", "points"), [(1, 1, 5, 9), (2, 1, 7, 5)])
 def test_the_pigeonhole_pairs_of_theorem_1(n_heads, d_head, free, points, seed):
     """The closest pairs differ by 4 eps, every head's average by less than the proof says."""

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError, load_task
@@ -47,6 +47,7 @@ def brute_force(x, component):
     return max(indices, key=lambda t: float(component.score(x[list(t)])))
 
 
+@settings(max_examples=50)
 @given(
     arity=st.integers(1, 3),
     n_tokens=st.integers(3, 6),
@@ -86,6 +87,7 @@ def test_best_tuples_in_chunks_equal_those_at_once(monkeypatch):
     assert best_tuples(x, component)[0].equal(expected[0])
 
 
+@settings(max_examples=50)
 @given(
     arity=st.integers(1, 3),
     distinct=st.booleans(),

@@ -3,6 +3,7 @@
 import ast
 import json
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,12 @@ def retrieval(outer, n_components=3, n_tokens=16):
         pytest.param(retrieval(largest, 3, 32), (2,), id="largest of three, two heads"),
         pytest.param(target(form(0), form(1), outer=largest), (1, 1), id="largest of two pairs"),
         pytest.param(
-            target(form(0), form(1), form(2), outer=largest), (1, 1), id="largest of three pairs"
+            target(form(0), form(1), form(2), outer=largest), (1, 1), id="largest of three pairs",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(target(form(0), form(0)), (1, 1), id="equal pairs"),
+        pytest.param(
+            target(form(0), form(0)), (1, 1), id="equal pairs", marks=pytest.mark.slow
+        ),
         pytest.param(target(form(0), form(0, turned=True)), (1, 1), id="transposed pairs"),
         pytest.param(target(coordinate(0), coordinate(0, 3)), (1,), id="growing functions"),
         pytest.param(target(*[coordinate(0)] * 3), (1,), id="equal tokens"),
@@ -74,7 +78,7 @@ def retrieval(outer, n_components=3, n_tokens=16):
             target(*[coordinate(0, rank=r) for r in (1, 2, 3)]), (1, 1), id="three largest"
         ),
     ],
-)
+)  # fmt: skip
 def test_what_a_construction_does_is_allowed_and_the_construction_is_said(task, heads):
     """Each was "excluded" by counts of listed components (R1, R2 of the review)."""
     found = estimate(shape(heads, task.n_tokens), task)
@@ -109,6 +113,7 @@ PROVED = {
 }  # fmt: skip
 
 
+@cache
 def proved(name):
     task, heads, settings = PROVED[name]
     n_tokens = task.n_tokens + 1 if settings.get("causal") else task.n_tokens
@@ -189,7 +194,7 @@ def test_two_tokens_that_nearly_tie_prove_no_growth(gap, move):
 
 def test_random_near_ties_prove_no_growth():
     values = lambda rows: torch.tensor(rows, dtype=torch.float64)[..., 0].amax(1).tolist()  # noqa: E731
-    for seed in range(300):
+    for seed in range(100):
         rng = random.Random(seed)
         document = forged(10 ** rng.uniform(-14, 0), 10 ** rng.uniform(-8, 0), seed)
         assert verify_exclusion(document, values), seed
@@ -283,7 +288,7 @@ def test_a_proof_goes_before_samples_that_miss_what_is_rare():
 def test_verdicts_are_monotone_in_heads_and_tokens(name, parameters, heads, longest):
     """A witness serves fewer heads and longer sequences; before, the search decided (T9)."""
     task = load_task(name, **parameters)
-    rows = phase_diagram(task, heads, (8, 16, 32, longest))
+    rows = phase_diagram(task, heads, (8, 16, longest))
     found = {(tuple(row["heads"]), row["n_tokens"]): row["verdict"] for row in rows}
     for (h, t), verdict in found.items():
         for (other, longer), second in found.items():

@@ -54,7 +54,7 @@ def as_matrices(positions, strengths, sequence):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(case=graded_layers())
 def test_strengths_are_those_of_the_best_of_all_paths(path, case):
     positions, strengths, n_sources = case
@@ -69,6 +69,7 @@ def test_strengths_are_those_of_the_best_of_all_paths(path, case):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=50)
 @given(case=graded_layers())
 def test_at_level_0_they_are_the_information_sets(path, case):
     """Of the edges that have a strength; with strengths of 1 each path has 1."""
@@ -80,6 +81,7 @@ def test_at_level_0_they_are_the_information_sets(path, case):
     assert alike.strengths.equal(propagate(positions, n_sources).members.float())
 
 
+@settings(max_examples=50)
 @given(case=graded_layers(), levels=st.tuples(st.floats(0, 1), st.floats(0, 1)))
 def test_level_sets_are_nested_and_strengths_grow(case, levels):
     positions, strengths, n_sources = case

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError, propagate
@@ -55,6 +55,7 @@ def close(one, other, atol=1e-10):
 
 
 @pytest.mark.parametrize("semiring", WEIGHED)
+@settings(max_examples=40)
 @given(edges=layers_of_edges(largest=3))
 def test_it_is_what_all_paths_come_to(semiring, edges):
     found = propagate_edges(edges, semiring)
@@ -64,6 +65,7 @@ def test_it_is_what_all_paths_come_to(semiring, edges):
         assert math.isclose(found[layer, 0, state, source], expected, abs_tol=1e-12)
 
 
+@settings(max_examples=40)
 @given(edges=layers_of_edges())
 def test_there_is_a_path_where_any_semiring_finds_one(edges):
     """The support of each, also of every finite power, is the Boolean set: InfoFlow's rule."""
@@ -78,6 +80,7 @@ def test_there_is_a_path_where_any_semiring_finds_one(edges):
     assert propagate(strength=list(weights)).at().members.equal(sets)
 
 
+@settings(max_examples=40)
 @given(edges=layers_of_edges())
 def test_the_power_1_is_rollout_and_a_power_near_0_asks_only_what_is_seen(edges):
     shares = edges / edges.sum(dim=-1, keepdim=True)
@@ -87,6 +90,7 @@ def test_the_power_1_is_rollout_and_a_power_near_0_asks_only_what_is_seen(edges)
     close(propagate_edges(edges, "power", 1e-9), propagate_edges(seen, "sum-product"), 1e-6)
 
 
+@settings(max_examples=40)
 @given(edges=layers_of_edges())
 def test_large_powers_are_the_best_path(edges):
     """The root of a sum over paths is within the root of their number of the best of them."""
@@ -120,6 +124,7 @@ def test_an_infinite_power_is_hard_attention():
     assert (propagate_edges(patterns, "power", math.inf) > 0).equal(firsts > 0)
 
 
+@settings(max_examples=40)
 @given(edges=layers_of_edges())
 def test_more_is_held_through_stronger_edges(edges):
     more = edges + 0.1 * (edges > 0)
@@ -131,6 +136,7 @@ def test_more_is_held_through_stronger_edges(edges):
     assert (wide >= best - 1e-12).all()
 
 
+@settings(max_examples=40)
 @given(edges=layers_of_edges(), seed=st.integers(0, 99))
 def test_what_rescales_a_position_drops_out_of_powers_and_telescopes_elsewhere(edges, seed):
     """So an MLP that only makes a state longer or shorter changes no share."""
@@ -146,6 +152,7 @@ def test_what_rescales_a_position_drops_out_of_powers_and_telescopes_elsewhere(e
     close(propagate_edges(gains[:, None], "sum-product")[-1, 0], expected, 1e-8)
 
 
+@settings(max_examples=40)
 @given(edges=layers_of_edges())
 def test_a_state_alone_is_its_row_from_below_and_from_above(edges):
     n, edges = edges.shape[-1], edges / edges.max()  # so that 1 weakens nothing

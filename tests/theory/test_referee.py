@@ -7,7 +7,7 @@ import pytest
 
 from tests.referee import run
 
-MARKS = [*[()] * 5, *[pytest.mark.slow] * 5, *[pytest.mark.acceptance] * 90]
+MARKS = [(), *[pytest.mark.slow] * 4, *[pytest.mark.acceptance] * 195]
 BLOCKS = [pytest.param(block, marks=marks) for block, marks in enumerate(MARKS)]
 
 
@@ -20,17 +20,17 @@ def seeds_of(run_id, block, n):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_that_a_network_does_is_excluded(block, testrun_uid):
-    """50 new targets in every run, 100 with slow; 1,000 with acceptance, or any number by
+    """5 new targets in every run, 25 with slow; 1,000 with acceptance, or any number by
     `python -m tests.referee`.
     """
-    said, wrong = run(seeds_of(testrun_uid, block, 10))
+    said, wrong = run(seeds_of(testrun_uid, block, 5))
     assert wrong == []
     allowed = sum(n for (_, verdict), n in said.items() if verdict == "allowed by construction")
-    assert allowed >= 7, said
+    assert allowed >= 3, said
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", BLOCKS[:100])
 def test_nothing_that_is_impossible_is_allowed(block, testrun_uid):
-    """About 10 targets in every run, 200 with acceptance, each with a proof of its own."""
+    """About 2 targets in every run, 200 with acceptance, each with a proof of its own."""
     _, wrong = run(seeds_of(testrun_uid, block, 5), "impossible")
     assert wrong == []

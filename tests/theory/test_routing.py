@@ -26,14 +26,14 @@ def test_one_routed_head_holds_two_best_pairs_in_long_sequences():
     task = intrinsic(64)
     routed = Schedule((LayerSchedule(token=(Routed((0, 1)),)), LayerSchedule(cls=(Max(0), Max(1)))))
     one_role = Schedule((LayerSchedule(token=(Max(0),)), LayerSchedule(cls=(Max(0), Max(1)))))
-    assert learns(task, routed, 60) == 1.0
-    assert learns(task, one_role, 60) < 0.5
+    assert learns(task, routed, 30) == 1.0
+    assert learns(task, one_role, 30) < 0.5
 
 
 def test_the_error_that_is_left_falls_with_length():
     short, long = (
-        measure_routing(intrinsic(16), 1, n=200),
-        measure_routing(intrinsic(64), 1, n=100),
+        measure_routing(intrinsic(16), 1, n=100),
+        measure_routing(intrinsic(64), 1, n=50),
     )
     assert short.low <= short.nmse <= short.high
     assert long.nmse < 0.1 * short.nmse or long.nmse < 1e-9
@@ -50,8 +50,8 @@ def test_as_many_heads_as_roles_leave_nothing():
 def test_a_head_of_one_role_finds_the_other_pair_by_luck_alone():
     task = intrinsic(16)
     routed, alone = (
-        measure_routing(task, 1, n=200),
-        measure_routing(task, 1, n=200, one_role=True),
+        measure_routing(task, 1, n=100),
+        measure_routing(task, 1, n=100, one_role=True),
     )
     assert alone.roles == 1
     assert alone.nmse > 5 * routed.nmse
@@ -62,7 +62,7 @@ def test_a_head_of_one_role_finds_the_other_pair_by_luck_alone():
 
 def test_rotations_cannot_be_routed():
     """Every token reaches the same score under a rotation, so none tells its role."""
-    found = measure_routing(rotations(16), 1, n=200)
+    found = measure_routing(rotations(16), 1, n=100)
     assert 0.3 < found.low < found.high <= 1.1
     assert found.held < 0.7
 
@@ -70,12 +70,12 @@ def test_rotations_cannot_be_routed():
 @pytest.mark.slow
 def test_the_interval_covers_what_many_samples_give():
     task = intrinsic(10, seed=3)
-    exact = measure_routing(task, 1, n=800, seed=99).nmse
+    exact = measure_routing(task, 1, n=500, seed=99).nmse
     inside = [
         found.low <= exact <= found.high
-        for found in (measure_routing(task, 1, n=50, seed=s) for s in range(12))
+        for found in (measure_routing(task, 1, n=50, seed=s) for s in range(8))
     ]
-    assert sum(inside) >= 9
+    assert sum(inside) >= 6
 
 
 def test_a_role_is_a_function_of_the_token_alone():

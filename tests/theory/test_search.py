@@ -37,16 +37,15 @@ def random_case(seed):
     return task, heads
 
 
-BLOCKS = [
-    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 5 else []) for block in range(50)
-]
+MARKS = [(), *[pytest.mark.slow] * 4, *[pytest.mark.acceptance] * 45]
+BLOCKS = [pytest.param(block, marks=marks) for block, marks in enumerate(MARKS)]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_search_finds_a_schedule_where_brute_force_does_and_nowhere_else(block):
     """Random targets and architectures; "excluded, proved" never contradicts a schedule.
 
-    200 of them; 1800 more with the marker acceptance, any number by make hunt.
+    40 of them, 200 with slow; 1800 more with the marker acceptance, any number by make hunt.
     """
     by_brute_force(block)
 
