@@ -14,6 +14,9 @@ from tests.studies.test_results import RESULTS, rows_of
 of_every_study = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 # what makes a run brief where smoke's is not
 BRIEF = {
+    "intrinsic_dimension": {"n_train": 256},
+    "max_position_recovery": {"n_train": 256},
+    "head_count": {"n_train": 256},
     "agreement_over_training": {"n_train": 200, "n_recovery": 60, "n_influence": 12},
     "nested_qa": {"n_train": 256, "n_test": 200},
     "attention_maps": {"n_train": 256, "epochs": 1},

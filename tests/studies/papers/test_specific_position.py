@@ -70,6 +70,7 @@ def test_the_same_seed_gives_the_same_model():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_a_small_run_shows_the_effect(tmp_path):
     """Weights of a trained model: even on the summed positions whatever the sample."""
     result = run_study(STUDY, tmp_path, preset="smoke", progress=False)
