@@ -14,6 +14,7 @@ from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import Data, standardise
 from infoflow_lens.tasks import VectorTask
 from infoflow_lens.theory.design import Candidate, Design, neighbours, set_length
+from infoflow_lens.theory.question import Question
 from infoflow_lens.training import Draw, TrainingConfig, train
 
 _JUDGED = 30  # samples on which schedules are run, as in a design
@@ -119,7 +120,8 @@ def verify_design(
     # the design's verdicts are at the largest T, and of fewer tokens less is excluded
     if small.n_tokens != design.n_tokens[-1]:
         positional = design.recommended.mechanisms == "fixed positions"
-        below = neighbours(design.recommended, small, positional, design.count, _JUDGED, seed)
+        asked = Question.read(small, seed)
+        below = neighbours(design.recommended, asked, positional, design.count, _JUDGED, seed)
     cases += [(n.n_heads, n.verdict) for n in below]
     errors: list[float] = []
     for heads, _ in cases:
