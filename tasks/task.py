@@ -30,6 +30,7 @@ from infoflow_lens.theory.comparison import ComparisonProfile, Component
 
 TokenDistribution = Literal["normal", "uniform", "unit", "sphere"]
 _DATASET_FORMAT = 1  # raise it when the same arguments begin to give other data
+_CPU = torch.device("cpu")  # where samples are drawn, whatever device is the default
 _STREAM_BLOCK = 1024  # sequences drawn at once
 _STREAM_SHARDS = 64  # as many workers can share a stream
 
@@ -116,11 +117,13 @@ class Task(ABC):
             InfoFlowError: if `n` is below 1.
         """
         x = self.inputs(n, seed)
-        return x, self.target(x)
+        with _CPU:
+            return x, self.target(x)
 
     def inputs(self, n: int, seed: int) -> Shaped[Tensor, " batch pos *token"]:
         """Return the sequences of :meth:`sample` alone."""
-        return self.draw(n, torch.Generator().manual_seed(derive_seed("sample", seed)))
+        with _CPU:
+            return self.draw(n, torch.Generator().manual_seed(derive_seed("sample", seed)))
 
     @overload
     def dataset(self, split: str, n: int, seed: int = 0) -> "datasets.Dataset": ...
@@ -149,13 +152,15 @@ class Task(ABC):
         generator = torch.Generator().manual_seed(
             derive_seed("sample", derive_seed(self.name, split, seed))
         )
-        x = self.draw(n, generator, part)
+        columns, info = self._columns(n, generator, part), self._info()
         # a fingerprint of the arguments, so that caches of datasets know the same data again
-        identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
-        info = self._info()
-        data = datasets.Dataset.from_dict(
-            {"x": x.numpy(), "y": self.target(x).numpy()}, features=info.features, info=info
-        )
+        identity: tuple[Any, ...] = (
+            self.name, self.parameters(), split, n, seed, _DATASET_FORMAT
+        )  # fmt: skip
+        default = torch.get_default_dtype()
+        if columns["x"].dtype.kind == "f" and default.itemsize < 4:  # rounded: other data
+            identity += (str(default),)
+        data = datasets.Dataset.from_dict(columns, features=info.features, info=info)
         # from_dict takes no fingerprint, so its table is wrapped once more
         return datasets.Dataset(
             data.data,
@@ -164,6 +169,14 @@ class Task(ABC):
             fingerprint=datasets.fingerprint.Hasher.hash(identity),
         )
 
+    def _columns(self, n: int, generator: torch.Generator, split: Split) -> dict[str, Any]:
+        """Draw the columns of a dataset, floats as float32, which its features are."""
+        with _CPU:
+            x = self.draw(n, generator, split)
+            x = x.float() if x.is_floating_point() else x
+            y = self.target(x)
+        return {"x": x.numpy(), "y": (y.float() if y.is_floating_point() else y).numpy()}
+
     def _info(self) -> "datasets.DatasetInfo":
         return datasets.DatasetInfo(
             description=f"{self.name}: {self.source}", features=self.features()
@@ -171,15 +184,16 @@ class Task(ABC):
 
     def _stream(self, split: Split, seed: int) -> "datasets.IterableDataset":
         # a split without sequences is refused here, not when training has begun
-        self.draw(1, torch.Generator().manual_seed(0), split)
+        self._columns(1, torch.Generator().manual_seed(0), split)
 
         shards = list(range(_STREAM_SHARDS))
-        return datasets.IterableDataset.from_generator(
-            _rows,
-            features=self.features(),
-            gen_kwargs={"task": self, "part": split, "seed": seed, "shards": shards},
-            split=datasets.NamedSplit(split),
-        )
+        with _CPU:  # the library counts in tensors of its own
+            return datasets.IterableDataset.from_generator(
+                _rows,
+                features=self.features(),
+                gen_kwargs={"task": self, "part": split, "seed": seed, "shards": shards},
+                split=datasets.NamedSplit(split),
+            )
 
 
 def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dict[str, Any]]:
@@ -191,8 +205,8 @@ def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dic
             generator = torch.Generator().manual_seed(
                 derive_seed(task.name, part, seed, "stream", shard, block)
             )
-            x = task.draw(_STREAM_BLOCK, generator, part)
-            for sequence, target in zip(x.numpy(), task.target(x).numpy(), strict=True):
+            columns = task._columns(_STREAM_BLOCK, generator, part)
+            for sequence, target in zip(columns["x"], columns["y"], strict=True):
                 yield {"x": sequence, "y": target}
 
 

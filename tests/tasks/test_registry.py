@@ -32,6 +32,40 @@ def test_the_default_dtype_of_torch_changes_no_draw(dtype):
             assert torch.allclose(y.double(), target.double(), atol=1e-5), name
 
 
+def test_the_default_device_of_torch_changes_no_sample():
+    """On "meta" they ended in errors of torch and NumPy, or showed memory that nobody had set."""
+
+    def draw(name):
+        task = load_task(name)
+        return [*task.sample(4, seed=1), *task.dataset("test", 4).with_format("torch")[:].values()]
+
+    expected = {name: draw(name) for name in list_tasks()}
+    with torch.device("meta"):
+        # columns become tensors of torch where a dataset is read, so they are read outside
+        samples = {name: load_task(name).sample(4, seed=1) for name in list_tasks()}
+        data = {name: load_task(name).dataset("test", 4) for name in list_tasks()}
+    for name, wanted in expected.items():
+        found = [*samples[name], *data[name].with_format("torch")[:].values()]
+        assert all(a.equal(b) for a, b in zip(found, wanted, strict=True)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_dataset_has_its_own_types_whatever_the_default_dtype_of_torch_is(dtype):
+    """Arrow has no bfloat16, which was an error; halves are rounded, and have their own digest."""
+    torch.set_default_dtype(dtype)
+    try:
+        found = {name: load_task(name).dataset("test", 8) for name in list_tasks()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, data in found.items():
+        wanted = load_task(name).dataset("test", 8)
+        x, expected = (d.with_format("torch")["x"][:] for d in (data, wanted))
+        assert data.features == wanted.features
+        assert torch.allclose(x.double(), expected.double(), atol=4 * torch.finfo(dtype).eps), name
+        is_rounded = x.is_floating_point() and dtype != torch.float64
+        assert (data._fingerprint == wanted._fingerprint) != is_rounded, name
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
