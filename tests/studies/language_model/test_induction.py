@@ -13,7 +13,7 @@ from infoflow_lens.studies.language_model.induction import Induction
 from infoflow_lens.studies.pages import cell_of
 from tests.studies.studies_for_tests import smoke_rows
 
-HALF, N = 50, 8
+HALF, N = 50, 4
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,8 @@ def test_the_rule_passes_where_everything_holds(study):
 def test_each_way_can_disagree(study, cells, against):
     rows = circuit(cells=cells)
     assert not study.verdict(rows).passed
-    ways = {way: cell_of(study.table(rows), way, "m") for way in WAYS}
+    table = study.table(rows)
+    ways = {way: cell_of(table, way, "m") for way in WAYS}
     assert ways == {way: "disagrees" if way == against else "confirms" for way in WAYS}
 
 
