@@ -43,7 +43,7 @@ def recovery():
         "intrinsic_dimension", n_tokens=8, d_token=3, n_components=2, tokens="sphere", beta=1e3
     )
     untrained = build_model(model.architecture, seed=0)
-    rows = recovery_rows(untrained, model, *task.sample(1000, 3))
+    rows = recovery_rows(untrained, model, *task.sample(400, 3))
     about = {"run": 0, "seed": 0, "target": "pairs", "D": 2, "heads": "2 2", "nmse": 0.0}
     return pd.DataFrame([{**about, **row} for row in rows])
 
