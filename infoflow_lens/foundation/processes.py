@@ -50,6 +50,20 @@ def exit_with_parent(parent: int) -> None:
 
     if os.getppid() == parent:
         threading.Thread(target=watch, daemon=True).start()
+    # it ended before this process looked, and left it to the first process or another one; a
+    # process that a server has started for a parent that lives is left alone
+    elif os.name == "posix" and (os.getppid() == 1 or not _exists(parent)):
+        os._exit(1)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
 
 
 def bind_to_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:

@@ -53,15 +53,20 @@ def test_threads_of_one_process_give_the_numbers_of_one(architecture, inputs):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
+@pytest.mark.parametrize("looks", ["before", "after"])
+def test_a_worker_ends_with_the_process_that_started_it(tmp_path, looks):
+    """Also one that looks for it when it is gone, which stayed for ever."""
     script = tmp_path / "script.py"
+    tells = "open('child', 'w').write(f'{os.getpid()}\\n')"
+    until_gone = "exec('while os.getppid() == parent: time.sleep(.01)')"
+    steps = ["exit_with_parent(parent)", tells]
+    if looks == "after":
+        steps = [tells, until_gone, "exit_with_parent(parent)"]
     script.write_text(
         "import os, time\n"
         "from infoflow_lens.foundation.processes import exit_with_parent\n"
         "parent, child = os.getpid(), os.fork()\n"
-        "if not child:\n"
-        "    exit_with_parent(parent)\n"
-        "    open('child', 'w').write(f'{os.getpid()}\\n')\n"
+        f"if not child: {'; '.join(steps)}\n"
         "time.sleep(60)\n"
     )
     child = tmp_path / "child"
