@@ -496,16 +496,17 @@ class Tap(TorchFunctionMode):
         if given["enable_gqa"] and k.shape[-3] != q.shape[-3]:
             groups, call.is_grouped = q.shape[-3] // k.shape[-3], True
         scale = given["scale"] if given["scale"] is not None else q.shape[-1] ** -0.5
-        scores = (q * scale) @ _repeat(k, groups).transpose(-1, -2)
+        keys = _repeat(k, groups).transpose(-1, -2)
+        # the kernel multiplies and sums in float32, whatever the precision
+        is_half = q.dtype in (torch.float16, torch.bfloat16)
+        scores = (q.float() * scale) @ keys.float() if is_half else (q * scale) @ keys
         scores, dead = _mask(call, scores, given["attn_mask"], given["is_causal"])
         call.scores = scores
         scores = self._show(call, "scores", scores)
         # rows without a key are NaN in softmax, and 0 in the kernel
         if dead is not None:
             scores = scores.masked_fill(dead, 0.0)
-        # the kernel sums in float32, whatever the precision
-        is_half = scores.dtype in (torch.float16, torch.bfloat16)
-        pattern = scores.softmax(-1, dtype=torch.float32 if is_half else None)
+        pattern = scores.softmax(-1)
         if dead is not None:
             pattern = pattern.masked_fill(dead, 0.0)
         pattern = self._show(call, "pattern", pattern).to(v.dtype)

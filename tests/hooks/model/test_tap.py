@@ -255,6 +255,23 @@ def test_half_precision_that_underflows_closes_no_key(qkv, mask):
         assert torch.equal(call.visible(), (mask == 0).expand(2, 3, -1, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scores_in_half_precision_are_those_of_the_kernel(dtype, is_causal):
+    """They were rounded before the softmax, which named another first key than the kernel reads."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (4 * torch.randn(2, 3, 16, 8, generator=generator).to(dtype) for _ in range(2))
+    # with unit vectors as values the kernel itself gives its pattern
+    values = torch.eye(16, dtype=dtype).expand(2, 3, 16, 16)
+    kernel = F.scaled_dot_product_attention(q, k, values, is_causal=is_causal).float()
+    with Tap() as tap:
+        F.scaled_dot_product_attention(q, k, values, is_causal=is_causal)
+    pattern = tap.calls[0].seen["pattern"].float()
+    assert torch.allclose(pattern, kernel, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    read = kernel.gather(-1, pattern.argmax(-1, keepdim=True))
+    assert read.equal(kernel.amax(-1, keepdim=True))
+
+
 def test_queries_without_keys_get_what_fused_attention_gives_them(qkv):
     nothing = torch.zeros(1, 1, 5, 5, dtype=bool)
     q, k, v = qkv
