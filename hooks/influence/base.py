@@ -15,7 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
-from infoflow_lens.hooks.model.inputs import check_accepts_padding
+from infoflow_lens.hooks.model.inputs import check_accepts_padding, has_positions_first
 from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -195,6 +195,12 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         """Return the influence of every source of a pass."""
         model = seen.model
         check_accepts_padding(model, seen.lengths)
+        if seen.batch is None and has_positions_first(model):
+            raise InfoFlowError(
+                "the model's blocks have positions first, then sequences, and a pass of its own "
+                "cannot be made from such vectors: expected sequences first; build it with "
+                "batch_first=True, and load the same state_dict"
+            )
         layers = self._find_layers(model)
         start = seen.activation(start_point(model, self.source_layer))
         expected = [seen.state(layer, self.state) for layer in layers]
@@ -280,7 +286,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     "through_hooks=True; dropout, a key-value cache, an attention_mask given to "
                     "run_with_hooks, or states of another model that a call gives "
                     "(encoder_hidden_states) cannot: run in eval mode, whole sequences, and padded "
-                    "ones with attach or run_probes"
+                    "ones with attach or run_probes; or open a module of your own whose forward "
+                    "takes the tokens alone and gives the rest itself"
                 )
 
     def compute(self) -> InfluenceResult:

@@ -984,7 +984,7 @@ def call_inputs(
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor) or (
-        given.ndim == 3 and not found and _has_positions_first(model)
+        given.ndim == 3 and not found and has_positions_first(model)
     ):
         return None, None
     # a residual stream has no tokens to read
@@ -1020,7 +1020,7 @@ def _first_argument(model: nn.Module) -> str:
     return next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
 
-def _has_positions_first(model: Any) -> bool:
+def has_positions_first(model: Any) -> bool:
     """Say whether an opened model has positions first, then sequences, as torch's own may."""
     axes = model.anatomy.blocks[0].axes if hasattr(model, "anatomy") else None
     return axes is not None and axes[0] != 0

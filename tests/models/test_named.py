@@ -731,6 +731,34 @@ def test_probes_on_a_model_of_positions_first():
         torch.testing.assert_close(attached.results()[0].patterns[0], expected)
 
 
+def test_influence_where_positions_are_first_names_what_helps():
+    """It said that a call like the example was expected, which the call was."""
+    models = [
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(12, 3, 20, batch_first=is_first), 2,
+            enable_nested_tensor=False,
+        ).eval()
+        for is_first in (False, True)
+    ]  # fmt: skip
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0))
+    turned = x.transpose(0, 1)
+    named = open_model(models[0], example={"src": turned})
+    wanted = pytest.raises(InfoFlowError, match=r"positions first.*batch_first=True.*state_dict")
+    with wanted, attach(named, JacobianInfluence("resid_post")):
+        named(turned)
+    named = open_model(models[1], example={"src": x})
+    with attach(named, JacobianInfluence("resid_post")) as attached:
+        named(x)
+    # the model that was refused gives the reference
+    expected = [
+        torch.autograd.functional.jacobian(lambda one: models[0](one[:, None])[:, 0], row)
+        for row in x
+    ]
+    found = attached.results()[0].influence[-1]
+    torch.testing.assert_close(found, torch.stack(expected).norm(dim=(2, 4)), rtol=1e-4, atol=1e-6)
+
+
 def test_what_is_no_model_of_ids_says_so():
     """Random ids of an unknown vocabulary were a TypeError, and remedies spoke of ids alone."""
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
