@@ -24,6 +24,12 @@ MATRICES = torch.randn(6, D, D, generator=GENERATOR)
 TOKENS = torch.nn.functional.normalize(torch.randn(500, D, generator=GENERATOR), dim=-1)
 
 
+@pytest.fixture(autouse=True)
+def observed_at_few_tokens(monkeypatch):
+    """Active tokens are observed among 16, not among 64, which have 64 times as many triples."""
+    monkeypatch.setattr("infoflow_lens.theory.question._OBSERVED_AT", 16)
+
+
 def form(a, x, y):
     return ((x @ a.to(x)) * y).sum(dim=-1)
 
