@@ -12,6 +12,7 @@ from infoflow_lens.tasks import Target
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.cost import exponent
 from infoflow_lens.theory.design import design
+from infoflow_lens.theory.question import Question
 from infoflow_lens.theory.search import find
 
 
@@ -119,6 +120,20 @@ def test_a_budget_and_limits_are_kept():
     )
     assert none.recommended is None
     assert none.front == ()
+
+
+def test_a_target_is_read_once_at_each_length(monkeypatch):
+    """It was read for each candidate and each neighbour, which took most of the time."""
+    lengths, read = [], Question.read
+
+    def counted(task, seed):
+        lengths.append(task.n_tokens)
+        return read(task, seed)
+
+    monkeypatch.setattr(Question, "read", counted)
+    found = designed("d_retrieval", (8, 16), {"n_components": 2}, max_layers=1)
+    assert found.neighbours
+    assert lengths == [8, 16]
 
 
 def test_token_tasks_keep_their_length():
