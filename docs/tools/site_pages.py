@@ -60,7 +60,8 @@ def public_names() -> dict[str, str]:
         module = importlib.import_module(room)
         for name in module.__all__:
             value = getattr(module, name)
-            if callable(value):
+            # aliases of types are of `typing`, and have no entry
+            if callable(value) and value.__module__.startswith("infoflow_lens"):
                 found.setdefault(f"{value.__module__}.{value.__qualname__}", room)
     return found
 
