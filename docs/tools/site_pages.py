@@ -34,7 +34,7 @@ PAPERS = {
 }
 
 # pictures of a page in whose place the site has the page itself: the first of this notebook
-STILL, FIRST = r"docs/figures/flow(_page)?\.\w+", "first_look"
+STILL = r"docs/figures/flow(_page)?\.\w+"
 
 RUN_TABLE = r"results/\w+(/full)?/table\.md"  # of a study's run
 
@@ -117,7 +117,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
         title, text, pieces = notebooks.as_page(path, notebooks.live(path))
         pages = [name for name in pieces if name.endswith(".html")]
-        if path.stem == FIRST and pages:
+        if path.stem == notebooks.FIRST and pages:
             config.extra["live"] = f"notebooks/{pages[0]}"
         add(f"notebooks/{path.stem}.md", text, f"examples/notebooks/{path.name}")
         for name, content in pieces.items():

@@ -159,6 +159,8 @@ def test_a_run_is_shown_while_its_cells_are_those_of_the_notebook(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setenv("NOTEBOOKS", "committed")
         assert notebooks.live(tmp_path / "a.ipynb").cells[1].outputs == []
+        patch.setattr(notebooks, "FIRST", "a")
+        assert notebooks.live(tmp_path / "a.ipynb").cells[1].outputs[0].text == "1\n"
     nbformat.write(notebook(source="run(2)"), tmp_path / "a.ipynb")
     assert notebooks.live(tmp_path / "a.ipynb") == "run anew"
 
