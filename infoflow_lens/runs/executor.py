@@ -241,7 +241,12 @@ class _Processes:
         return future.result()
 
     def close(self) -> None:
-        for pool in self._busy.values():
+        for future, pool in self._busy.items():
+            # a pool that is told to drop a unit which its thread has not yet looked at fails in
+            # that thread, and leaves its semaphores behind
+            deadline = time.monotonic() + 5
+            while not (future.running() or future.done()) and time.monotonic() < deadline:
+                time.sleep(0.005)
             pool.shutdown(wait=True, kill_workers=True)
         for pool in self._idle:  # these put away what they hold, such as semaphores
             pool.shutdown(wait=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import joblib
 import pytest
 import torch
+from joblib.externals.loky import process_executor
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.runs import executor as module
@@ -84,6 +85,20 @@ def test_units_that_cannot_be_drawn_are_an_error_and_no_wait(n):
 
     with start_workers() as run, pytest.raises(InfoFlowError, match="inputs are gone"):
         list(run(abs, some()))
+
+
+def test_units_may_end_before_a_pool_has_looked_at_its_own(monkeypatch):
+    """On a busy machine its thread comes late; an error there fails this test as a warning."""
+    thread = process_executor._ExecutorManagerThread
+    look = thread.wait_result_broken_or_wakeup
+
+    def look_late(self):
+        found = look(self)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(thread, "wait_result_broken_or_wakeup", look_late)
+    test_units_that_cannot_be_drawn_are_an_error_and_no_wait(3)
 
 
 @pytest.mark.parametrize("jobs", some_of([1, 2], 1))
