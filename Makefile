@@ -76,7 +76,7 @@ notebooks: $(READY)  ## run examples/notebooks, and compare their output with wh
 	$(BIN)/python docs/tools/notebooks.py $(if $(WRITE),--write)
 
 docs: $(READY)  ## the site, in build/site; it asks for no network, built or read
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

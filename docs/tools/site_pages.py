@@ -36,7 +36,10 @@ PAPERS = {
 # pictures of a page in whose place the site has the page itself: the first of this notebook
 STILL = r"docs/figures/flow(_page)?\.\w+"
 
-RUN_TABLE = r"results/\w+(/full)?/table\.md"  # of a study's run
+# of a study's run, each preset; runs by earlier code are reached by links alone
+RUN_TABLE = r"results/\w+(/(?!earlier/)\w+)?/table\.md"
+# pages of results with an entry; what language_model/ has of each study is prose above its table
+RESULTS = rf"(?!results/language_model/\w+/){RUN_TABLE}|results/\w+/(?!statement)\w+\.md"
 
 # public names by the module that defines them; the first that fits
 AREAS = {
@@ -137,11 +140,16 @@ def filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[Any
         if isinstance(entry, str) and entry.strip("<>") in places:
             yield from places[entry.strip("<>")]
         elif isinstance(entry, str) and entry == "<results>":
-            pages = files.documentation_pages()
-            for file in sorted(pages, key=lambda file: posixpath.dirname(file.src_uri)):
-                if re.fullmatch(rf"{RUN_TABLE}|results/\w+/(README|index)\.md", file.src_uri):
-                    _, *names, _ = file.src_uri.split("/")
-                    yield {", ".join(names).replace("_", " "): file.src_uri}
+            paths = (file.src_uri for file in files.documentation_pages())
+            # README.md, index.md and table.md are named by their folder
+            named = (
+                (re.sub(r"(/(README|index|table))?\.md$", "", path), path)
+                for path in paths
+                if re.fullmatch(RESULTS, path)
+            )
+            for name, path in sorted(named):
+                _, *names = name.split("/")
+                yield {", ".join(names).replace("_", " "): path}
         elif isinstance(entry, dict):
             ((title, below),) = entry.items()
             if isinstance(below, list):
@@ -158,7 +166,9 @@ def _in_site(path: str) -> str | None:
     """Where the site shows a file of the repository; None if it does not."""
     if path in PAPERS:
         return PAPERS[path]
-    if path.startswith("docs/"):
+    if (ROOT / path).is_dir():  # what stands in it is shown by its page, if it has one
+        path = f"{path}/table.md"
+    if path.startswith("docs/") and (ROOT / path).exists():
         return path.removeprefix("docs/")
     if match := re.fullmatch(r"examples/(\w+)\.py", path):
         return f"examples/{match[1]}.md"

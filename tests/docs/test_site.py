@@ -237,13 +237,16 @@ def test_the_glossary_has_the_words_of_the_reports(term):
 
 
 def test_both_runs_of_a_study_have_their_place():
-    names = ("README", "a_b/earlier/table", "a_b/full/table", "a_b/statement", "a_b/table",
-             "other/README")  # fmt: skip
+    names = ("README", "a_b/earlier/table", "a_b/full/table", "a_b/longer/table",
+             "a_b/statement", "a_b/table", "language_model/reasons",
+             "language_model/reasons/table", "other/README")  # fmt: skip
     pages = [SimpleNamespace(src_uri=f"results/{name}.md") for name in names]
     files = SimpleNamespace(documentation_pages=lambda: pages)
     assert list(site_pages.filled(["<results>"], {}, files)) == [
         {"a b": "results/a_b/table.md"},
         {"a b, full": "results/a_b/full/table.md"},
+        {"a b, longer": "results/a_b/longer/table.md"},
+        {"language model, reasons": "results/language_model/reasons.md"},
         {"other": "results/other/README.md"},
     ]
 
