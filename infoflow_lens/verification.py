@@ -13,11 +13,10 @@ from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import Data, standardise
 from infoflow_lens.tasks import VectorTask
-from infoflow_lens.theory.design import Candidate, Design, neighbours, set_length
+from infoflow_lens.theory.design import N_VERIFIED, Candidate, Design, neighbours, set_length
 from infoflow_lens.theory.question import Question
 from infoflow_lens.training import Draw, TrainingConfig, train
 
-_JUDGED = 30  # samples on which schedules are run, as in a design
 _FALL = 10.0  # times that the recommended model should be better than an excluded one
 
 
@@ -121,7 +120,7 @@ def verify_design(
     if small.n_tokens != design.n_tokens[-1]:
         positional = design.recommended.mechanisms == "fixed positions"
         asked = Question.read(small, seed)
-        below = neighbours(design.recommended, asked, positional, design.count, _JUDGED, seed)
+        below = neighbours(design.recommended, asked, positional, design.count, N_VERIFIED, seed)
     cases += [(n.n_heads, n.verdict) for n in below]
     errors: list[float] = []
     for heads, _ in cases:

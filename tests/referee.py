@@ -82,21 +82,21 @@ def impossible(seed):
     case, error, made = built(seed)
     if made.subset is not None or error > 1e-4:
         return None
-    x = case.task.sample(40, seed + 1)[0]
-    if made.rare is not None:
-        x[:, 0] = made.rare
-    x = x.double().requires_grad_(True)
+    x = case.task.sample(100, seed + 1)[0].double().requires_grad_(True)
     try:
         (gradient,) = torch.autograd.grad(made.network(Heads(), x.float()).sum(), x)
     except RuntimeError:
         return None
-    active = int((gradient.norm(dim=-1) > 1e-6).sum(dim=1).max())
+    # so many matter on a third of inputs: `judge` leaves less than .15 of them open
+    active = int(
+        (gradient.norm(dim=-1) > 1e-6).sum(dim=1).float().quantile(2 / 3, interpolation="lower")
+    )
     heads = [1] * len(case.architecture.n_heads)
     while held(heads) >= active and len(heads) > 1:
         heads.pop()
     if held(heads) >= active:
         return None
-    proof = f"{active} tokens matter, CLS holds {held(heads)}"
+    proof = f"{active} tokens matter on a third of inputs, CLS holds {held(heads)}"
     smaller = architecture_of(heads, case.task, seed % 2 == 0)
     return Case(f"twin of {case.name}", case.task, smaller, proof)
 

@@ -34,6 +34,7 @@ from infoflow_lens.theory.shapes import ModelShape
 _MOST_HEAD_CHOICES = 700
 _SHARES = (1, 2, 4)  # of the width that holds everything, those that are weighed
 _MLP_WIDTH = 4  # times E
+N_VERIFIED = 30  # samples on which schedules are run, where nobody asks for another number
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def design(
     parameters: Positive | None = None,
     positional: bool = False,
     count: Count = "paper",
-    verify: Index = 30,
+    verify: Index = N_VERIFIED,
     seed: Seed = 0,
     advance: Advance | None = None,
 ) -> Design:
@@ -334,7 +335,7 @@ def _verify(
     candidate: Candidate, asked: Question, positional: bool, verify: int, seed: int
 ) -> Candidate:
     shape = _shape(candidate.n_heads, candidate.d_model, asked.task.n_tokens, positional)
-    found = estimate_asked(asked, shape, asked.task, "paper", 1, verify, seed)
+    found = estimate_asked(asked, shape, "paper", 1, verify, seed)
     return replace(candidate, verified=found.verified)
 
 
@@ -355,7 +356,7 @@ def neighbours(
     below = []
     for fewer, change in options.items():
         shape = _shape(fewer, candidate.d_model, asked.task.n_tokens, positional)
-        found = estimate_asked(asked, shape, asked.task, count, 1, verify, seed)
+        found = estimate_asked(asked, shape, count, 1, verify, seed)
         below.append(
             Neighbour(
                 fewer,

@@ -246,13 +246,12 @@ def estimate(
         InfoFlowError: for an unknown count, trees below 1, sizes that differ, a model of another
             kind than the theory's, or a task without anything to retrieve or read.
     """
-    return estimate_asked(Question.read(task, seed), architecture, task, count, trees, verify, seed)
+    return estimate_asked(Question.read(task, seed), architecture, count, trees, verify, seed)
 
 
 def estimate_asked(
     asked: Question,
     architecture: Any,
-    task: Target,
     count: Count,
     trees: int,
     verify: int,
@@ -262,8 +261,9 @@ def estimate_asked(
 
     Args:
         asked: the target as the search sees it, read with this seed.
-        architecture, task, count, trees, verify, seed: as in :func:`estimate`.
+        architecture, count, trees, verify, seed: as in :func:`estimate`.
     """
+    task = asked.task
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
     asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
