@@ -33,9 +33,8 @@ DrawingSeed = Annotated[Seed, "Seed of all random draws."]
 Device = Annotated[str, "Device of the model: cpu, cuda:0, ..."]
 Dtype = Annotated[str | None, "Number format: float32 (default), bfloat16, float16 or float64."]
 Backend = Annotated[
-    Literal["auto", "hooked", "bridge", "opened"],
-    "How to host it: HookedTransformer, TransformerBridge, the model as it is (opened), or what "
-    "fits.",
+    Literal["auto", "hooked", "opened"],
+    "How to load it: auto (as transformers does), hooked (TransformerLens 3) or opened.",
 ]
 
 

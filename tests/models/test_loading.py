@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from infoflow_lens import InfoFlowError, InfoFlowWarning, flow, open_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
-from infoflow_lens.models.loading import load_any
+from infoflow_lens.models.loading import Backend, load_any
 from infoflow_lens.models.named import NamedModel
 from infoflow_lens.models.pretrained import find_class, without_trace
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.survey_config import SurveyConfig
 from tests.conftest import make_token_model, some_of
 from tests.processes import started
 from tests.reference import families, zoo
@@ -218,6 +221,11 @@ def test_a_hooked_transformer_is_had_where_it_is_asked_for(official, name, cache
 def test_the_backend_that_is_gone_says_what_to_do():
     with pytest.raises(InfoFlowError, match=r"is gone.*TransformerBridge\.boot_transformers\(name"):
         load_any("gpt2", backend="bridge")
+
+
+def test_probe_and_survey_offer_the_backends_that_there_are():
+    for config in (ProbingConfig, SurveyConfig):
+        assert get_args(get_type_hints(config)["backend"]) == get_args(Backend)
 
 
 def test_an_alias_stands_for_its_official_name(cache):
