@@ -364,7 +364,7 @@ def test_studies_are_listed_with_their_rules():
     listed = CliRunner().invoke(app, ["study", "--list"]).output
     for name, kind in STUDY_KINDS.items():
         assert f"{name}: {kind.title}" in listed
-        assert kind().rule() in listed
+        assert f"{kind().rule()}\n  presets: {', '.join(kind.presets)}" in listed
 
 
 def test_study_runs_a_study_and_prints_its_verdict(tmp_path):

@@ -18,7 +18,9 @@ from infoflow_lens.commands.common import (
 
 StudyName = Annotated[str | None, typer.Argument(help="The study; --list shows all.")]
 ListAll = Annotated[bool, typer.Option("--list", help="List the studies and their rules.")]
-Preset = Annotated[str, typer.Option(help="Size of the runs: smoke, quick or full.")]
+Preset = Annotated[
+    str, typer.Option(help="Size of the runs: smoke, quick, full, or another one of --list.")
+]
 Seeds = Annotated[int | None, typer.Option(help="Number of seeds; default, the preset's.")]
 StudyFolder = Annotated[
     Path | None,
@@ -78,6 +80,7 @@ def study(
         if list_all:
             for kind in STUDY_KINDS.values():
                 say(f"{kind.name}: {kind.title}\n  {kind.source}\n  {kind().rule()}")
+                say(f"  presets: {', '.join(kind.presets)}")
             return
         if summary:
             from infoflow_lens.studies.summary import summarise
