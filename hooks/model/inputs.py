@@ -177,7 +177,9 @@ class Batches:
         is_single: bool = False,
     ) -> None:
         self._model, self._name, self.is_single = model, name, is_single
-        self.rows, self.columns = sequences, dict(columns or {})
+        # sequences on disk bring their columns
+        own = getattr(sequences, "columns", {}) if columns is None else columns
+        self.rows, self.columns = sequences, dict(own)
         # sequences on disk know their extent, and are not read for it
         self.extent = getattr(sequences, "extent", None) or _extent(sequences)
         self.n_sequences = self.extent.n_sequences
@@ -196,6 +198,10 @@ class Batches:
                 "leave these out, or measure with run_probes"
             )
         return self.rows
+
+    def find_changed(self) -> list[str]:
+        """Name the columns that hold something else than the model takes where there is none."""
+        return [n for n, c in self.columns.items() if not _is_default(self._model, n, list(c))]
 
     def first(self, n: int) -> "Batches":
         """Return the first `n` sequences."""
@@ -452,6 +458,7 @@ def read_inputs(
     max_length: Count | None = None,
     name: str = "inputs",
     first: int = 0,
+    with_defaults: bool = False,
 ) -> Batches:
     """Whatever a user has, as :class:`Batches`: checked, tokenised once, padding taken off.
 
@@ -464,11 +471,14 @@ def read_inputs(
             loader: an iterable of any of these, or of single rows.
         attention_mask: which positions of token ids are real, [n, pos]; padding may stand on
             either side.
-        column: of a dataset; default, the first of input_ids, tokens, text, x.
+        column: of a dataset; default, the first of input_ids, tokens, text, x; two with a comma
+            between them hold pairs of texts.
         max_length: longer sequences of ids are cut to it, texts as their tokenizer does, which
             keeps what it puts behind them.
         name: what errors call them.
         first: the number of the first, where these are a part of more.
+        with_defaults: keep columns that hold what the model takes without them, too, as other parts
+            may hold something else.
 
     Raises:
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
@@ -477,7 +487,7 @@ def read_inputs(
     # read before: nothing is read twice
     if isinstance(inputs, Batches):
         return inputs
-    reader = _Reader(model, name, column, max_length)
+    reader = _Reader(model, name, column, max_length, with_defaults)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
         return read
@@ -503,6 +513,7 @@ class _Reader:
     name: str
     column: str | None
     max_length: int | None
+    with_defaults: bool = False
 
     def read(
         self, given: Any, mask: Any = None, first: int = 0, loader: Any = None
@@ -526,7 +537,7 @@ class _Reader:
             # a mask in the table gives way to one that the caller has given
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
-        elif _holds_pairs(given):
+        if _holds_pairs(given):
             more = dict(tokenize_pairs(self.model, given, self.name, self.max_length))
             given = more.pop("input_ids")
         elif _is_chat(given):
@@ -600,6 +611,9 @@ class _Reader:
         given = table.column_names if is_dataset else table
         names = [name for name in given if isinstance(name, str)]
         column = self.column or next((name for name in COLUMNS if name in names), None)
+        sides = split_columns(column)
+        if len(sides) == 2 and column not in names and {*sides} <= {*names}:
+            return self._pairs_of(table, sides, first), {}
         if column not in names:
             raise InfoFlowError(
                 f"{self.name} has the columns {', '.join(names) or 'none'}, without "
@@ -627,6 +641,26 @@ class _Reader:
         # columns of texts have no number for each token
         beside = {} if is_text else {n: table[n] for n in more if n != column}
         return found, {name: values for name, values in beside.items() if values is not None}
+
+    def _pairs_of(self, table: Any, sides: Sequence[str], first: int) -> list[tuple[str, str]]:
+        """Read pairs of texts from two columns of a table, or the one pair of a row.
+
+        Raises:
+            InfoFlowError: for what is no text.
+        """
+        both = [table[side] for side in sides]
+        if all(isinstance(text, str) for text in both):
+            both = [[text] for text in both]
+        pairs = list(zip(*map(list, both), strict=True))
+        for index, pair in enumerate(pairs, first):
+            for side, text in zip(sides, pair, strict=True):
+                if not isinstance(text, str):
+                    raise InfoFlowError(
+                        f"column {side!r} of {self.name} holds {type(text).__name__} in row "
+                        f"{index}: expected texts, as columns {' and '.join(sides)} are read as "
+                        "pairs; leave that row out, or name one column of ids"
+                    )
+        return pairs
 
     def _sequences(
         self, given: Any, mask: Any, more: Mapping[str, Any], first: int
@@ -670,6 +704,8 @@ class _Reader:
                     f"{self.name} has {name}, which {kind_of(self.model)} does not take: "
                     "expected what its forward reads; leave it out"
                 )
+        if self.with_defaults:
+            kept = {n: c for n, c in columns.items() if n in forward_names(self.model)}
         return cut, kept
 
     def _read_column(self, rows: list[Tensor], values: Any, name: str, first: int) -> list[Tensor]:
@@ -696,6 +732,12 @@ class _Reader:
                 f"each sequence, and one entry for each id{remedy}"
             )
         return found
+
+
+def split_columns(column: str | None) -> list[str]:
+    """Split the names of two columns of texts that are read as pairs, such as "premise,answer"."""
+    sides = [side.strip() for side in (column or "").split(",")]
+    return sides if len(sides) == 2 and all(sides) else []
 
 
 def forward_names(model: nn.Module) -> frozenset[str]:

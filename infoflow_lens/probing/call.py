@@ -234,8 +234,7 @@ def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
     if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
         data = data.select(range(min(config.n, len(data))))
     batches = read_inputs(model, data, column=config.column, max_length=longest, name="data")
-    # asked for its error: loaders and other columns are refused before the run begins
-    batches.sequences()
+    _ = batches.rows  # asked for its error: loaders are refused before the run begins
     return batches if config.n is None else batches.first(config.n)
 
 

@@ -61,7 +61,10 @@ class ProbingConfig:
         Remedy("names such as ('positions',)"),
         "Names with commas, such as positions,recovery; default, all that the model can give.",
     ] = None
-    column: Annotated[str | None, "Column of texts or ids; default, found by its name."] = None
+    column: Annotated[
+        str | None,
+        "Column of texts or ids, or two of pairs, as premise,answer; default, found by its name.",
+    ] = None
     n: Annotated[Count | None, "Largest number of sequences."] = None
     max_length: Annotated[Count | None, "Cut sequences to so many tokens."] = None
     window: Annotated[

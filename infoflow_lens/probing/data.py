@@ -33,9 +33,10 @@ from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import (
     COLUMNS,
     MASKS,
-    Rows,
+    Batches,
     find_pass_columns,
     read_inputs,
+    split_columns,
 )
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
@@ -70,7 +71,7 @@ def stream_data(
     window: Count | None = None,
     seed: Seed = 0,
     scratch: Path | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[Batches]:
     """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
 
     They come in parts, so that at most some hundred texts or rows of a file are in memory.
@@ -81,7 +82,8 @@ def stream_data(
             vectors (pt, npy, safetensors); a folder that ``datasets`` has saved; "repeated", random
             tokens twice in a row; the name of a task of ours; or "name", "name:split" or
             "name:config:split" on the hub. See :func:`find_data` for what is what.
-        column: the column that holds texts or ids.
+        column: the column that holds texts or ids; two with a comma between them hold pairs of
+            texts.
         n: at most so many sequences.
         max_length: longer sequences are cut to it.
         window: join all texts, and cut them into sequences of so many tokens, `n` of them spread
@@ -103,7 +105,7 @@ def stream_data(
                 model, texts, max_length, n, data, one_text=one_text, scratch=scratch
             ):
                 check_inputs(model, rows, data)
-                yield rows
+                yield Batches(model, rows, data)
             return
     seen = 0
     # 256 sequences of what is drawn and has no end; files are read to theirs
@@ -111,8 +113,10 @@ def stream_data(
         if n is not None:
             most = min(n - seen, len(part))
             part = part.select(range(most)) if hasattr(part, "column_names") else part[:most]
-        read = read_inputs(model, part, column=column, max_length=max_length, name=data, first=seen)
-        yield read.sequences()
+        yield read_inputs(
+            model, part, column=column, max_length=max_length, name=data, first=seen,
+            with_defaults=True,
+        )  # fmt: skip
         seen += len(part)
         if seen == n:
             return
@@ -285,7 +289,7 @@ def _parts(
 
 def _columns_read(column: str | None) -> tuple[str, ...]:
     """Return the columns of a table of which one may be read, and that of masks behind them."""
-    return (*(COLUMNS if column is None else (column,)), MASKS[0])
+    return (*(COLUMNS if column is None else (column, *split_columns(column))), MASKS[0])
 
 
 def _split_rows(table: Any) -> Iterator[Any]:

@@ -188,7 +188,7 @@ def _measure_in_workers(
 
     What is spread by shards is left out.
     """
-    rows = context.batches.sequences()
+    rows = context.batches.rows
     if not isinstance(rows, StoredSequences):
         return
     groups = list(_divide(parts, context))

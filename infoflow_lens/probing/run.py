@@ -20,7 +20,7 @@ from infoflow_lens.foundation.record import (
 from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.identity import model_identity
-from infoflow_lens.hooks.model.inputs import Batches, Rows
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compare_with_influence
@@ -125,8 +125,8 @@ def run_probing(
             stored = find_sequences(folder, made_from)
             coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
             # the first part shows what the model can give, before all data are read
-            begin = next(coming) if stored is None else stored.sequences
-            capabilities = inspect_model(model, begin[0][None])
+            begin = next(coming) if stored is None else Batches(model, stored.sequences)
+            capabilities = inspect_model(model, begin.rows[0][None])
             parts = possible_parts(capabilities, config, say, if_possible)
             if stored is None:
                 stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
@@ -167,7 +167,7 @@ def run_probing(
             found=found,
             agreement=agreement,
             curve=curve,
-            texts=readable_tokens(model, batches.first(config.n_shown).sequences()),
+            texts=readable_tokens(model, batches.first(config.n_shown).rows),
             predicted=predicted,
             record=record,
         )
@@ -182,13 +182,12 @@ def run_probing(
 
 def _parts(
     model: nn.Module, config: ProbingConfig, scratch: Path, batches: Batches | None
-) -> Iterator[Rows]:
+) -> Iterator[Batches]:
     """Yield the sequences in memory, or those that the settings name, some at a time."""
     if batches is None:
         names = ("column", "n", "max_length", "window", "seed")
         settings = {name: getattr(config, name) for name in names}
         yield from stream_data(model, config.data, **settings, scratch=scratch)
         return
-    rows = batches.sequences()
-    for start in range(0, len(rows), _AT_ONCE):
-        yield rows[start : start + _AT_ONCE]
+    for start in range(0, len(batches.rows), _AT_ONCE):
+        yield batches.part(start, start + _AT_ONCE)

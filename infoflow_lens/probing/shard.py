@@ -41,14 +41,18 @@ class PackedSequences:
     Attributes:
         together: [pos of all] or [pos of all, d_token].
         lengths: of the sequences.
+        columns: what stands beside the ids, by name, [pos of all].
     """
 
     together: Tensor
     lengths: list[int]
+    columns: Mapping[str, Tensor]
 
-    def unpack(self) -> list[Tensor]:
-        """Return the sequences."""
-        return list(self.together.split(self.lengths))
+    def unpack(self, model: nn.Module) -> Batches:
+        """Return the sequences, for a model."""
+        rows, columns = self.together.split(self.lengths), self.columns.items()
+        beside = {name: list(joined.split(self.lengths)) for name, joined in columns}
+        return Batches(model, list(rows), columns=beside)
 
 
 def pack_rows(batches: Batches, here: bool) -> StoredSequences | PackedSequences:
@@ -58,11 +62,11 @@ def pack_rows(batches: Batches, here: bool) -> StoredSequences | PackedSequences
         batches: the sequences.
         here: whether the worker runs on this machine.
     """
-    rows = batches.sequences()
-    if here and isinstance(rows, StoredSequences):
-        return rows
-    rows = list(rows)
-    return PackedSequences(torch.cat(rows), [len(row) for row in rows])
+    if here and isinstance(batches.rows, StoredSequences):
+        return batches.rows
+    rows = list(batches.rows)
+    columns = {name: torch.cat(list(column)) for name, column in batches.columns.items()}
+    return PackedSequences(torch.cat(rows), [len(row) for row in rows], columns)
 
 
 @dataclass(frozen=True)
@@ -202,14 +206,17 @@ def measure_in_worker(task: StretchTask) -> MeasuredStretch:
 def _measure_into(folder: Path, task: StretchTask) -> None:
     config, growing = task.config, task.space.on_disk
     loaded = load_in_worker(config, task.fingerprint)
-    rows = task.rows.unpack() if isinstance(task.rows, PackedSequences) else task.rows
-    batches, n, check_space = Batches(loaded.model, rows), config.shard, task.space.check
+    if isinstance(task.rows, PackedSequences):
+        batches = task.rows.unpack(loaded.model)
+    else:
+        batches = Batches(loaded.model, task.rows)
+    n, check_space = config.shard, task.space.check
     manifests: dict[str, list[Any]] = {name: [] for name in growing}
     for place, index in enumerate(task.shards):
         # the first shard may have been begun elsewhere
         probes = task.begun if task.begun and not place else copy.deepcopy(dict(task.fresh))
         # rows begin with the first of these shards, whatever its number
-        part = batches.part(place * n, min((place + 1) * n, len(rows)))
+        part = batches.part(place * n, min((place + 1) * n, len(batches.rows)))
         after_batch = partial(check_space, probes)
         measure(loaded.model, part, probes, index, task.extent, config, after_batch)
         for name, probe in probes.items():

@@ -376,7 +376,7 @@ def _run_locally(context: RunContext, gathered: ShardSums, advance: Callable[[in
             measure(context.model, part, probes, index, gathered.extent, config, after_batch)
             gathered.add_shard()
             gathered.keep()
-            advance(gathered.n_seen - before - len(part.sequences()))  # what had waited
+            advance(gathered.n_seen - before - len(part.rows))  # what had waited
 
 
 def _run_in_workers(

@@ -1,13 +1,14 @@
 """The sequences of a run: one Arrow file, which is mapped into memory, and what it was made from.
 
-``datasets.Dataset.from_file`` opens the file, too: its column is "input_ids", or "x" for vectors.
+``datasets.Dataset.from_file`` opens the file, too: its column is "input_ids", or "x" for vectors;
+others are what the model takes beside ids, such as "token_type_ids".
 """
 
 import errno
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, read_signed, write_signed
-from infoflow_lens.hooks.model.inputs import Extent, Rows
+from infoflow_lens.hooks.model.inputs import Batches, Extent, Rows
 from infoflow_lens.runs.folder import RunFolder
 
 _FOLDER, _FILE, _ABOUT = "inputs", "sequences.arrow", "sequences.json"
@@ -36,11 +37,25 @@ class StoredSequences(Sequence[Tensor]):
 
     Attributes:
         extent: how many, and how long.
+        columns: what stands beside the ids, by name, a row for each sequence.
     """
 
-    def __init__(self, file: "_ArrowFile", extent: Extent, start: int = 0) -> None:
+    def __init__(
+        self,
+        file: "_ArrowFile",
+        extent: Extent,
+        start: int = 0,
+        names: tuple[str, ...] = (),
+        column: str | None = None,
+    ) -> None:
         self.extent = extent
-        self._file, self._start = file, start
+        self._file, self._start, self._names, self._column = file, start, names, column
+
+    @property
+    def columns(self) -> Mapping[str, "StoredSequences"]:
+        """What stands beside the ids of these sequences."""
+        parts = (self._file, self.extent, self._start)
+        return {name: StoredSequences(*parts, column=name) for name in self._names}
 
     def __len__(self) -> int:
         return self.extent.n_sequences
@@ -58,12 +73,12 @@ class StoredSequences(Sequence[Tensor]):
                 raise InfoFlowError(f"step is {step}: expected sequences in their own order")
             return self._part(start, max(start, stop))
         place = range(len(self))[index] + self._start
-        return self._file.rows(place, place + 1)[0]
+        return self._file.rows(place, place + 1, self._column)[0]
 
     def __iter__(self) -> Iterator[Tensor]:
         stop = self._start + len(self)
         for start in range(self._start, stop, _AT_ONCE):
-            yield from self._file.rows(start, min(start + _AT_ONCE, stop))
+            yield from self._file.rows(start, min(start + _AT_ONCE, stop), self._column)
 
     def _part(self, start: int, stop: int) -> "StoredSequences":
         extent = self.extent
@@ -71,7 +86,8 @@ class StoredSequences(Sequence[Tensor]):
         if stop - start < len(self):
             lengths = self._file.lengths(self._start + start, self._start + stop)
             extent = Extent(stop - start, *lengths)
-        return StoredSequences(self._file, extent, self._start + start)
+        names = self._names, self._column
+        return StoredSequences(self._file, extent, self._start + start, *names)
 
 
 class _ArrowFile:
@@ -86,13 +102,13 @@ class _ArrowFile:
         """Return the path alone, as another process opens the file by itself."""
         return {"path": self.path, "_table": None, "_n_read": 0}
 
-    def rows(self, start: int, stop: int) -> list[Tensor]:
-        """Return the sequences from `start` to before `stop`.
+    def rows(self, start: int, stop: int, name: str | None = None) -> list[Tensor]:
+        """Return the sequences from `start` to before `stop`, or what a column has for them.
 
         Raises:
             InfoFlowError: if the file is spoiled or gone.
         """
-        with self._reading(start, stop) as (table, column):
+        with self._reading(start, stop, name) as (table, column):
             rows = column.combine_chunks()
             offsets = rows.offsets.to_numpy()
             # a slice of lists still holds all values; its offsets say which are its own
@@ -101,7 +117,8 @@ class _ArrowFile:
             if pa.types.is_fixed_size_list(values.type):
                 shape = (-1, values.type.list_size)
                 values = values.flatten()
-            dtype = getattr(torch, table.schema.metadata[_DTYPE].decode())
+            of_column = _DTYPE if name is None else _DTYPE + b" " + name.encode()
+            dtype = getattr(torch, table.schema.metadata[of_column].decode())
             # a copy, which stays when the file is mapped anew
             numbers = torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
             self._n_read += numbers.nbytes
@@ -112,6 +129,11 @@ class _ArrowFile:
         with self._reading(0, 0) as (table, _):
             n = len(table)
         return Extent(n, *self.lengths(0, n))
+
+    def columns(self) -> list[str]:
+        """Name the columns beside the sequences."""
+        with self._reading(0, 0) as (table, _):
+            return list(table.column_names[1:])
 
     def lengths(self, start: int, stop: int) -> tuple[int, int]:
         """Return the tokens of the longest and of the shortest of some sequences; 0 for none."""
@@ -129,14 +151,16 @@ class _ArrowFile:
             return pa.OSFile(str(self.path))
 
     @contextmanager
-    def _reading(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
+    def _reading(
+        self, start: int, stop: int, name: str | None = None
+    ) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
         try:
             # mapped memory counts as the process's own until the file is opened anew
             if self._table is None or self._n_read > _MAPPED:
                 self._table, self._n_read = None, 0
                 with self._open() as file, pa.ipc.open_stream(file) as reader:
                     self._table = reader.read_all()
-            column = self._table.column(0).slice(start, stop - start)
+            column = self._table.column(name or 0).slice(start, stop - start)
             # a slice of Arrow ends silently where the table does
             if len(column) != stop - start:
                 raise ValueError(f"it holds {len(self._table)} sequences, not {stop}")
@@ -156,16 +180,18 @@ class SequenceStore:
         path: of the file.
         extent: how many, and how long.
         digest: of their numbers, types and lengths, whatever the file looks like.
+        columns: what stands beside the ids and changes what the model gives.
     """
 
     path: Path
     extent: Extent
     digest: str
+    columns: tuple[str, ...] = ()
 
     @property
     def sequences(self) -> StoredSequences:
         """The sequences, to be read."""
-        return StoredSequences(_ArrowFile(self.path), self.extent)
+        return StoredSequences(_ArrowFile(self.path), self.extent, names=self.columns)
 
     def settle(self, into: RunFolder, made_from: Any) -> "SequenceStore":
         """Move the file to the folder of the run, where it replaces an earlier one.
@@ -177,7 +203,12 @@ class SequenceStore:
         """
         if self.path.parent == into.path / _FOLDER:
             return self
-        about = {**asdict(self.extent), "identity": self.digest, "made_from": made_from}
+        about = {
+            **asdict(self.extent),
+            "identity": self.digest,
+            "columns": list(self.columns),
+            "made_from": made_from,
+        }
         write_signed(self.path.parent / _ABOUT, _SCHEMA, about)
         into.replace_folder(self.path.parent, into.path / _FOLDER)
         return replace(self, path=into.path / _FOLDER / _FILE)
@@ -195,43 +226,57 @@ def find_sequences(folder: RunFolder, made_from: Any) -> SequenceStore | None:
         if made_from is None or not folder.holds(*names):
             return None
         about = read_signed(folder.path / names[0], _SCHEMA, "note on sequences", "")
-        extent = _ArrowFile(folder.path / names[1]).extent()
+        file = _ArrowFile(folder.path / names[1])
+        extent, held = file.extent(), file.columns()
     except InfoFlowError:  # they are written anew, where the folder may be written
         return None
-    identity = about.get("identity")
+    identity, columns = about.get("identity"), about.get("columns", [])
     # by way of JSON, which the note on disk has gone through: tuples are lists there
-    made = {**asdict(extent), "identity": identity, "made_from": json.loads(json.dumps(made_from))}
-    if about != made or not isinstance(identity, str):
+    made = {
+        **asdict(extent),
+        "identity": identity,
+        "columns": columns,
+        "made_from": json.loads(json.dumps(made_from)),
+    }
+    if {"columns": columns, **about} != made or not isinstance(identity, str):
         return None
-    return SequenceStore(folder.path / names[1], extent, identity)
+    if not isinstance(columns, list) or not all(name in held for name in columns):
+        return None
+    return SequenceStore(folder.path / names[1], extent, identity, tuple(columns))
 
 
-def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> SequenceStore:
+def store_sequences(parts: Iterable[Batches], scratch: Path, what: str) -> SequenceStore:
     """Write sequences, one part after another, to a new folder in `scratch`.
 
     :meth:`SequenceStore.settle` moves them to the folder of the run.
 
     Args:
-        parts: some sequences at a time: token ids [pos] or vectors [pos, d_token].
+        parts: some sequences at a time: token ids [pos], with columns beside them, or vectors [pos,
+            d_token].
         scratch: a folder.
         what: what errors call the sequences.
 
     Raises:
-        InfoFlowError: for no sequences, and where they cannot be written.
+        InfoFlowError: for no sequences, for parts with other columns or types than those before,
+            and where they cannot be written.
     """
     path = scratch / f"sequences.{uuid.uuid4().hex[:12]}" / _FILE
-    digest = hashlib.sha256()
+    digests: dict[str, Any] = {}  # of the sequences, by "", and of each column
+    changed: set[str] = set()
     n, longest, shortest = 0, 0, 2**63
     with ExitStack() as stack:
         stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
         writer = None
         # written as they come: all sequences need not fit into memory
-        for rows in parts:
-            if not len(rows):
+        for part in parts:
+            if not len(part.rows):
                 continue
-            lengths = [len(row) for row in rows]
-            numbers = rows.flatten(0, 1) if isinstance(rows, Tensor) else torch.cat(list(rows))
-            _add_to(digest, numbers, lengths)
+            lengths = [len(row) for row in part.rows]
+            numbers = {"": _join(part.rows)}
+            numbers |= {name: _join(rows) for name, rows in sorted(part.columns.items())}
+            for name, of_column in numbers.items():
+                _add_to(digests.setdefault(name, hashlib.sha256()), of_column, lengths)
+            changed.update(part.find_changed())
             batch = _as_arrow(numbers, lengths, what)
             if writer is None:
                 path.parent.mkdir(parents=True)
@@ -240,16 +285,27 @@ def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> Sequence
                 writer = stack.enter_context(pa.ipc.new_stream(file, schema))
             # a stream has one schema
             elif not batch.schema.equals(schema, check_metadata=True):
+                own = numbers[""]
                 raise InfoFlowError(
-                    f"{what} holds {numbers.dtype} {list(numbers.shape[1:])} behind others: "
-                    "expected sequences of one type"
+                    f"{what} holds {own.dtype} {list(own.shape[1:])} "
+                    f"{' '.join(batch.schema.names)} behind others: expected sequences of one "
+                    "type, with the same columns"
                 )
             writer.write_batch(batch)
             longest, shortest = max(longest, *lengths), min(shortest, *lengths)
-            n += len(rows)
+            n += len(lengths)
     if not n:
         raise InfoFlowError(f"{what} is empty: expected at least one sequence")
-    return SequenceStore(path, Extent(n, longest, shortest), digest.hexdigest()[:16])
+    # columns that hold nothing of their own are no part of the data
+    names = tuple(sorted(changed))
+    whole = digests[""]
+    for name in names:
+        whole.update(f"{name} {digests[name].hexdigest()}".encode())
+    return SequenceStore(path, Extent(n, longest, shortest), whole.hexdigest()[:16], names)
+
+
+def _join(rows: Rows) -> Tensor:
+    return rows.flatten(0, 1) if isinstance(rows, Tensor) else torch.cat(list(rows))
 
 
 def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
@@ -264,12 +320,29 @@ def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
         digest.update(raw_bytes[start:stop])
 
 
-def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBatch:
-    """Return sequences, one behind the other in `numbers`, as rows of an Arrow table."""
+def _as_arrow(columns: Mapping[str, Tensor], lengths: Sequence[int], what: str) -> pa.RecordBatch:
+    """Return sequences, one behind the other, as rows of an Arrow table, with their columns."""
+    offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int32))
+    named = {
+        (name or ("x" if numbers.ndim > 1 else "input_ids")): pa.ListArray.from_arrays(
+            offsets, _values_of(numbers, what)
+        )
+        for name, numbers in columns.items()
+    }
+    types = {
+        f"{_DTYPE.decode()} {name}".strip(): str(numbers.dtype).removeprefix("torch.")
+        for name, numbers in columns.items()
+    }
+    batch = pa.record_batch([*named.values()], names=[*named])
+    return batch.replace_schema_metadata(types)
+
+
+def _values_of(numbers: Tensor, what: str) -> pa.Array:
+    """Return the numbers of sequences in a row, as Arrow has them."""
     kept = numbers.float() if numbers.dtype == torch.bfloat16 else numbers
     values = pa.array(kept.flatten().numpy())
     # four bytes a token; ids of all tokenizers fit
-    if not numbers.is_floating_point():
+    if not (numbers.is_floating_point() or numbers.dtype == torch.bool):
         try:
             values = values.cast(pa.int32())
         except pa.ArrowInvalid as error:
@@ -278,8 +351,4 @@ def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBa
             ) from error
     if numbers.ndim > 1:
         values = pa.FixedSizeListArray.from_arrays(values, numbers.shape[1])
-    offsets = np.cumsum([0, *lengths], dtype=np.int32)
-    rows = pa.ListArray.from_arrays(pa.array(offsets), values)
-    name = "x" if numbers.ndim > 1 else "input_ids"
-    batch = pa.record_batch([rows], names=[name])
-    return batch.replace_schema_metadata({_DTYPE: str(numbers.dtype).removeprefix("torch.")})
+    return values

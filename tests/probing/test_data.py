@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing import data as data_module
 from infoflow_lens.probing.data import check_data, read_rows, read_texts
 from infoflow_lens.probing.store import store_sequences
@@ -403,7 +404,7 @@ def test_arrow_files_are_read_where_files_cannot_be_mapped(kind, tmp_path, monke
         assert list(read_rows(str(tmp_path / "ds"))["text"]) == ["w4 w5"] * 3
         return
     ids = zoo.tokens(4, 9)
-    store = store_sequences([ids], tmp_path, "ids")
+    store = store_sequences([Batches(None, ids)], tmp_path, "ids")
     monkeypatch.setattr("pyarrow.memory_map", unmapped)
     assert torch.stack(list(store.sequences)).equal(ids)
     assert store.sequences[2].equal(ids[2])

@@ -18,6 +18,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
 from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
@@ -307,7 +308,7 @@ def test_a_full_disk_or_another_one_is_one_error_and_what_was_finished_stays(
 
 
 def store_zeros(folder):
-    store_sequences([torch.zeros(4, 2000)], folder, "the data")
+    store_sequences([Batches(None, torch.zeros(4, 2000))], folder, "the data")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX limits")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.files import write_signed
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing import store as storing
 from infoflow_lens.probing.store import find_sequences, store_sequences
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
@@ -27,7 +28,11 @@ def rows(n, dtype="int64"):
 
 
 def in_parts(given, size=3):
-    return (given[start : start + size] for start in range(0, len(given), size))
+    return (part(given[start : start + size]) for start in range(0, len(given), size))
+
+
+def part(some, **columns):
+    return Batches(None, some, columns=columns)
 
 
 def stored(given, folder, made_from=None):
@@ -93,7 +98,9 @@ def test_the_digest_knows_every_number_and_where_sequences_end(tmp_path):
         [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
         [torch.tensor([3]), torch.tensor([1, 2])],
     ]
-    digests = [store_sequences([some], tmp_path, "rows").digest for some in (given, given, *others)]
+    digests = [
+        store_sequences([part(some)], tmp_path, "rows").digest for some in (given, given, *others)
+    ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
 
@@ -105,7 +112,7 @@ def test_the_digest_does_not_know_how_they_came(tmp_path, dtype):
         store_sequences(in_parts(given, size), tmp_path, "rows").digest for size in (1, 3, 11)
     }
     if dtype != "int64":
-        digests.add(store_sequences([torch.stack(given)], tmp_path, "rows").digest)
+        digests.add(store_sequences([part(torch.stack(given))], tmp_path, "rows").digest)
     assert len(digests) == 1
 
 
@@ -128,7 +135,7 @@ def test_those_of_the_same_source_are_found_again(tmp_path):
     [
         *({name: None} for name in ("n_sequences", "longest", "shortest", "identity", "made_from")),
         {"n_sequences": 10**30}, {"n_sequences": "5"}, {"longest": 9}, {"shortest": 0},
-        {"identity": 5}, {"another": 1},
+        {"identity": 5}, {"another": 1}, {"columns": 5}, {"columns": ["token_type_ids"]},
     ],
 )  # fmt: skip
 def test_a_note_that_was_signed_anew_is_not_believed(tmp_path, changes):
@@ -148,7 +155,7 @@ def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):
     before = stored(rows(5), tmp_path)
 
     def failing():
-        yield [torch.tensor([1])]
+        yield part([torch.tensor([1])])
         raise InfoFlowError("row 1 is bad")
 
     with RunFolder.open(tmp_path, "a run") as of_run:
@@ -169,7 +176,7 @@ def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):
 )
 def test_what_cannot_stand_beside_the_others_is_refused(tmp_path, others, message):
     with pytest.raises(InfoFlowError, match=message):
-        store_sequences([[torch.tensor([1, 2])], others], tmp_path, "rows")
+        store_sequences([part([torch.tensor([1, 2])]), part(others)], tmp_path, "rows")
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x")])

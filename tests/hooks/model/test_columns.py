@@ -4,6 +4,7 @@ The reference is the plain model of transformers, called with the same columns.
 """
 
 import copy
+import pickle
 
 import datasets
 import pandas as pd
@@ -31,9 +32,12 @@ from infoflow_lens.hooks import (
     measure_shares,
 )
 from infoflow_lens.hooks.interventions.patterns import substituted
-from infoflow_lens.hooks.model.inputs import Batch, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, read_inputs
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs
+from infoflow_lens.probing.data import stream_data
+from infoflow_lens.probing.shard import pack_rows
+from infoflow_lens.probing.store import store_sequences
 from tests.reference import families, zoo
 from tests.versions import needs_version_4
 
@@ -198,7 +202,7 @@ def test_zeros_are_no_types_where_the_model_takes_them_for_none():
 # What cannot be measured with columns
 
 REFUSED = {
-    "probe": lambda model, given: probe(model, given, progress=False),
+    "probe": lambda model, given: probe(model, given, influence="resample", progress=False),
     "resample": lambda model, given: run_probes(
         model, given, [ResampleInfluence(IDS)], progress=False
     ),
@@ -240,13 +244,68 @@ def test_shares_and_reasons_are_of_the_pass_with_columns(case):
     assert flow(model, given, progress=False).reasons is not None
 
 
-def test_files_with_columns_are_refused_by_probe(case, tmp_path):
+def save_rows(given, path):
+    table = pd.DataFrame(as_lists(given))
+    if path.suffix == ".parquet":
+        table.to_parquet(path)
+    else:
+        table.to_json(path, orient="records", lines=True)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["rows.parquet", "rows.jsonl", "in memory"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_measures_the_pass_with_columns(case, name, kind, tmp_path):
+    model, given, expected = case(name)
+    data = given if kind == "in memory" else save_rows(given, tmp_path / kind)
+    wanted = ("positions", "influence")
+    found = probe(
+        model, data, probes=wanted, influence="exact", shard=1, batch_size=1, progress=False
+    ).found
+    for one, other in zip(found["positions"].positions, expected, strict=True):
+        assert one[..., 0].equal(other.argmax(dim=-1))
+    (influence,) = run_probes(
+        model, given, [JacobianInfluence("resid_post")], batch_size=1, progress=False
+    )
+    torch.testing.assert_close(found["influence"].influence, influence.influence)
+
+
+def test_rows_may_begin_with_types_that_change_nothing(case, tmp_path, monkeypatch):
+    """Files are read in parts, and a part of single texts has type 0 alone."""
+    monkeypatch.setattr("infoflow_lens.probing.data._ROWS", 1)
     model, given, _ = case("token_type_ids")
-    pd.DataFrame(as_lists(given)).to_parquet(tmp_path / "rows.parquet")
-    pd.DataFrame(as_lists(given)).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
-    for name in ("rows.parquet", "rows.jsonl"):
-        with pytest.raises(InfoFlowError, match="has token_type_ids beside its token ids"):
-            probe(model, str(tmp_path / name), progress=False)
+    types = torch.stack([torch.zeros(7, dtype=torch.long), TYPES[1]])
+    mixed = {**given, "token_type_ids": types}
+    data = save_rows(mixed, tmp_path / "rows.jsonl")
+    found = probe(model, data, tmp_path / "out", probes=("positions",), progress=False)
+    with torch.no_grad():
+        expected = model.original_model(**mixed, output_attentions=True).attentions
+    for one, other in zip(found.found["positions"].positions, expected, strict=True):
+        assert one[..., 0].equal(other.argmax(dim=-1))
+    # other types are other data
+    save_rows(given, tmp_path / "rows.jsonl")
+    with pytest.raises(InfoFlowError, match="the data"):
+        probe(model, data, tmp_path / "out", probes=("positions",), progress=False)
+    # of all rows with type 0 the ids alone are measured, as they were before
+    digests = []
+    for columns in ({"token_type_ids": torch.zeros_like(IDS)}, {}):
+        save_rows({"input_ids": IDS, **columns}, tmp_path / "rows.jsonl")
+        parts = stream_data(model, data)
+        digests.append(store_sequences(parts, tmp_path, "rows"))
+        assert digests[-1].columns == ()
+    assert digests[0].digest == digests[1].digest
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_workers_get_columns(case, tmp_path, here):
+    model, given, _ = case("token_type_ids")
+    parts = stream_data(model, save_rows(given, tmp_path / "rows.jsonl"))
+    stored = store_sequences(parts, tmp_path, "rows").sequences
+    sent = pickle.loads(pickle.dumps(pack_rows(Batches(model, stored).part(1, 2), here)))
+    batches = Batches(model, sent) if here else sent.unpack(model)
+    (batch,) = batches.batches(2)
+    assert batch.tokens.equal(IDS[1:])
+    assert batch.columns["token_type_ids"].equal(TYPES[1:])
 
 
 WRONG = [
@@ -319,6 +378,45 @@ def test_pairs_of_texts_are_what_the_tokenizer_makes_of_them():
             torch.testing.assert_close(found[layer][index, :, :n, :n], one[0], rtol=0, atol=1e-5)
     (loaded,) = [patterns_of(model, iter([PAIRS]))]
     assert all(torch.equal(one, other) for one, other in zip(found, loaded, strict=True))
+
+
+def in_columns(pairs):
+    first, second = zip(*pairs)
+    return {"premise": list(first), "answer": list(second), "label": [0] * len(pairs)}
+
+
+@pytest.mark.parametrize(
+    "entrance", ["mapping", "dataset", "table", "loader of rows", "rows.csv", "rows.jsonl"]
+)
+def test_two_columns_of_texts_are_pairs(entrance, tmp_path):
+    model, given = with_separators(zoo.build("bert")), in_columns(PAIRS)
+    expected = patterns_of(model, PAIRS)
+    if entrance.startswith("rows."):
+        table, path = pd.DataFrame(given), tmp_path / entrance
+        if path.suffix == ".csv":
+            table.to_csv(path, index=False)
+        else:
+            table.to_json(path, orient="records", lines=True)
+        (data,) = stream_data(model, str(path), column="premise,answer")
+        found = patterns_of(model, data)
+    else:
+        kinds = {
+            "mapping": dict,
+            "dataset": datasets.Dataset.from_dict,
+            "table": pd.DataFrame,
+            "loader of rows": lambda given: [
+                {name: values[i] for name, values in given.items()} for i in range(len(PAIRS))
+            ],
+        }
+        found = patterns_of(model, kinds[entrance](given), column="premise, answer", batch_size=2)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_pair_that_lacks_a_text_is_named():
+    given = in_columns([*PAIRS, ("w5", None)])
+    with pytest.raises(InfoFlowError, match=r"'answer' of inputs holds NoneType in row 2.*pairs"):
+        read_inputs(with_separators(zoo.build("bert")), given, column="premise,answer")
 
 
 def test_long_pairs_are_cut_as_their_tokenizer_does():
