@@ -71,7 +71,8 @@ class Circuit:
 
     Attributes:
         paths: in the order of their worth.
-        worth: of every path that was scored, estimated: positive for the answer.
+        worth: of every path that was scored, estimated: positive for what makes the two texts
+            differ as they do.
         kept: share of the difference when all else has the other text's values.
         lost: share that is lost when these alone have the other text's values.
         cost: by path, the share that is lost when it is taken out of the circuit.
@@ -398,7 +399,7 @@ def share(streams: Streams, jobs: Sequence[tuple[Iterable[Path], bool]]) -> list
     """
     in_order = [(tuple(sorted(paths, key=_order)), swap) for paths, swap in jobs]
     each = [*dict.fromkeys(in_order)]  # once
-    asked = ["shares", each]
+    asked = ["shares", streams.question.other.tokens, each]
     found = streams.question.measure_once(asked, lambda: _share(streams, each)).tolist()
     by_job = dict(zip(each, found, strict=True))
     return [by_job[job] for job in in_order]
@@ -487,7 +488,8 @@ def cut_paths(
     follows the reader goes free.
     """
     measure = partial(_cut_paths, streams, paths, advance)
-    found = streams.question.measure_once(["cuts", paths], measure)
+    asked = ["cuts", streams.question.other.tokens, paths]
+    found = streams.question.measure_once(asked, measure)
     return dict(zip(paths, found.tolist(), strict=True))
 
 
@@ -557,22 +559,62 @@ def cut_together(streams: Streams, paths: Sequence[Path]) -> float:
 def _random_shares(
     streams: Streams, worth: dict[Path, float], n_paths: int, seed: int
 ) -> list[float]:
-    """Measure as many random paths, each connected to the answer."""
+    """Measure as many random paths, by which what differs reaches the answer."""
     draw, into = random.Random(seed), dict[Node | None, list[Path]]()
     for path in worth:
         into.setdefault(path.reader, []).append(path)
+    # how many paths bring what differs to a writer, at least; readers stand behind their writers
+    least: dict[Node, int] = {path.writer: 0 for path in worth if path.writer.is_embedding}
+    for reader in sorted(reader for reader in into if reader is not None):
+        steps = [least[path.writer] + 1 for path in into[reader] if path.writer in least]
+        least |= {reader: min(steps)} if steps else {}
     sets = []
     for _ in range(_RANDOM):
         some: set[Path] = set()
-        front: list[Node | None] = [None]
-        # bounded, as draws may repeat, or end at readers that nothing leads to
+        # bounded, as draws may repeat, or end at readers that nothing more leads to
         for _ in range(20 * n_paths):
             if len(some) >= n_paths:
                 break
-            choices = into.get(draw.choice(front))
-            if choices:
-                path = draw.choice(choices)
-                some.add(path)
-                front += [] if path.writer.is_embedding else [path.writer]
-        sets.append(connect(some))
+            some |= _draw_route(draw, into, least, some, n_paths - len(some))
+        sets.append(some)
     return share(streams, [(paths, False) for paths in sets])
+
+
+def _draw_route(
+    draw: random.Random,
+    into: Mapping[Node | None, Sequence[Path]],
+    least: Mapping[Node, int],
+    some: set[Path],
+    room: int,
+) -> set[Path]:
+    """Draw a route from what differs, or from a reader of some paths, to the answer or to these.
+
+    Args:
+        draw: draws.
+        into: all paths, by reader.
+        least: by writer, how many paths lead to it at least; writers that none reach are left out.
+        some: paths that what differs reaches the answer by.
+        room: how many paths it may have.
+
+    Returns:
+        Its paths; none where no route has so few.
+    """
+    reached = {path.reader for path in some}
+    reader: Node | None = draw.choice([None, *sorted(node for node in reached if node is not None)])
+    route: set[Path] = set()
+    while True:
+        left = room - len(route)
+        # what can still be brought here by the paths that are left
+        near = [
+            path
+            for path in into.get(reader, ())
+            if path not in some
+            and (0 if path.writer in reached else least.get(path.writer, left)) < left
+        ]
+        if not near:
+            return set()
+        path = draw.choice(near)
+        route.add(path)
+        if path.writer.is_embedding or path.writer in reached:
+            return route
+        reader = path.writer

@@ -68,7 +68,7 @@ class AnswerNumbers(Result):
         unit_estimate, unit_effect: [unit]; NaN where it was not measured.
         places: int [path, 7]: layer, head and position of the writer (layer and head -1: the
             embedding), of the reader (-1: the answer), and the kind: query, key, value, answer.
-        path_worth: [path], estimated, positive for the answer.
+        path_worth: [path], estimated, positive for what makes the two texts differ as they do.
         path_cost: [path], the share of the difference that the circuit loses without it; NaN where
             it was not measured.
         path_effect: [path], when it alone is cut in the text.
@@ -295,9 +295,11 @@ class AnswerNumbers(Result):
             }
 
     def _paths(self) -> Iterator[dict[str, Any]]:
-        columns = (self.path_effect, self.path_worth, self.path_cost)
+        # a change of the readout, as the effect: it falls to that of the other text, or rises to it
+        estimate = -self.path_worth * math.copysign(1, self.gap)
+        columns = (self.path_effect, estimate, self.path_cost)
         rows = zip(self.places.tolist(), *(column.tolist() for column in columns), strict=True)
-        for place, effect, worth, cost in rows:
+        for place, effect, estimated, cost in rows:
             yield {
                 "writer": _name(place[:3]),
                 "from": self._word(place[2]),
@@ -305,7 +307,7 @@ class AnswerNumbers(Result):
                 "to": "" if place[3] < 0 else self._word(place[5]),
                 "input": KINDS[place[6]],
                 "effect": effect,
-                "estimate": -worth,  # a change of the readout, as the effect
+                "estimate": estimated,
                 "cost in the circuit": cost,
             }
 

@@ -11,6 +11,7 @@ import torch
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.answer import measure, other_text, steps
+from infoflow_lens.hooks.answer import paths as paths_module
 from infoflow_lens.hooks.answer.measure import measure_answer
 from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import (
@@ -32,6 +33,7 @@ from infoflow_lens.hooks.answer.steps import (
     measure_units,
 )
 from infoflow_lens.hooks.answer.streams import Streams
+from infoflow_lens.hooks.interventions.kept import KeptNumbers
 from infoflow_lens.hooks.readouts import (
     EmbeddingCosine,
     FunctionOfOutput,
@@ -313,6 +315,9 @@ def test_estimates_of_paths_have_the_sign_of_their_effects():
     columns = {name: torch.tensor(values).double() for name, values in columns.items()}
     found = replace(measured(), value=3.0, other_value=1.0, lost=1.3, places=paths, **columns)
     assert found.to_frame("paths")["estimate"].tolist() == near([-2.0, 0.3])
+    # the other text has the higher score: what carries the difference holds it down
+    higher = replace(found, other_value=5.0)
+    assert higher.to_frame("paths")["estimate"].tolist() == near([2.0, -0.3])
     assert "cut, they lose 130%: the score falls below that of the other text." in found.summary()
 
 
@@ -747,6 +752,30 @@ def test_paths_that_are_cut_together_are_cut_one_after_the_other(plain, question
     assert cut_together(streams, [first, second, third]) == near(plain.effect(pins=pins))
 
 
+@pytest.mark.parametrize("changed", [(2,), (1, 5)])
+def test_random_paths_are_as_many_and_what_differs_reaches_the_answer_by_them(monkeypatch, changed):
+    """Most draws led nowhere, and nothing was compared with none."""
+    question = Question(open_model(zoo.build("llama")), *two_texts(6, changed), READOUT)
+    sets = []
+
+    def kept(streams, jobs):
+        sets.extend(paths for paths, _ in jobs)
+        return share(streams, jobs)
+
+    monkeypatch.setattr(paths_module, "share", kept)
+    for seed, n in ((0, 2), (1, 3), (2, 7), (3, 15)):
+        worth = dict.fromkeys(all_paths(streams := Streams(question)), 1.0)
+        sets.clear()
+        shares = paths_module._random_shares(streams, worth, n, seed)
+        sizes = [len(paths) for paths in sets]
+        assert len(sizes) == 10
+        assert sum(sizes) > 9.5 * n  # the last path may find no place in so few layers
+        assert max(sizes) == n
+        assert all(connect(paths) == set(paths) for paths in sets)
+        assert len({frozenset(paths) for paths in sets}) > 3
+        assert any(shares)
+
+
 def test_a_circuit_carries_what_it_says(plain, question, units):
     circuit = find_circuit(question, units)
     as_plain = [(tuple(w), r and tuple(r), kind) for w, r, kind in circuit.paths]
@@ -889,6 +918,23 @@ def test_another_question_does_not_go_on(change, name):
     measured(quick=True, after=states.append)
     with pytest.raises(InfoFlowError, match=f"resume is of another run: {name}"):
         measured(**{"quick": True, "resume": states[-1], **change})
+
+
+def test_shares_of_another_comparison_are_not_taken_up():
+    """The folder of an answer takes another other text, in which the same paths do other things."""
+    (clean, first), model = two_texts(), open_model(zoo.build("llama"))
+    second, kept = first.clone(), KeptNumbers({}, None, None)
+    second[2] = 4 + (int(first[2]) - 4 + 3) % (zoo.N_VOCAB - 4)
+
+    def measure_paths(other, kept):
+        streams = Streams(Question(model, clean, other, READOUT, kept=kept))
+        paths = all_paths(streams)[:60]
+        return [*share(streams, [(paths, False)]), *cut_paths(streams, paths).values()]
+
+    one, two = measure_paths(first, None), measure_paths(second, None)
+    assert one != near(two)
+    assert measure_paths(first, kept) == near(one)
+    assert measure_paths(second, kept) == near(two)
 
 
 def test_exact_measures_all_heads_and_quick_fewer_passes():
