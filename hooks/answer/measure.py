@@ -32,7 +32,7 @@ from infoflow_lens.hooks.answer.steps import (
 from infoflow_lens.hooks.answer.streams import Streams
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import read_inputs
-from infoflow_lens.hooks.model.points import check_one_device
+from infoflow_lens.hooks.model.points import check_one_device, is_causal
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
 from infoflow_lens.hooks.readouts import LogitDifference, Readout, name_choice, take_ids
 from infoflow_lens.hooks.shares.measure import measure_shares
@@ -106,7 +106,8 @@ def measure_answer(
             notes.append(note)
             each = spans or question.single_tokens()
             last = next(range(*span) for span in each if question.end in range(*span))
-            if {*question.changed} <= {*last}:
+            says_next = is_causal(model) and question.clean.logits.ndim == 2
+            if says_next and {*question.changed} <= {*last}:
                 notes.append(_LAST)
         replaced = question.replace_tokens(spans, advance)
         # a gap near 0 would ask for a strip at every layer
@@ -130,10 +131,16 @@ def measure_answer(
             except InfoFlowError as error:
                 notes.append(f"no paths are drawn: {error}")
         looked, looks, writes = _measure_looks(question, units, circuit, quick)
+        if len(question.ends) != 1:
+            notes.append(
+                f"{readout} reads {len(question.ends)} positions: it is not said where heads look, "
+                "which is another place from each"
+            )
         predicted = torch.full((len(ORDERS), question.n_pos), torch.nan, dtype=torch.float64)
         # the predicted orders are of single tokens, for the state of one position
-        if tokens is not None and spans is None and hasattr(readout, "position"):
-            predicted, more = predict_tokens(model, question.clean.tokens, readout.position)
+        is_one = hasattr(readout, "position") and len(question.ends) == 1
+        if tokens is not None and spans is None and is_one:
+            predicted, more = predict_tokens(model, question.clean.tokens, question.end)
             question.forwards += 2
             notes += more
     nothing = torch.full_like(replaced, torch.nan)
@@ -246,6 +253,8 @@ def _measure_looks(
         for layer, head in measured
         if head >= 0 and patterns[layer] in question.clean.shown
     ][:_LOOKED]
+    if len(question.ends) != 1:  # each of the positions that are read looks somewhere else
+        heads = []
     shape = (len(heads), 2, question.n_pos)
     looks, writes = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
     for text, run in enumerate((question.clean, question.other)):

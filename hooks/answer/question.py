@@ -67,7 +67,8 @@ class Question:
     Attributes:
         clean, other: the two runs.
         changed: the positions at which the texts differ.
-        end: the position that the readout reads.
+        ends: the positions that the readout reads.
+        end: the one, or the last of the text where it reads several.
         n_layers, n_heads: layers, and heads by layer.
         known_gradients: by the point between the texts, what :meth:`gradients` gave.
         forwards: passes over one text so far; a derivative counts as two.
@@ -100,7 +101,8 @@ class Question:
                 f"the readout is {self.clean.value} in this text: expected a number; ask for "
                 "something that the model's output has, or load the model in float32"
             )
-        self.end = int(getattr(readout, "position", -1)) % self.n_pos
+        self.ends = self._find_ends()
+        self.end = self.ends[0] if len(self.ends) == 1 else self.n_pos - 1
         self._reads_one = False
         self._prefix: Prefix | None = None
         # in this order: each is tried with passes that use what those before have found
@@ -435,6 +437,25 @@ class Question:
         return self.known_gradients[at]
 
     # Runs
+
+    @torch.enable_grad()
+    def _find_ends(self) -> list[int]:
+        """Find the positions of which the readout reads the last states.
+
+        A classifier has a place of its own, such as that of [CLS]; an embedding may be of all.
+        """
+        if hasattr(self.readout, "position") and self.clean.logits.ndim == 2:
+            return [int(self.readout.position) % self.n_pos]
+        point, shown = self.state(self.n_layers), dict[str, Tensor]()
+        edit = [(point, keep_shown(point, shown))]
+        tokens = Batch(self.clean.tokens)
+        output = call(self.model, tokens, edit=edit, output=True, keep_graph=True).output
+        self.forwards += 3
+        value = self.readout.read(output).sum()
+        (gradient,) = torch.autograd.grad(value, [shown[point]], allow_unused=True)
+        if gradient is None:
+            return []
+        return gradient[0].flatten(1).any(dim=1).nonzero().flatten().tolist()
 
     def _find_prefix(self) -> Prefix | None:
         """Find the keys and values of the text, where passes that begin behind some give the same.

@@ -15,13 +15,21 @@ from infoflow_lens.flows.settings import as_list, check_text
 from infoflow_lens.flows.units import Units, find_units
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
+from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
-from infoflow_lens.hooks.model.inputs import read_inputs
+from infoflow_lens.hooks.model.call import call, gives_logits
+from infoflow_lens.hooks.model.inputs import Batch, read_inputs
 from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.model.texts import tokenize
-from infoflow_lens.hooks.readouts import LogitDifference, Readout, bind_readout, tokens_of_answer
+from infoflow_lens.hooks.readouts import (
+    LogitDifference,
+    Readout,
+    bind_readout,
+    logits_of,
+    tokens_of_answer,
+)
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
 from infoflow_lens.runs.checkpoint import Checkpoint
@@ -68,7 +76,7 @@ def ask(
         text: what the model reads; or token ids [pos].
         answer: a token, as a word or an id; default, what the model says. A word within a text
             often begins with a blank. Of words of several tokens the first counts in which they
-            differ, behind what they share.
+            differ, behind what they share, which stands before a mask.
         against: another; default, what the model finds second most probable.
         instead: the other text, of as many tokens; default, one that differs in one token, reads
             like the text, and speaks most for the other answer; where none does so by 1, the
@@ -128,16 +136,24 @@ def ask(
         if readout is None and answer is None:
             answer = int(ids[place])
         ids, other_ids = ids[:place], None if other_ids is None else other_ids[:place]
-    # tokens that both answers begin with are read as a part of the text
+    # tokens that both answers begin with are read as a part of the text, before the place
     prefix: list[int] = []
+    start = len(ids)
     if readout is None:
         one, other, prefix = _answers(opened, ids, answer, against)
-        readout = LogitDifference(one, other, _place(opened, ids))
-    end = torch.tensor(prefix, dtype=ids.dtype)
-    whole = torch.cat([ids, end])
+        read_at = _place(opened, ids)
+        if read_at >= 0:
+            _check_same_place(ids, other_ids, read_at)
+            start, read_at = read_at, read_at + len(prefix)
+        readout = LogitDifference(one, other, read_at)
+    shared = torch.tensor(prefix, dtype=ids.dtype)
+    whole, second = (
+        None if each is None else torch.cat([each[:start], shared, each[start:]])
+        for each in (ids, other_ids)
+    )
+    assert whole is not None
     if prefix:
         read_inputs(opened, whole[None], name="text, with what the answers share,")
-    second = None if other_ids is None else torch.cat([other_ids, end])
     spans = find_units(opened, whole, units)
     # a folder keeps what was measured, so that the same question goes on
     with _keeping(resume) as kept:
@@ -285,10 +301,45 @@ def _check_place(model: NamedModel, n: int, at: int) -> int:
 
 
 def _place(model: NamedModel, ids: Tensor) -> int:
-    """Find where the answer is read: at a mask, where the text has one, else at the end."""
+    """Find where the answer is read: at a mask, where the text has one, else at the end.
+
+    Raises:
+        InfoFlowError: for a text without a mask, and a model that predicts no next token.
+    """
     mask = getattr(model.tokenizer, "mask_token_id", None)
     places = [] if mask is None else (ids == mask).nonzero().flatten().tolist()
-    return int(places[-1]) if places else -1
+    if places:
+        return int(places[-1])
+    # a classifier, which gives logits of no position, reads where it does
+    if not is_causal(model) and gives_logits(model) and _logits(model, ids).ndim == 2:
+        masked = "a mask" if model.tokenizer is None else repr(model.tokenizer.mask_token)
+        raise InfoFlowError(
+            f"the text has no mask, and the {type(model.original_model).__name__} sees all of its "
+            f"tokens and says no next one: expected {masked} in the place that is asked about; or "
+            "name a place by readout=LogitDifference(answer, against, position)"
+        )
+    return -1
+
+
+def _check_same_place(ids: Tensor, other_ids: Tensor | None, place: int) -> None:
+    """Refuse another text that has something else where the text has its mask.
+
+    Raises:
+        InfoFlowError: naming the place.
+    """
+    # texts of other lengths are refused later, with what differs
+    if other_ids is None or len(other_ids) != len(ids) or other_ids[place] == ids[place]:
+        return
+    raise InfoFlowError(
+        f"text has its mask at position {place}, where the answer is read, and instead has another "
+        "token there: expected the mask in the same place of both"
+    )
+
+
+def _logits(model: NamedModel, ids: Tensor) -> Tensor:
+    """Run a text alone, without dropout."""
+    with torch.no_grad(), eval_mode(model):
+        return logits_of(call(model, Batch(ids[None]), output=True).output)[0]
 
 
 def _answers(
@@ -316,15 +367,14 @@ def _answers(
         prefix = rows[0][:differ]
         return rows[0][differ], rows[1][differ], prefix
     # without answers, what the model finds most probable, beside the one that is given
-    with torch.no_grad():
-        logits = model(ids[None].to(model.cfg.device))[0]
-    row = logits[_place(model, ids)] if logits.ndim == 2 else logits
-    if len(row) < 2:
+    logits = _logits(model, ids)
+    here = logits[_place(model, ids)] if logits.ndim == 2 else logits
+    if len(here) < 2:
         raise InfoFlowError(
             "the model gives one number: expected two answers to choose from; ask for the number "
             "by readout=FunctionOfOutput(lambda output: output[:, 0])"
         )
-    likely = row.topk(2).indices.tolist()
+    likely = here.topk(2).indices.tolist()
     chosen = [likely if ids is None else ids[:1] for ids in rows]
     one = next(token for token in chosen[0] if [token] != chosen[1])
     return one, next(token for token in chosen[1] if token != one), prefix

@@ -14,7 +14,7 @@ from infoflow_lens.cli import app
 from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.units import find_units
 from infoflow_lens.hooks.answer.question import Question
-from infoflow_lens.hooks.readouts import FunctionOfOutput, LogProbability
+from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
 from tests.conftest import make_token_model
 from tests.reference import zoo
 
@@ -175,6 +175,49 @@ def test_a_masked_word_is_asked_at_the_mask(tmp_path):
         logits = zoo.build("bert")(ids).logits[0, 1]
     assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
     assert folder.is_dir()
+
+
+@pytest.fixture
+def masked():
+    words = zoo.tokenizer(begins=False)
+    words.mask_token = "w49"
+    return {"model": zoo.build("bert"), "tokenizer": words, "quick": True, "progress": False}
+
+
+def test_what_answers_share_stands_before_the_mask(masked):
+    """It was read behind the text, as where the text goes on."""
+    other = "w5 w49 w7 w20"
+    found = ask(text="w5 w49 w7 w8", answer="w9 w10", against="w9 w12", instead=other, **masked)
+    assert found.tokens == ("w5", "w9", "w49", "w7", "w8")
+    assert found.other_tokens == ("w5", "w9", "w49", "w7", "w20")
+    with torch.no_grad():
+        logits = zoo.build("bert")(torch.tensor([[5, 9, 49, 7, 8]])).logits[0, 2]
+    assert found.read_at == 2
+    assert found.value == pytest.approx(float(logits[10] - logits[12]), abs=1e-5)
+
+
+def test_an_encoder_is_asked_at_a_mask_alone(masked):
+    """It was asked at the last token, which is [SEP], and the other text at what it has there."""
+    with pytest.raises(InfoFlowError, match="the text has no mask, and the BertForMaskedLM"):
+        ask(text="w5 w6 w7 w8", answer="w9", against="w12", **masked)
+    with pytest.raises(InfoFlowError, match="the text has no mask"):
+        ask(text="w5 w6 w7 w8", **masked)
+    with pytest.raises(InfoFlowError, match=r"text has its mask at position 1, .* same place"):
+        ask(text="w5 w49 w7", answer="w9", against="w12", instead="w5 w7 w49", **masked)
+    read = LogitDifference("w9", "w12", 3)  # a place that one names
+    assert ask(text="w5 w6 w7 w8", readout=read, **masked).read_at == 3
+
+
+def test_answers_are_chosen_without_dropout():
+    """Of a model in training mode they were the likeliest two of one draw."""
+    config = zoo.build("gpt2").config
+    config.resid_pdrop = config.embd_pdrop = 0.5
+    model = transformers.GPT2LMHeadModel(config)
+    model.load_state_dict(zoo.build("gpt2").state_dict())
+    given = {"tokenizer": zoo.tokenizer(), "quick": True, "progress": False}
+    expected = ask(model.eval(), TEXT, **given).readout
+    assert {ask(model.train(), TEXT, **given).readout for _ in range(4)} == {expected}
+    assert model.training
 
 
 def test_a_question_goes_on_in_its_folder(folder, found, tmp_path, monkeypatch):

@@ -838,6 +838,45 @@ def test_where_heads_look_is_what_the_plain_model_attends_to():
     assert measured(quick=True).writes.isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["class", "first", "mean"])
+def test_heads_look_from_where_a_classifier_and_an_embedding_are_read(kind):
+    """From the first position, and not from the last; an embedding of all has no such place."""
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(1)
+    config = zoo.build("bert").config
+    config.num_labels = 3
+    plain = BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        plain.classifier.weight.mul_(60)
+        for layer in plain.bert.encoder.layer:
+            layer.attention.self.query.weight.mul_(60)
+    read = LogitDifference(1, 0)
+    if kind != "class":
+        plain, read = plain.bert, EmbeddingCosine(torch.arange(16.0) - 5, pooling=kind)
+    clean, other = two_texts(6, (2, 4))
+    found = measure_answer(open_model(plain), clean, other, read, progress=False)
+    if kind == "mean":
+        assert not len(found.looks)
+        assert "reads 6 positions: it is not said where heads look" in " ".join(found.notes)
+        return
+    assert found.read_at == 0
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        seen = [plain(ids[None], output_attentions=True).attentions for ids in (clean, other)]
+    assert len(found.looks) > 4
+    for (layer, head), looks in zip(found.looked.tolist(), found.looks, strict=True):
+        expected = torch.stack([of_text[layer][0, head, 0] for of_text in seen]).double()
+        torch.testing.assert_close(looks, expected, atol=1e-5, rtol=1e-4)
+    assert any((looks - looks.mean()).abs().max() > 0.05 for looks in found.looks)
+    if kind == "class":
+        # what leaves the last layer counts at the first position alone
+        assert found.strips[-1].tolist() == near([-found.gap, 0, 0, 0, 0, 0])
+        assert not found.token_predicted[:2].isnan().all()
+        near_first = found.token_predicted[2]
+        assert near_first.nan_to_num(-9).argmax() == 0
+
+
 def test_predicted_orders_stand_beside_the_measured_one():
     """Contributions of the plain model; the rank correlation of scipy, without what is read."""
     from scipy.stats import spearmanr
@@ -1022,7 +1061,7 @@ def test_why_two_sentences_are_near():
     assert float(found.strips[0][2]) == near(expected[1] - expected[0])
     assert float(found.strips[-1].sum()) != near(0)  # all positions are read
     assert not len(found.places)
-    assert "reads other positions" in found.notes[-1]
+    assert "reads other positions" in " ".join(found.notes)
     assert "The model says" not in found.summary()
 
 
