@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.memory import to_host
@@ -35,7 +35,8 @@ class PositionsProbe(Probe[PositionsResult]):
         ranks: which ranks; 1 is the argmax.
         without: key positions that are never ranked, such as (0,) for a BOS token that attention
             rests on, or (-1,) for the last position of each sequence.
-        spread: measure the entropy and the concentration of each row of the pattern, too.
+        spread: measure the entropy of each row of the pattern, too, and the share of the first
+            choice in its weight.
 
     Raises:
         InfoFlowError: for ranks below 1, or beyond the number of keys.
@@ -67,7 +68,11 @@ class PositionsProbe(Probe[PositionsResult]):
         """Return the ranked keys of a pass."""
         layers = range(seen.n_layers)
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
-        spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
+        spread = []
+        if self.spread:
+            n_keys = seen.pattern(0).shape[-1]
+            left_out = seen.places(self.without, n_keys)
+            spread = [_spread(seen.pattern(layer), left_out) for layer in layers]
         measured = [*zip(*ranked, strict=True), *zip(*spread, strict=True)]
         # all numbers come to the host in one go
         host = iter(to_host([tensor for of_layers in measured for tensor in of_layers]))
@@ -99,9 +104,14 @@ class PositionsProbe(Probe[PositionsResult]):
 
 
 def _spread(
-    pattern: Float[Tensor, "batch head query key"],
+    pattern: Float[Tensor, "batch head query key"], left_out: Bool[Tensor, "batch key"]
 ) -> tuple[Float[Tensor, "batch head query"], Float[Tensor, "batch head query"]]:
-    """Entropy and largest share of every row; NaN for rows without weight."""
+    """Entropy of every row, and the share of the first choice; NaN for rows without weight.
+
+    Keys that are left out count in the row, and are no first choice.
+    """
     pattern = pattern.float()
     shares = pattern / pattern.sum(dim=-1, keepdim=True)
-    return torch.special.entr(shares).sum(dim=-1), shares.amax(dim=-1)
+    ranked = shares.masked_fill(left_out[:, None, None].to(shares.device), 0)
+    largest = ranked.amax(dim=-1)
+    return torch.special.entr(shares).sum(dim=-1), largest.masked_fill(largest == 0, torch.nan)

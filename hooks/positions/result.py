@@ -42,7 +42,8 @@ class PositionsResult(Result):
             undefined.
         entropy: with spread, float [sample, head, query]: entropy of the row's weights as shares of
             their sum, in nats; NaN where there is no weight. Empty without.
-        concentration: with spread, float [sample, head, query]: the share of the largest weight.
+        concentration: with spread, float [sample, head, query]: the share of the first choice in
+            the row's weight, that of keys that are left out included; NaN where there is no weight.
     """
 
     ranks: tuple[int, ...]

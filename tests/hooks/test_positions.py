@@ -163,6 +163,30 @@ def test_keys_are_left_out_from_both_ends_of_each_sequence(without):
                     assert chosen == [position for position, _, _ in expected]
 
 
+@pytest.mark.parametrize("without", [(), (0,), (0, -1)])
+def test_concentration_is_the_weight_of_the_first_choice(without):
+    """Where a key that attention rests on is left out, its weight is not that of the choice."""
+    named = open_model(families.build("llama"))
+    rows = [torch.arange(3, 3 + n) for n in (7, 1, 4)]
+    (found,) = run_probes(
+        named, rows, [PositionsProbe(without=without, spread=True)], batch_size=3, progress=False
+    )
+    for sample, row in enumerate(rows):
+        _, cache = named.run_with_cache(row[None])
+        for layer in range(2):
+            pattern, choice = cache["pattern", layer][0], found.argmax[layer][sample]
+            for head, query in torch.cartesian_prod(torch.arange(4), torch.arange(len(row))):
+                key, share = choice[head, query], found.concentration[layer][sample, head, query]
+                if key < 0:
+                    assert share.isnan()
+                else:
+                    assert share == pytest.approx(float(pattern[head, query, key]), abs=1e-5)
+                entropy = torch.special.entr(pattern[head, query]).sum()
+                assert found.entropy[layer][sample, head, query] == pytest.approx(
+                    float(entropy), abs=1e-5
+                )
+
+
 def test_places_from_the_end_are_those_from_the_start(token_model, token_inputs):
     """In sequences of one length: ranks, recovery and flows, and the page of a saved flow."""
     n = token_inputs.shape[1]

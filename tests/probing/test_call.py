@@ -11,7 +11,9 @@ from datasets import Dataset
 
 from infoflow_lens import InfoFlowError, load_any, probe
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.part import load_part
+from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.probing.registry import part_names
 from tests.reference import zoo
 
@@ -55,6 +57,40 @@ def test_the_page_says_which_measure_is_nearest_to_influence(found, page):
     own = rows.loc[rows["method"] == sets, "auroc"].item()
     assert f"{best['method']} is nearest to influence (AUROC {best['auroc']:.3f}" in page
     assert f"the set {own:.3f}" in page
+
+
+def test_what_is_left_out_is_left_out_of_weights_and_of_the_sentence_on_strengths(hf_model):
+    """The weights shown are those of the keys shown, and the first token is no candidate."""
+    ids = [torch.arange(4 + i, 10 + i + i % 3) for i in range(10)]
+    made = probe(hf_model, ids, probes=("influence",), without=(0,), **SETTINGS)
+    viewed, rows = build_flow_view(made), []
+    for index, sequence in enumerate(ids):
+        with torch.no_grad():
+            patterns = hf_model(sequence[None], output_attentions=True).attentions
+        n = len(sequence)
+        held = torch.eye(n)
+        for layer, pattern in enumerate(patterns):
+            open_keys = pattern[0].clone()
+            open_keys[..., 0] = 0  # which no head passes on
+            weight, key = open_keys.max(dim=-1)
+            if index < len(viewed.inputs):
+                shown = viewed.inputs[index].weights[layer][..., 0]
+                torch.testing.assert_close(shown[:, 1:], weight[:, 1:], rtol=0, atol=1e-4)
+            brought = (weight[..., None] * held[key]).amax(dim=0)
+            held = torch.maximum(held, brought)
+        # candidates are the tokens between the first and the state's own
+        others = made.influence.full()[-1, index, n - 1, 1 : n - 1].double()
+        most = others.sort(descending=True).values.cumsum(0)
+        count = int((most < 0.9 * others.sum()).sum()) + 1
+        strongest = held[n - 1, 1 : n - 1].argsort(descending=True, stable=True)[:count]
+        inside = others[strongest].sum() / others.sum()
+        rows.append((count, float(inside), count / (n - 2)))
+    count, inside, chance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    expected = (
+        f"the {count:.1f} strongest tokens, as many as hold 90% of the influence, have "
+        f"{inside:.0%} of it, where as many at random would have {chance:.0%}."
+    )
+    assert expected in build_report(made).headline
 
 
 def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
