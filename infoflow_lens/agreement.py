@@ -210,12 +210,27 @@ class Explained(Savable):
         """Say it in a sentence without a full stop."""
         if self.reason():
             return f"{self.states}: the predicted sets say nothing of influence ({self.reason()})"
+        return f"{self.states}: {self.describe()}"
+
+    def describe(self, whose: str = "") -> str:
+        """Say how much lies inside, beside chance, of states of which something can be said.
+
+        Args:
+            whose: the states, in words such as " on position 3", where the sentence names them.
+        """
         what = "squared influence" if self.squared else "influence"
-        whose = "tokens" if self.with_self else "other tokens"
+        tokens = "tokens" if self.with_self else "other tokens"
+        inside = (
+            f"{self.inside:.0%} of the {what} of {tokens}{whose} lies inside the predicted sets"
+        )
+        sizes = f"hold {self.size:.3g} of {self.others:.3g} {tokens}"
+        chance = f"would hold {self.chance:.0%}"
+        if self.n_informative == self.n_states:
+            return f"{inside}, which {sizes}; random sets of that size {chance}"
+        # sizes are of all states, and would contradict shares of some
         return (
-            f"{self.states}: {self.inside:.0%} of the {what} of {whose} lies inside the predicted "
-            f"sets, which hold {self.size:.3g} of {self.others:.3g} {whose}; random sets of that "
-            f"size would hold {self.chance:.0%}"
+            f"{inside} of the {self.n_informative} of {self.n_states} states where these could be "
+            f"wrong; random sets of their sizes {chance}, and all sets {sizes} on average"
         )
 
 

@@ -27,6 +27,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.agreement import compare_by_position, coverage, coverage_curve, explained
+from infoflow_lens.probing.page import _headline
 from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.theory import InformationSets
@@ -312,6 +313,32 @@ def test_what_is_explained_is_the_mean_over_states_that_could_be_wrong(seed, wit
     assert found.inside == pytest.approx(np.mean(shares))
     assert found.chance == pytest.approx(np.mean(chances))
     assert (found.n_states, found.n_informative) == (28, len(shares))
+
+
+def test_sentences_put_chance_beside_sizes_of_the_same_states():
+    """Sets that hold all or nothing count in the mean size, and not in what is said beside it."""
+    members = torch.zeros(1, 4, 6, 6, dtype=torch.bool)
+    members[0, :2, 5, 2] = True  # one of five others
+    everything = members.clone()
+    everything[0, 2:, 5] = True
+    scores = torch.ones(1, 4, 6, 6)
+    scores[..., 2] = 4.0
+    alone = str(explained(members[:, :2], scores[:, :2], last=True))
+    assert alone == (
+        "last position, layer 0: 50% of the influence of other tokens lies inside the predicted "
+        "sets, which hold 1 of 5 other tokens; random sets of that size would hold 20%"
+    )
+    mixed = explained(everything, scores, last=True)
+    assert str(mixed) == (
+        "last position, layer 0: 50% of the influence of other tokens lies inside the predicted "
+        "sets of the 2 of 4 states where these could be wrong; random sets of their sizes would "
+        "hold 20%, and all sets hold 3 of 5 other tokens on average"
+    )
+    assert _headline(mixed) == (
+        "If each head passes on the token of its largest score, the last state can hold 3.0 of "
+        "5.0 other tokens on average. At the 2 of 4 sequences where the set could be wrong, 50% "
+        "of their measured influence lies inside, where random sets of their sizes would hold 20%."
+    )
 
 
 def test_lengths_that_do_not_fit_are_named():

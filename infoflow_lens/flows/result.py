@@ -153,12 +153,7 @@ class Flow(Savable):
             )
         if found.reason():
             return f"the predicted sets say nothing of {states}: {found.reason()}"
-        return (
-            f"{found.inside:.0%} of the influence of other tokens on {states} in layer "
-            f"{found.layer} lies inside the predicted sets, which hold "
-            f"{found.size:.3g} of {found.others:.3g} other tokens; random sets of that size would "
-            f"hold {found.chance:.0%}"
-        )
+        return found.describe(f" on {states} in layer {found.layer}")
 
     @cached_property
     def explained(self) -> Explained | None:

@@ -130,7 +130,10 @@ class Findings:
             cells = (
                 [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
             )
-            rows.append([rule, *cells, f"{found.size:.1f} of {found.others:.1f}"])
+            size = f"{found.size:.1f} of {found.others:.1f}"
+            if 0 < found.n_informative < found.n_states:  # the other cells are of these alone
+                size += f"; {found.n_informative} of {found.n_states} sets could be wrong"
+            rows.append([rule, *cells, size])
         states = next((str(found.states) for found in self.last.values()), "")
         title = f"{begin_sentence(states)}: measured against predicted"
         return {"sentences": self.sentences(), "title": title, "rows": rows}

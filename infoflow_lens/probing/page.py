@@ -70,10 +70,18 @@ def _headline(row: Explained) -> str:
             "From each head's largest score alone, nothing can be said of the last state "
             f"({row.reason()})."
         )
+    size = (
+        "If each head passes on the token of its largest score, the last state can hold "
+        f"{row.size:.1f} of {row.others:.1f} other tokens"
+    )
+    inside = f"{row.inside:.0%} of their measured influence lies inside, where"
+    chance = f"would hold {row.chance:.0%}."
+    if row.n_informative == row.n_states:
+        return f"{size}; {inside} a random set of that size {chance}"
+    # the size is of all last states, and would contradict shares of some
     return (
-        f"If each head passes on the token of its largest score, the last state can hold "
-        f"{row.size:.1f} of {row.others:.1f} other tokens; {row.inside:.0%} of their measured "
-        f"influence lies inside, where a random set of that size would hold {row.chance:.0%}."
+        f"{size} on average. At the {row.n_informative} of {row.n_states} sequences where the set "
+        f"could be wrong, {inside} random sets of their sizes {chance}"
     )
 
 

@@ -91,6 +91,10 @@ def test_what_is_left_out_is_left_out_of_weights_and_of_the_sentence_on_strength
         f"{inside:.0%} of it, where as many at random would have {chance:.0%}."
     )
     assert expected in build_report(made).headline
+    # what the command prints says of how many sequences it is
+    row, (said,) = made.last["max_position"], made.to_output()["rows"]
+    assert 0 < row.n_informative < row.n_states == 10
+    assert said[-1].endswith(f"; {row.n_informative} of 10 sets could be wrong")
 
 
 def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
