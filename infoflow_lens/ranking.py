@@ -199,7 +199,7 @@ class RankingAgreement(Savable):
         return f"RankingAgreement({line[:400]})"
 
     def _repr_html_(self) -> str:
-        last = len(self.n_candidates) - 1
+        last = max(self.numbers or range(len(self.n_candidates)))
         columns = ["size_of", "method", "n_states", "mean_size", *METRICS]
         frame = self.to_frame()
         return panel(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -261,6 +262,11 @@ def test_it_is_drawn_and_shown(measured):
     assert [axes.get_title() for axes in panels] == ["layer 0", "layer 1"]
     with pytest.raises(InfoFlowError, match="metric 'f1'"):
         found.plot(metric="f1")
+    # of layers that are not all, the last is shown, too
+    some = replace(found, numbers=(3, 7))
+    for name in (*found.sets, *found.scores):
+        assert name in some._repr_html_()
+    assert "layer 7" in " ".join(re.sub(r"<[^>]*>", " ", some._repr_html_()).split())
 
 
 def test_bad_input_is_named(measured):

@@ -124,19 +124,23 @@ class PositionsResult(Result):
         return frame.rename(columns={"positions": "position", "margins": "margin"})
 
     def plot(self, layer: int = 0) -> "mpl.Figure":
-        """Draw how often each key is the first choice of each query, a panel for each head."""
-        often = tuple(_frequencies(chosen.long()) for chosen in self.argmax)
+        """Draw how often each key is the first choice of each query that is there, by head."""
+        n_queries = self.positions[0].shape[2]
+        n = (torch.arange(n_queries) < self.lengths[:, None]).sum(dim=0)
+        often = tuple(_frequencies(chosen.long(), n) for chosen in self.argmax)
         array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
         return array.select(layer=layer).plot(f"First choice of the heads of layer {layer}")
 
 
-def _frequencies(chosen: Int[Tensor, "sample head query"]) -> Float[Tensor, "head query key"]:
-    """Return the share of samples in which a query chooses a key."""
-    n_sample, n_head, n_query = chosen.shape
+def _frequencies(
+    chosen: Int[Tensor, "sample head query"], n: Int[Tensor, " query"]
+) -> Float[Tensor, "head query key"]:
+    """Return the share in which a query chooses a key, of the `n` samples that have the query."""
+    n_head, n_query = chosen.shape[1:]
     counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
     keys = chosen.clamp(min=0).permute(1, 2, 0)
     counts.scatter_add_(2, keys, (chosen >= 0).float().permute(1, 2, 0))
-    return counts / n_sample
+    return counts / n.clamp(min=1)[:, None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

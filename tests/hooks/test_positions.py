@@ -187,6 +187,19 @@ def test_concentration_is_the_weight_of_the_first_choice(without):
                 )
 
 
+def test_frequencies_are_of_the_sequences_that_have_the_query():
+    """As those of AttendedProbe: a query that few sequences have is drawn as dark as others."""
+    named = open_model(families.build("llama"))
+    rows = [torch.arange(3, 3 + n) for n in (7, 2, 4)]
+    (found,) = run_probes(named, rows, [PositionsProbe()], batch_size=3, progress=False)
+    drawn = found.plot(layer=1).axes[2].images[0].get_array()
+    for query in range(7):
+        there = [i for i, row in enumerate(rows) if query < len(row)]
+        keys = Counter(int(found.argmax[1][i, 2, query]) for i in there)
+        expected = [keys[key] / len(there) for key in range(7)]
+        assert list(drawn[query]) == pytest.approx(expected)
+
+
 def test_places_from_the_end_are_those_from_the_start(token_model, token_inputs):
     """In sequences of one length: ranks, recovery and flows, and the page of a saved flow."""
     n = token_inputs.shape[1]
