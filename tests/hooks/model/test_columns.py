@@ -5,6 +5,7 @@ The reference is the plain model of transformers, called with the same columns.
 
 import copy
 import pickle
+from itertools import product
 
 import datasets
 import pandas as pd
@@ -38,6 +39,7 @@ from infoflow_lens.hooks.passes.view import Needs
 from infoflow_lens.probing.data import stream_data
 from infoflow_lens.probing.shard import pack_rows
 from infoflow_lens.probing.store import store_sequences
+from tests.conftest import some_of, spread
 from tests.reference import families, zoo
 from tests.versions import needs_version_4
 
@@ -253,8 +255,12 @@ def save_rows(given, path):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["rows.parquet", "rows.jsonl", "in memory"])
-@pytest.mark.parametrize("name", KINDS)
+PLACES = ["rows.parquet", "rows.jsonl", "in memory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), some_of(list(product(KINDS, PLACES)), *spread([*KINDS], PLACES))
+)
 def test_a_run_measures_the_pass_with_columns(case, name, kind, tmp_path):
     model, given, expected = case(name)
     data = given if kind == "in memory" else save_rows(given, tmp_path / kind)
