@@ -592,7 +592,9 @@ class States:
         )
         # positions behind the sources, such as CLS, are no tokens
         self.is_token = torch.nn.functional.pad(sources, (0, n_pos - n_source))
-        left_out = mark_places(without, sources.sum(dim=1).cpu(), n_source).to(influence.device)
+        # places are counted as heads count their keys: CLS is the last, and no source
+        n_states = sources.sum(dim=1).cpu() + n_pos - n_source
+        left_out = mark_places(without, n_states, n_pos)[:, :n_source].to(influence.device)
         self._sources = sources & ~left_out
         # what no head passes on is not to be found
         self.influence = influence.masked_fill(left_out[:, None], 0)

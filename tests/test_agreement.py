@@ -31,6 +31,7 @@ from infoflow_lens.probing.page import _headline
 from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.theory import InformationSets
+from tests.conftest import N_TOKENS
 from tests.reference import sets as reference_sets
 from tests.reference import zoo
 
@@ -339,6 +340,21 @@ def test_sentences_put_chance_beside_sizes_of_the_same_states():
         "5.0 other tokens on average. At the 2 of 4 sequences where the set could be wrong, 50% "
         "of their measured influence lies inside, where random sets of their sizes would hold 20%."
     )
+
+
+def test_places_that_are_left_out_are_those_that_heads_leave_out(model, inputs):
+    """Counted from the end, CLS is the last place, and the last token the one before."""
+    influence, made = run_probes(model, inputs, [JacobianInfluence()], progress=False)[0], {}
+    for place in (-1, -2, N_TOKENS - 1):
+        probe = PositionsProbe(without=(place,))
+        (chosen,) = run_probes(model, inputs, [probe], progress=False)
+        last = any((layer == N_TOKENS - 1).any() for layer in chosen.argmax)
+        assert last == (place == -1)
+        made[place] = explained(chosen, influence, last=True, without=(place,))
+        assert made[place].others == N_TOKENS - (place != -1)
+    assert made[-2] == made[N_TOKENS - 1]
+    (chosen,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert made[-1] == explained(chosen, influence, last=True)
 
 
 def test_lengths_that_do_not_fit_are_named():

@@ -168,8 +168,10 @@ class Flow(Savable):
 
     def _find_non_candidates(self) -> Bool[Tensor, "input source"]:
         """Mark the tokens that are no candidates, as no head passes them on."""
-        n_tokens = torch.tensor([len(tokens) for tokens in self.tokens])
-        return mark_places(self.record.config["without"], n_tokens, self.sets.n_sources)
+        _, _, n_pos, n_source = self.sets.members.shape
+        # places are counted as heads count their keys: CLS is the last, and no token
+        n_states = torch.tensor([len(tokens) for tokens in self.tokens]) + n_pos - n_source
+        return mark_places(self.record.config["without"], n_states, n_pos)[:, :n_source]
 
     @cached_property
     def orders(self) -> dict[str, float]:

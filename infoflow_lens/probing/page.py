@@ -98,7 +98,8 @@ def _say_strength(result: Findings) -> str:
     weights = [layer.float().nan_to_num(0).clamp(0, 1) for layer in chosen.concentration]
     graded = propagate(chosen.argmax, n_source, strength=weights).strengths
     # what no head passes on is no candidate, as in the sentences and tables of sets
-    left_out = mark_places(result.config.without, influence.lengths, n_source)
+    n_pos = influence.n_positions
+    left_out = mark_places(result.config.without, influence.lengths + n_pos - n_source, n_pos)
     rows = []
     for index, length in enumerate(influence.lengths.tolist()):
         # the last state of each text; CLS stands behind the tokens

@@ -34,6 +34,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
         tokens = result.texts[index]
         n_source = len(tokens)
         n_pos = n_source + influence.n_positions - influence.influence.shape[-1]
+        places = [s % n_pos for s in result.config.without if -n_pos <= s < n_pos]
         mechanisms = None
         if labels is not None and rules is not None:
             mechanisms = view_mechanisms(labels.mechanisms, rules, index, n_pos)
@@ -45,7 +46,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
                 weights=_weights(positions, index, n_pos, softmax),
                 mechanisms=mechanisms,
                 influence=measured[:, index, :n_pos, :n_source],
-                left_out=[s % n_source for s in result.config.without if -n_source <= s < n_source],
+                left_out=[place for place in places if place < n_source],  # CLS is no source
                 causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
             )
         )
