@@ -285,11 +285,27 @@ def _choose_text(
         said = "the other text was chosen, with one token replaced: see that it reads well"
         return likely, f"{said}, else give one of your own"
     sizes = tokens.changes.abs().nan_to_num(-1)
+    fixed = _find_fixed(question)
+    is_free = torch.tensor([fixed.isdisjoint(range(*span)) for span in spans])
+    if bool(is_free.any()):  # else any is better than none
+        sizes[~is_free] = -1
     number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
     place, other = slice(*spans[number]), text.clone()
     other[place] = tokens.donors[place, draw].to(other)
     note = "the other text is the model's own guess at the place where that moves the readout most"
     return other, note
+
+
+def _find_fixed(question: Question) -> set[int]:
+    """Find the positions that another text keeps: special tokens, and where an encoder is asked.
+
+    What stands there, such as a mask, is what is asked about: an encoder says it again.
+    """
+    special = {*getattr(getattr(question.model, "tokenizer", None), "all_special_ids", [])}
+    tokens = question.clean.tokens[0].tolist()
+    fixed = {at for at, token in enumerate(tokens) if token in special}
+    is_asked = question.clean.logits.ndim == 2 and not is_causal(question.model)
+    return fixed | ({*question.ends} if is_asked else set())
 
 
 def _no_paths(question: Question) -> str:

@@ -995,6 +995,24 @@ def test_without_another_text_the_models_own_guess_is_taken():
     assert largest >= found.token_mean.abs().max() - 1e-6
 
 
+@pytest.mark.parametrize("position", range(6))
+def test_the_place_that_an_encoder_is_asked_at_stands_in_both_texts(position):
+    """The mask was replaced, whose place says again what stands there; or a special token."""
+    clean, words = two_texts()[0], zoo.tokenizer(begins=False)
+    words.mask_token, words.sep_token = "w49", "w48"
+    clean[position], clean[(position + 3) % 6] = 49, 48
+    model = open_model(zoo.build("bert"), words)
+    read = LogitDifference(ANSWER, AGAINST, position)
+    found = measure_answer(model, clean, None, read, progress=False, quick=True)
+    (place,) = found.changed
+    assert place not in (position, (position + 3) % 6)
+    kept = [at for at in range(6) if at not in (position, (position + 3) % 6)]
+    moved = found.replacement_effects.abs().nan_to_num(-1).amax(dim=1)
+    assert place == max(kept, key=lambda at: float(moved[at]))
+    whole = measure_answer(model, clean, None, read, progress=False, quick=True, spans=[(0, 6)])
+    assert whole.changed  # all is one unit
+
+
 def test_of_two_answers_a_text_is_chosen_that_reads_like_the_one_asked_about():
     clean, model = two_texts()[0], open_model(zoo.build("llama"))
     read = LogitDifference(AGAINST, ANSWER)
