@@ -151,9 +151,16 @@ class LogProbability(Readout):
         """Make ids of words.
 
         Raises:
-            InfoFlowError: for words that are no single tokens, and a model that gives states.
+            InfoFlowError: for words that are no single tokens, a model that gives states, and one
+            whose classes do not exclude one another.
         """
         _check_logits(model, self)
+        if has_several_labels(model):
+            raise InfoFlowError(
+                f"{self} is asked of a model whose classes are each true or not, whatever others "
+                "are: expected one of its logits, LogitDifference(answer); or its probability, "
+                "FunctionOfOutput(lambda logits: logits[:, number].sigmoid())"
+            )
         return LogProbability(ids_of_answer(model, self.answer), self.position)
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
@@ -278,6 +285,18 @@ def _labels_of(model: nn.Module) -> Mapping[int, str] | None:
         int(number): f"class {number}" if name == f"LABEL_{number}" else str(name)
         for number, name in labels.items()
     }
+
+
+def has_several_labels(model: nn.Module) -> bool:
+    """Say whether a model's classes are each true or not, by its config."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    return getattr(config, "problem_type", None) == "multi_label_classification"
+
+
+def find_chances(model: nn.Module, logits: Float[Tensor, " choice"]) -> Float[Tensor, " choice"]:
+    """Find how probable a model finds each token or class; classes need not exclude others."""
+    wide = logits.double()
+    return wide.sigmoid() if has_several_labels(model) else wide.softmax(-1)
 
 
 def ids_of_answer(model: nn.Module, answer: Answer) -> tuple[int, ...]:

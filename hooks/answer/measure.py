@@ -34,7 +34,13 @@ from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, is_causal
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
-from infoflow_lens.hooks.readouts import LogitDifference, Readout, name_choice, take_ids
+from infoflow_lens.hooks.readouts import (
+    LogitDifference,
+    Readout,
+    find_chances,
+    name_choice,
+    take_ids,
+)
 from infoflow_lens.hooks.shares.measure import measure_shares
 
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
@@ -327,7 +333,7 @@ def _guess(question: Question, logits: Float[Tensor, "..."]) -> tuple[str, float
     if not hasattr(question.readout, "position"):
         return "", torch.nan
     row = logits[question.readout.position] if logits.ndim == 2 else logits
-    chance, token = row.float().softmax(-1).max(dim=-1)
+    chance, token = find_chances(question.model, row).max(dim=-1)
     return name_choice(question.model, int(token)), float(chance)
 
 
@@ -341,7 +347,7 @@ def _answer_chances(
     rows, sides = [], (readout.answer, readout.against)
     for run in (question.clean, question.other):
         row = run.logits[readout.position] if run.logits.ndim == 2 else run.logits
-        chances = row.double().softmax(-1)[None]
+        chances = find_chances(question.model, row)[None]
         rows.append([float(take_ids(chances, ids).sum()) for ids in sides])
     return readout.name_sides(question.model), torch.tensor(rows, dtype=torch.float64)
 

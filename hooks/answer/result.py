@@ -18,6 +18,7 @@ from infoflow_lens.hooks.scores import describe_orders, spearman
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
 _AGREE = 0.8  # of the words in a place, from which on it is said what the place speaks for
 _UNLIKELY = 0.05  # an answer's chance, below which the other text calls for something else
+_ROUNDED = 0.05  # of a difference of logits: what half precision may round away
 _NAMED = 5  # writers or readers of a line that are named
 # how tokens are ordered without replacing any; the last is no measure of the model
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
@@ -438,17 +439,26 @@ class AnswerNumbers(Result):
                 f"The score is the mean logit of {one} minus that of {other}: above 0 the first "
                 "have larger logits in the mean, below 0 the second."
             )
+        # of classes that exclude one another it is the logarithm of the ratio of their chances
+        pair = self.answer_chances[0].clamp(min=1e-300)
+        apart = abs(float((pair[0] / pair[1]).log()) - self.value)
+        excludes = apart <= _ROUNDED * max(1.0, abs(self.value))
         # bounded, as exp overflows beyond some 700
         times = math.exp(min(abs(self.value), 99.0))
         said = (
             f"{times:.3g}" if times < 1000 else f"{times:,.0f}" if times < 1e6 else "over a million"
         )
-        likelier = f"{one} {said} times as probable as {other}"
-        if self.value < 0:
-            likelier = f"{other} {said} times as probable as {one}"
+        first, second = (other, one) if self.value < 0 else (one, other)
+        times_more = f"how many times more probable the model finds {one}"
+        likelier = f"{first} {said} times as probable as {second}"
+        if not excludes:
+            times_more = (
+                f"how many times larger its odds of {one} are, as either may be true or not"
+            )
+            likelier = f"the odds of {first} {said} times those of {second}"
         return (
-            f"The score is the logit of {one} minus that of {other}: the natural logarithm of how "
-            f"many times more probable the model finds {one}. {self.value:+.2f} makes {likelier}, "
+            f"The score is the logit of {one} minus that of {other}: the natural logarithm of "
+            f"{times_more}. {self.value:+.2f} makes {likelier}, "
             f"0 both alike, and below 0 {other} is ahead."
         )
 

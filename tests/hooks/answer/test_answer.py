@@ -200,6 +200,35 @@ def test_answers_are_as_probable_as_the_plain_model_finds_them():
     assert measured(LogProbability(ANSWER), two_texts()).answers == ()
 
 
+@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification"])
+def test_classes_that_are_each_true_or_not_have_chances_of_their_own(kind):
+    """They were said to be as probable as if they excluded one another."""
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(1)
+    config = zoo.build("bert").config
+    config.num_labels, config.problem_type = 3, kind
+    plain = BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        plain.classifier.weight.mul_(60)
+        logits = plain(torch.stack(two_texts())).logits.double()
+    several = kind.startswith("multi")
+    expected = logits.sigmoid() if several else logits.softmax(-1)
+    order = logits[0].argsort(descending=True).tolist()
+    model = open_model(plain)
+    read = LogitDifference(order[0], order[1])
+    found = measure_answer(model, *two_texts(), read, progress=False, quick=True)
+    torch.testing.assert_close(found.answer_chances, expected[:, order[:2]], atol=1e-5, rtol=1e-4)
+    assert found.chance == near(float(expected[0].max()))
+    assert ("odds" in found.describe_readout()) == several
+    assert ("as probable as" in found.describe_readout()) != several
+    if several:
+        with pytest.raises(InfoFlowError, match="classes are each true or not"):
+            LogProbability(1).bind(model)
+    else:
+        assert LogProbability(1).bind(model).answer == (1,)
+
+
 @pytest.mark.parametrize("place", [5, 2])
 def test_an_answer_says_when_the_last_word_was_replaced(monkeypatch, place):
     """By the other text that is chosen; what one gives is one's own."""
