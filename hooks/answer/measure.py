@@ -291,7 +291,7 @@ def _choose_text(
         said = "the other text was chosen, with one token replaced: see that it reads well"
         return likely, f"{said}, else give one of your own"
     sizes = tokens.changes.abs().nan_to_num(-1)
-    fixed = _find_fixed(question)
+    fixed = _find_special_places(question)
     is_free = torch.tensor([fixed.isdisjoint(range(*span)) for span in spans])
     if bool(is_free.any()):  # else any is better than none
         sizes[~is_free] = -1
@@ -302,7 +302,7 @@ def _choose_text(
     return other, note
 
 
-def _find_fixed(question: Question) -> set[int]:
+def _find_special_places(question: Question) -> set[int]:
     """Find the positions that another text keeps: special tokens, and where an encoder is asked.
 
     What stands there, such as a mask, is what is asked about: an encoder says it again.

@@ -199,7 +199,7 @@ class Batches:
             )
         return self.rows
 
-    def find_changed(self) -> list[str]:
+    def list_active_columns(self) -> list[str]:
         """Name the columns that hold something else than the model takes where there is none."""
         return [n for n, c in self.columns.items() if not _is_default(self._model, n, list(c))]
 

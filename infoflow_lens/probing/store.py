@@ -276,7 +276,7 @@ def store_sequences(parts: Iterable[Batches], scratch: Path, what: str) -> Seque
             numbers |= {name: _join(rows) for name, rows in sorted(part.columns.items())}
             for name, of_column in numbers.items():
                 _add_to(digests.setdefault(name, hashlib.sha256()), of_column, lengths)
-            changed.update(part.find_changed())
+            changed.update(part.list_active_columns())
             batch = _as_arrow(numbers, lengths, what)
             if writer is None:
                 path.parent.mkdir(parents=True)
