@@ -152,7 +152,7 @@ class LogProbability(Readout):
 
         Raises:
             InfoFlowError: for words that are no single tokens, a model that gives states, and one
-            whose classes do not exclude one another.
+                whose classes do not exclude one another.
         """
         _check_logits(model, self)
         if has_several_labels(model):
