@@ -15,7 +15,7 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
-from infoflow_lens.hooks.passes.ranking import mark_places
+from infoflow_lens.hooks.passes.ranking import mark_sources
 from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
@@ -592,9 +592,7 @@ class States:
         )
         # positions behind the sources, such as CLS, are no tokens
         self.is_token = torch.nn.functional.pad(sources, (0, n_pos - n_source))
-        # places are counted as heads count their keys: CLS is the last, and no source
-        n_states = sources.sum(dim=1).cpu() + n_pos - n_source
-        left_out = mark_places(without, n_states, n_pos)[:, :n_source].to(influence.device)
+        left_out = mark_sources(without, sources.sum(dim=1), n_pos, n_source).to(influence.device)
         self._sources = sources & ~left_out
         # what no head passes on is not to be found
         self.influence = influence.masked_fill(left_out[:, None], 0)

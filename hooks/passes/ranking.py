@@ -114,6 +114,20 @@ def mark_places(
     return (index[:, :, None] == torch.arange(n_pos)).any(dim=1)
 
 
+def mark_sources(
+    places: Sequence[int], lengths: Int[Tensor, " batch"], n_pos: int, n_source: int
+) -> Bool[Tensor, "batch source"]:
+    """Mark tokens by the places that they have as keys: behind them may stand others, such as CLS.
+
+    Args:
+        places: as :func:`mark_places` counts them, with what stands behind the tokens.
+        lengths: in tokens.
+        n_pos: the number of keys of the longest sequence.
+        n_source: the number of its tokens.
+    """
+    return mark_places(places, lengths.cpu() + n_pos - n_source, n_pos)[:, :n_source]
+
+
 def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int) -> None:
     """Refuse ranks that no query can have.
 

@@ -29,7 +29,7 @@ from infoflow_lens.hooks import (
     PositionsResult,
     PowerRolloutResult,
 )
-from infoflow_lens.hooks.passes.ranking import mark_places
+from infoflow_lens.hooks.passes.ranking import mark_places, mark_sources
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
 from infoflow_lens.hooks.why.result import WhyAll
@@ -169,9 +169,8 @@ class Flow(Savable):
     def _find_non_candidates(self) -> Bool[Tensor, "input source"]:
         """Mark the tokens that are no candidates, as no head passes them on."""
         _, _, n_pos, n_source = self.sets.members.shape
-        # places are counted as heads count their keys: CLS is the last, and no token
-        n_states = torch.tensor([len(tokens) for tokens in self.tokens]) + n_pos - n_source
-        return mark_places(self.record.config["without"], n_states, n_pos)[:, :n_source]
+        lengths = torch.tensor([len(tokens) for tokens in self.tokens])
+        return mark_sources(self.record.config["without"], lengths, n_pos, n_source)
 
     @cached_property
     def orders(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 
 from infoflow_lens.agreement import CoverageCurve, Explained, explain_positions
 from infoflow_lens.hooks import PositionsResult
-from infoflow_lens.hooks.passes.ranking import mark_places
+from infoflow_lens.hooks.passes.ranking import mark_sources
 from infoflow_lens.probing.findings import Findings, Rows
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.part import Part
@@ -98,8 +98,9 @@ def _say_strength(result: Findings) -> str:
     weights = [layer.float().nan_to_num(0).clamp(0, 1) for layer in chosen.concentration]
     graded = propagate(chosen.argmax, n_source, strength=weights).strengths
     # what no head passes on is no candidate, as in the sentences and tables of sets
-    n_pos = influence.n_positions
-    left_out = mark_places(result.config.without, influence.lengths + n_pos - n_source, n_pos)
+    left_out = mark_sources(
+        result.config.without, influence.lengths, influence.n_positions, n_source
+    )
     rows = []
     for index, length in enumerate(influence.lengths.tolist()):
         # the last state of each text; CLS stands behind the tokens

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.hooks import AttendedResult, PositionsResult
+from infoflow_lens.hooks.passes.ranking import mark_sources
 from infoflow_lens.probing.findings import Findings
 from infoflow_lens.report.flow_view import FlowView, ViewedInput, view_mechanisms
 
@@ -34,7 +35,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
         tokens = result.texts[index]
         n_source = len(tokens)
         n_pos = n_source + influence.n_positions - influence.influence.shape[-1]
-        places = [s % n_pos for s in result.config.without if -n_pos <= s < n_pos]
+        left_out = mark_sources(result.config.without, torch.tensor([n_source]), n_pos, n_source)
         mechanisms = None
         if labels is not None and rules is not None:
             mechanisms = view_mechanisms(labels.mechanisms, rules, index, n_pos)
@@ -46,7 +47,7 @@ def build_flow_view(result: Findings) -> FlowView | None:
                 weights=_weights(positions, index, n_pos, softmax),
                 mechanisms=mechanisms,
                 influence=measured[:, index, :n_pos, :n_source],
-                left_out=[place for place in places if place < n_source],  # CLS is no source
+                left_out=left_out[0].nonzero().flatten().tolist(),
                 causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
             )
         )

@@ -53,7 +53,7 @@ class StoredSequences(Sequence[Tensor]):
 
     @property
     def columns(self) -> Mapping[str, "StoredSequences"]:
-        """What stands beside the ids of these sequences."""
+        """Read what stands beside the ids of these sequences, by name."""
         parts = (self._file, self.extent, self._start)
         return {name: StoredSequences(*parts, column=name) for name in self._names}
 
