@@ -31,7 +31,7 @@ from infoflow_lens.hooks.answer.steps import (
 )
 from infoflow_lens.hooks.answer.streams import Streams
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
-from infoflow_lens.hooks.model.inputs import read_inputs
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import check_one_device, is_causal
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
 from infoflow_lens.hooks.readouts import (
@@ -66,6 +66,7 @@ def measure_answer(
     batch_size: int = 16,
     progress: bool = True,
     spans: Sequence[Span] | None = None,
+    columns: Mapping[str, Int[Tensor, " pos"]] | None = None,
     resume: Mapping[str, Any] | None = None,
     after: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> AnswerNumbers:
@@ -84,6 +85,7 @@ def measure_answer(
         batch_size: rows in a pass.
         progress: whether to show a bar.
         spans: of all tokens, in their order, that are replaced at once; default, each by itself.
+        columns: what stands beside the ids of both texts, by name, such as ``token_type_ids``.
         resume: what `after` was last given, of the same text, model and readout.
         after: called after each pass of exchanges with all that was measured so far.
 
@@ -93,14 +95,16 @@ def measure_answer(
     """
     check_one_device(model)
     notes: list[str] = []
-    kept = None
+    columns, kept = columns or {}, None
     if resume is not None or after is not None:
         # with its code, as a function of the user's may change under the same name
         asked = {"readout": str(readout), "code of the readout": code_digest(readout)}
-        identity = identify(model, asked, inputs=read_inputs(model, text[None], name="text"))
+        beside = {name: [column] for name, column in columns.items()}
+        whole = Batches(model, text[None], name="text", columns=beside)
+        identity = identify(model, asked, inputs=whole)
         kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("asking", None, progress) as advance:
-        question = Question(model, text, instead, readout, batch_size, kept)
+        question = Question(model, text, instead, readout, batch_size, kept, columns)
         tokens, guessed = None, instead is None
         # the other text is chosen by what tokens do, so a quick answer without one needs them, too
         if instead is None or not quick:
@@ -146,7 +150,8 @@ def measure_answer(
         # the predicted orders are of single tokens, for the state of one position
         is_one = hasattr(readout, "position") and len(question.ends) == 1
         if tokens is not None and spans is None and is_one:
-            predicted, more = predict_tokens(model, question.clean.tokens, question.end)
+            asked_of = question.sequences(question.clean.tokens)
+            predicted, more = predict_tokens(model, asked_of, question.end)
             question.forwards += 2
             notes += more
     nothing = torch.full_like(replaced, torch.nan)
@@ -163,6 +168,7 @@ def measure_answer(
         **({} if spans is None else {"spans": [*map(list, spans)]}),
         **({"asked": _list_arguments(readout)} if isinstance(readout, LogitDifference) else {}),
         "text": clean.tolist(), "instead": others.tolist(),
+        **({"columns": {name: c.tolist() for name, c in columns.items()}} if columns else {}),
     }  # fmt: skip
     found = AnswerNumbers(
         readout=str(readout),
@@ -232,7 +238,9 @@ def measure_cut(
     ]
     with eval_mode(model):
         device = next(model.parameters()).device
-        question = Question(model, text.to(device), instead.to(device), readout)
+        recorded = found.record.config.get("columns", {})
+        columns = {name: torch.tensor(column) for name, column in recorded.items()}
+        question = Question(model, text.to(device), instead.to(device), readout, columns=columns)
         if abs(question.clean.value - found.value) > 1e-3 * max(1.0, abs(found.value)):
             raise InfoFlowError(
                 f"the readout is {question.clean.value:.4g}, and {found.value:.4g} in the answer: "
@@ -267,7 +275,8 @@ def _measure_looks(
         for row, (layer, head) in enumerate(heads):
             looks[row, text] = run.shown[patterns[layer]][0, head, question.end].double().cpu()
         if not quick and question.readout.is_linear and heads:
-            shares = measure_shares(question.model, run.tokens, question.readout)
+            sequence = question.sequences(run.tokens)
+            shares = measure_shares(question.model, sequence, question.readout)
             question.forwards += 4
             places = {name: place for place, name in enumerate(shares.heads)}
             for row, (layer, head) in enumerate(heads):

@@ -22,7 +22,7 @@ from infoflow_lens.foundation.record import hash_values
 from infoflow_lens.hooks.answer.prefix import Prefix
 from infoflow_lens.hooks.interventions.kept import KeptNumbers
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
-from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import hook_points, is_causal, layer_count
 from infoflow_lens.hooks.model.starts import BlockStarts, first_layer
 from infoflow_lens.hooks.readouts import LogitDifference, LogProbability, Readout, logits_of
@@ -63,6 +63,7 @@ class Question:
         readout: bound to the model.
         batch_size: rows that run together.
         kept: where what is measured is kept, and taken from.
+        columns: what stands beside the ids of both texts, by name, such as ``token_type_ids``.
 
     Attributes:
         clean, other: the two runs.
@@ -86,8 +87,9 @@ class Question:
         readout: Readout,
         batch_size: int = 16,
         kept: KeptNumbers | None = None,
+        columns: Mapping[str, Int[Tensor, " pos"]] | None = None,
     ) -> None:
-        self._kept = kept
+        self._kept, self._columns = kept, dict(columns or {})
         self.model, self.readout, self.batch_size = model, readout, batch_size
         self.forwards = 0.0
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
@@ -143,6 +145,19 @@ class Question:
     def n_pos(self) -> int:
         """The length of the texts."""
         return self.clean.tokens.shape[1]
+
+    def batch(self, tokens: Int[Tensor, "row pos"]) -> Batch:
+        """Make a batch of texts, or of their beginnings, with what stands beside their ids."""
+        columns = {
+            name: column[: tokens.shape[1]].expand(len(tokens), -1)
+            for name, column in self._columns.items()
+        }
+        return Batch(tokens, None, columns)
+
+    def sequences(self, tokens: Int[Tensor, "row pos"]) -> Batches:
+        """Make inputs of probes of texts, with what stands beside their ids."""
+        columns = {name: list(column) for name, column in self.batch(tokens).columns.items()}
+        return Batches(self.model, tokens, columns=columns)
 
     def state(self, layer: int) -> str:
         """Name the hook point of the states that enter a layer; of those that leave the last."""
@@ -291,7 +306,7 @@ class Question:
     def _continue(self, tokens: Int[Tensor, "row pos"], position: int) -> Batch:
         """Make the batch of what stands from a position on."""
         if not position:
-            return Batch(tokens)
+            return self.batch(tokens)
         assert self._prefix is not None  # else no position but the first is asked for
         return self._prefix.continue_with(tokens[:, position:], position)
 
@@ -311,7 +326,7 @@ class Question:
             edit = (point, _writer([(slice(None), (slice(None), at), some)]))
             tokens = self.clean.tokens[:, :n].expand(len(some), -1)
             with self.starting(self.n_layers) as share:
-                output = call(self.model, Batch(tokens), edit=[edit], output=True).output
+                output = call(self.model, self.batch(tokens), edit=[edit], output=True).output
             self.forwards += len(some) * n / self.n_pos * share
             found.append(readout.read(output).detach().double().cpu())
         return torch.cat(found)
@@ -424,9 +439,8 @@ class Question:
         # a copy goes on: a model may write to it in place, which a leaf does not allow
         edits: list[NamedHook] = [("hook_embed", lambda activation, hook: embedded.clone())]
         edits += [(name, keep_shown(name, shown)) for name in points]
-        output = call(
-            self.model, Batch(self.clean.tokens), edit=edits, output=True, keep_graph=True
-        ).output
+        texts = self.batch(self.clean.tokens)
+        output = call(self.model, texts, edit=edits, output=True, keep_graph=True).output
         value = self.readout.read(output).sum()
         self.forwards += 3
         found = torch.autograd.grad(value, [shown[name] for name in points], allow_unused=True)
@@ -448,8 +462,8 @@ class Question:
             return [int(self.readout.position) % self.n_pos]
         point, shown = self.state(self.n_layers), dict[str, Tensor]()
         edit = [(point, keep_shown(point, shown))]
-        tokens = Batch(self.clean.tokens)
-        output = call(self.model, tokens, edit=edit, output=True, keep_graph=True).output
+        texts = self.batch(self.clean.tokens)
+        output = call(self.model, texts, edit=edit, output=True, keep_graph=True).output
         self.forwards += 3
         value = self.readout.read(output).sum()
         (gradient,) = torch.autograd.grad(value, [shown[point]], allow_unused=True)
@@ -466,9 +480,10 @@ class Question:
         """
         tokens = self.clean.tokens.clone()
         others = tokens[tokens != tokens[0, -1]]
-        # readouts of others may read beside their position
+        # readouts of others may read beside their position, and what stands beside the ids would
+        # have to begin there, too
         is_known = isinstance(self.readout, (LogitDifference, LogProbability))
-        if not is_causal(self.model) or not is_known or not len(others):
+        if not is_causal(self.model) or not is_known or not len(others) or self._columns:
             return None
         tokens[0, -1] = others[-1]
         prefix = self._prefix = Prefix.find(self.model, tokens)
@@ -545,7 +560,7 @@ class Question:
 
     @torch.no_grad()
     def _run(self, tokens: Int[Tensor, "1 pos"]) -> Run:
-        caught = call(self.model, Batch(tokens), self._points, output=True)
+        caught = call(self.model, self.batch(tokens), self._points, output=True)
         self.forwards += 1
         value = float(self.readout.read(caught.output)[0].double())
         output = getattr(caught.output, "logits", caught.output)

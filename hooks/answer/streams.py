@@ -24,7 +24,6 @@ from infoflow_lens.hooks.model.call import (
     catching,
     mark_own_call,
 )
-from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_points
 from infoflow_lens.hooks.model.sites import rebuild
 from infoflow_lens.hooks.model.starts import AXES, is_stream
@@ -124,12 +123,11 @@ class Streams:
         names = [name for points in self._names for name in points.values()]
         states = [self.question.state(layer) for layer in range(self.question.n_layers)]
         shown: dict[str, Tensor] = {}
+        texts = self.question.batch(tokens)
         if is_first:  # scores as a function of queries, and what the blocks are called with
             with torch.enable_grad(), self._recording():
                 edits = [(p["q"], keep_shown(p["q"], shown)) for p in self._names]
-                caught = call(
-                    self.model, Batch(tokens), [*names, *states], edit=edits, keep_graph=True
-                )
+                caught = call(self.model, texts, [*names, *states], edit=edits, keep_graph=True)
                 at = caught.activations
                 self.rules = [
                     ScoreRule.find(shown[p["q"]], at[p["k"]], at[p["scores"]]) for p in self._names
@@ -137,7 +135,7 @@ class Streams:
         else:
             with torch.no_grad():
                 edits = edits_of([changes])
-                caught = call(self.model, Batch(tokens), [*names, *states], edit=edits)
+                caught = call(self.model, texts, [*names, *states], edit=edits)
         self.question.forwards += 1
         found = []
         for points, state in zip(self._names, states, strict=True):

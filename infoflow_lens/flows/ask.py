@@ -20,7 +20,7 @@ from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.model.call import call, gives_logits
-from infoflow_lens.hooks.model.inputs import Batch, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, read_inputs
 from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.model.texts import tokenize
 from infoflow_lens.hooks.readouts import (
@@ -36,15 +36,16 @@ from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
 
 _KEPT = "measured.safetensors"
+Text = str | tuple[str, str] | Tensor | Sequence[int] | Mapping[str, Any]
 
 
 @checked
 def ask(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
-    text: str | Tensor | Sequence[int],
+    text: Text,
     answer: str | int | None = None,
     against: str | int | None = None,
-    instead: str | Tensor | Sequence[int] | None = None,
+    instead: Text | None = None,
     *,
     at: int | None = None,
     readout: Readout | None = None,
@@ -73,17 +74,18 @@ def ask(
 
     Args:
         model: a name, a folder, any Transformer in memory, or what `load_any` gave.
-        text: what the model reads; or token ids [pos].
+        text: what the model reads; or token ids [pos]; or, for a model of two texts, the pair of
+            them, or what the tokenizer makes of it: its ``token_type_ids`` go along.
         answer: a token, as a word or an id; default, what the model says. A word within a text
             often begins with a blank. Of words of several tokens the first counts in which they
             differ, behind what they share, which stands before a mask.
         against: another; default, what the model finds second most probable.
-        instead: the other text, of as many tokens; default, one that differs in one token, reads
-            like the text, and speaks most for the other answer; where none does so by 1, the
-            model's own guess at the place where that moves the readout most.
+        instead: the other text, of as many tokens, in both parts of a pair; default, one that
+            differs in one token, reads like the text, and speaks most for the other answer; where
+            none does so by 1, the model's own guess at the place where that moves the readout most.
         at: a place in the text, from -1 backwards or from 1 on: why the token that stands there,
             and not the one that the model finds most probable beside it? What stands from there on
-            is not read.
+            is not read. Not for pairs.
         readout: what is asked in the place of a logit difference.
         quick: no tokens, no strips, ten heads, no pruning of paths.
         exact: all heads are measured, one by one.
@@ -129,8 +131,10 @@ def ask(
             )
         text = texts[0][: place + 1]
         instead = None if texts[1] is None else texts[1][: place + 1]
-    ids = _ids(opened, text, "text")
-    other_ids = None if instead is None else _ids(opened, instead, "instead")
+    read = _read(opened, text, "text")
+    other_read = None if instead is None else _read(opened, instead, "instead")
+    columns = _find_columns(read, other_read)
+    ids, other_ids = read.rows[0].cpu(), None if other_read is None else other_read.rows[0].cpu()
     # what stands at a place inside the text is the answer, and is not read
     if place is not None:
         if readout is None and answer is None:
@@ -140,8 +144,9 @@ def ask(
     prefix: list[int] = []
     start = len(ids)
     if readout is None:
-        one, other, prefix = _answers(opened, ids, answer, against)
-        read_at = _place(opened, ids)
+        alone = Batch(ids[None], None, {name: column[None] for name, column in columns.items()})
+        one, other, prefix = _answers(opened, alone, answer, against)
+        read_at = _place(opened, alone)
         if read_at >= 0:
             _check_same_place(ids, other_ids, read_at)
             start, read_at = read_at, read_at + len(prefix)
@@ -152,6 +157,12 @@ def ask(
         for each in (ids, other_ids)
     )
     assert whole is not None
+    if prefix and columns:
+        raise InfoFlowError(
+            f"{answer!r} and {against!r} begin with the same token, and the text has "
+            f"{' and '.join(columns)} beside its ids, which that token would lack: expected "
+            "answers that differ in their first token, such as their ids"
+        )
     if prefix:
         read_inputs(opened, whole[None], name="text, with what the answers share,")
     spans = find_units(opened, whole, units)
@@ -168,6 +179,7 @@ def ask(
             batch_size=batch_size,
             progress=progress,
             spans=spans,
+            columns=columns,
             **kept,
         )
     return Answer(**{item.name: getattr(numbers, item.name) for item in fields(numbers)})
@@ -262,11 +274,34 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
                 checkpoint.save(last[0])
 
 
-def _ids(model: NamedModel, text: Any, name: str) -> Tensor:
-    rows = list(read_inputs(model, as_list(model, text), name=name).sequences())
-    if len(rows) != 1:
-        raise InfoFlowError(f"{name} is {len(rows)} texts: expected one; ask of each alone")
-    return rows[0].cpu()
+def _read(model: NamedModel, text: Any, name: str) -> Batches:
+    """Read one text, or a pair of two, with what the model takes beside its ids."""
+    is_pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
+    found = read_inputs(model, [text] if is_pair else as_list(model, text), name=name)
+    if len(found.rows) != 1:
+        raise InfoFlowError(f"{name} is {len(found.rows)} texts: expected one; ask of each alone")
+    return found
+
+
+def _find_columns(text: Batches, instead: Batches | None) -> dict[str, Tensor]:
+    """Find what stands beside the ids of a text, by name, [pos].
+
+    Raises:
+        InfoFlowError: for another text that has something else there.
+    """
+    columns = {name: column[0].cpu() for name, column in text.columns.items()}
+    if instead is None or len(instead.rows[0]) != len(text.rows[0]):  # which is refused later
+        return columns
+    others = {name: column[0].cpu() for name, column in instead.columns.items()}
+    for name in [*columns, *(others.keys() - columns.keys())]:
+        if name in columns and name in others and columns[name].equal(others[name]):
+            continue
+        raise InfoFlowError(
+            f"text and instead have other {name}: expected the same, so that the two texts differ "
+            "in their tokens alone; change words into words of as many tokens, in each part of a "
+            "pair"
+        )
+    return columns
 
 
 def _whole(model: NamedModel, text: Any, name: str) -> Any:
@@ -274,9 +309,9 @@ def _whole(model: NamedModel, text: Any, name: str) -> Any:
     if isinstance(text, str):
         return tokenize(model, [text], name, max_length=2**30)[0]
     given = None if text is None else as_list(model, text)
-    # as_list leaves several sequences as they are, of which _ids takes a single one alone
+    # as_list leaves several sequences as they are, of which _read takes a single one alone
     if given is text is not None:
-        return _ids(model, text, name)
+        return _read(model, text, name).sequences()[0].cpu()
     return None if given is None else torch.as_tensor(given[0])
 
 
@@ -300,18 +335,18 @@ def _check_place(model: NamedModel, n: int, at: int) -> int:
     return at % n
 
 
-def _place(model: NamedModel, ids: Tensor) -> int:
+def _place(model: NamedModel, text: Batch) -> int:
     """Find where the answer is read: at a mask, where the text has one, else at the end.
 
     Raises:
         InfoFlowError: for a text without a mask, and a model that predicts no next token.
     """
     mask = getattr(model.tokenizer, "mask_token_id", None)
-    places = [] if mask is None else (ids == mask).nonzero().flatten().tolist()
+    places = [] if mask is None else (text.tokens[0] == mask).nonzero().flatten().tolist()
     if places:
         return int(places[-1])
     # a classifier, which gives logits of no position, reads where it does
-    if not is_causal(model) and gives_logits(model) and _logits(model, ids).ndim == 2:
+    if not is_causal(model) and gives_logits(model) and _logits(model, text).ndim == 2:
         masked = "a mask" if model.tokenizer is None else repr(model.tokenizer.mask_token)
         raise InfoFlowError(
             f"the text has no mask, and the {type(model.original_model).__name__} sees all of its "
@@ -336,14 +371,14 @@ def _check_same_place(ids: Tensor, other_ids: Tensor | None, place: int) -> None
     )
 
 
-def _logits(model: NamedModel, ids: Tensor) -> Tensor:
+def _logits(model: NamedModel, text: Batch) -> Tensor:
     """Run a text alone, without dropout."""
     with torch.no_grad(), eval_mode(model):
-        return logits_of(call(model, Batch(ids[None]), output=True).output)[0]
+        return logits_of(call(model, text, output=True).output)[0]
 
 
 def _answers(
-    model: NamedModel, ids: Tensor, answer: Any, against: Any
+    model: NamedModel, text: Batch, answer: Any, against: Any
 ) -> tuple[int, int, list[int]]:
     """Return two token ids, and the ids that stand before both where answers are several tokens.
 
@@ -367,8 +402,8 @@ def _answers(
         prefix = rows[0][:differ]
         return rows[0][differ], rows[1][differ], prefix
     # without answers, what the model finds most probable, beside the one that is given
-    logits = _logits(model, ids)
-    here = logits[_place(model, ids)] if logits.ndim == 2 else logits
+    logits = _logits(model, text)
+    here = logits[_place(model, text)] if logits.ndim == 2 else logits
     if len(here) < 2:
         raise InfoFlowError(
             "the model gives one number: expected two answers to choose from; ask for the number "

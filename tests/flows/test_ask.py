@@ -114,6 +114,39 @@ def test_a_classifier_is_asked_for_its_classes():
         ask(one, "w5 w6 w7 w8", **given)
 
 
+def test_a_pair_of_texts_is_one_question():
+    """With the types of its tokens, as a tuple or as the tokenizer makes it; it was refused."""
+    torch.manual_seed(0)
+    plain = transformers.BertForSequenceClassification(zoo.build("bert").config).eval()
+    with torch.no_grad():
+        plain.classifier.weight.mul_(60)
+        plain.bert.embeddings.token_type_embeddings.weight.mul_(50)
+    words = zoo.pair_tokenizer()
+    pair, other = ("w5 w6", "w7 w8"), ("w5 w6", "w9 w8")
+    with torch.no_grad():
+        made = [words(*each, return_tensors="pt") for each in (pair, other)]
+        logits = [plain(**each).logits[0] for each in made]
+    assert made[0]["token_type_ids"].any()
+    model = open_model(plain, words)
+    given = {"readout": LogitDifference(1, 0), "progress": False}
+    found = ask(model, pair, instead=other, **given)
+    for value, row in zip((found.value, found.other_value), logits, strict=True):
+        assert value == pytest.approx(float(row[1] - row[0]), abs=1e-5)
+    assert found.changed == (4,)
+    assert " ".join(found.tokens) == "<bos> w5 w6 <eos> w7 w8 <eos>"
+    assert float(found.token_other[4]) == pytest.approx(-found.gap, abs=1e-5)
+    for text in (words(*pair), dict(made[0]), [pair]):
+        assert ask(model, text, instead=other, **given, quick=True).value == found.value
+    likely = ask(model, pair, quick=True, progress=False)
+    assert likely.guess == f"class {int(logits[0].argmax())}"
+    with pytest.raises(InfoFlowError, match="text and instead have other token_type_ids: expected"):
+        ask(model, pair, instead=("w5", "w6 w9 w8"), **given)
+    with pytest.raises(InfoFlowError, match="instead have other token_type_ids"):
+        ask(model, pair, instead=made[1]["input_ids"][0], **given)
+    with pytest.raises(InfoFlowError, match="text is 2 texts: expected one"):
+        ask(model, [pair, other], **given)
+
+
 def test_token_ids_are_a_list_an_array_or_a_tensor(folder):
     ids = [zoo.words().index(word) for word in TEXT.split()]
     other = [zoo.words().index(word) for word in OTHER.split()]

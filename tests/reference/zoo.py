@@ -234,6 +234,20 @@ def tokenizer(begins: bool = True):
     )
 
 
+def pair_tokenizer():
+    """One that writes <bos> a <eos> b <eos>, with types."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = tokenizer()
+    made._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>",
+        pair="<bos> $A <eos> $B:1 <eos>:1",
+        special_tokens=[("<bos>", made.bos_token_id), ("<eos>", made.eos_token_id)],
+    )
+    made.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return made
+
+
 def build(name: str, seed: int = 0, attention: str | None = "eager", **changes: object):
     """A model of transformers, float32, in evaluation mode.
 

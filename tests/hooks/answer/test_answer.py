@@ -1,5 +1,6 @@
 """Questions of a model, beside exchanges in plain transformers."""
 
+import copy
 import math
 import random
 from dataclasses import dataclass, fields, replace
@@ -1266,3 +1267,58 @@ def test_one_unit_that_was_replaced_is_not_said_to_be_open():
     found = measured(texts=two_texts(3, changed=(1,)), spans=[(0, 3)])
     said = " ".join(found.describe_certainty())
     assert "Words were not replaced by guesses" not in said
+
+
+TYPES = torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+def with_types_at_places(kind):
+    """A model, and its twin that has the types of these tokens among its positions."""
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(1)
+    one = zoo.build("gpt2" if kind == "gpt2" else "bert")
+    with torch.no_grad():
+        if kind == "class":
+            one = BertForSequenceClassification(one.config).eval()
+            one.classifier.weight.mul_(60)
+            for layer in one.bert.encoder.layer:
+                layer.attention.self.value.weight.mul_(60)
+        if kind == "gpt2":
+            types = one.transformer.wte.weight  # nothing is added where no types are given
+            added = types[TYPES]
+        else:
+            types = one.bert.embeddings.token_type_embeddings.weight.mul_(50)
+            added = types[TYPES] - types[0]
+        twin = copy.deepcopy(one)
+        inner = twin.transformer.wpe if kind == "gpt2" else twin.bert.embeddings.position_embeddings
+        inner.weight[:6] += added
+    return one, twin
+
+
+@pytest.mark.parametrize("kind", ["masked", "class", "gpt2"])
+def test_what_stands_beside_the_ids_takes_part(kind):
+    """In every pass, of both texts: the same as of a model that has it among its positions."""
+    one, twin = with_types_at_places(kind)
+    read = LogitDifference(1, 0) if kind == "class" else LogitDifference(9, 23, 4)
+    clean, other = two_texts(changed=(2, 4))
+    columns = {"token_type_ids": TYPES}
+    found = measure_answer(open_model(one), clean, other, read, columns=columns, progress=False)
+    expected = measure_answer(open_model(twin), clean, other, read, progress=False)
+    with torch.no_grad():
+        rows = [one(ids[None], token_type_ids=TYPES[None]).logits[0] for ids in (clean, other)]
+    values = [read.read(row[None]) for row in rows]
+    assert (found.value, found.other_value) == near([float(v) for v in values])
+    alone = measure_answer(open_model(one), clean, other, read, progress=False)
+    assert abs(alone.value - found.value) > 1e-3
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(
+                getattr(found, name), value, atol=1e-4, rtol=1e-3, equal_nan=True
+            )
+        elif name not in ("record", "forwards", "notes"):
+            assert getattr(found, name) == (near(value) if isinstance(value, float) else value)
+    # a cut reads them from the answer
+    if len(found.places):
+        cut = measure.measure_cut(open_model(one), found, [0], read)
+        assert cut == near(measure.measure_cut(open_model(twin), expected, [0], read))

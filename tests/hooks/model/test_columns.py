@@ -354,18 +354,7 @@ def test_bridges_and_flows_take_columns(case, tmp_path):
 
 
 def with_separators(model):
-    """A tokenizer that writes <bos> a <eos> b <eos>, with types."""
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = zoo.tokenizer()
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A <eos>",
-        pair="<bos> $A <eos> $B:1 <eos>:1",
-        special_tokens=[("<bos>", bos), ("<eos>", eos)],
-    )
-    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    return open_model(model, tokenizer)
+    return open_model(model, zoo.pair_tokenizer())
 
 
 PAIRS = [("w5 w6", "w7 w8 w9"), ("w4", "w6")]
