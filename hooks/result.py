@@ -93,10 +93,10 @@ class Result(Displayed, Savable):
         more = "more: .to_frame(), .plot(), .save(path)"
         return panel(type(self).__name__, facts, self.notes, more, head)
 
-    def _check_loaded(self) -> None:
+    def _check_fields(self) -> None:
         self._check_places()
         if self.small or self.makes_small_table:
-            super()._check_loaded()
+            super()._check_fields()
 
     def _check_places(self) -> None:
         """Check that each axis has as many places as names.

@@ -332,10 +332,10 @@ class Flow(Savable):
         )  # fmt: skip
         return cls(**values, **predicted)
 
-    def _check_loaded(self) -> None:
+    def _check_fields(self) -> None:
         from infoflow_lens.report.flow import render_flow
 
-        super()._check_loaded()
+        super()._check_fields()
         render_flow(self.view)
 
     @cached_property

@@ -123,7 +123,7 @@ class Savable:
                 f"{cls.__name__}"
             )
         found = kind._build(convert_fields(kind, {n: v for n, v in values.items() if n != "kind"}))
-        found._check_loaded()
+        found._check_fields()
         return found
 
     @classmethod
@@ -131,7 +131,7 @@ class Savable:
         """Build it of the fields that are saved."""
         return cls(**values)
 
-    def _check_loaded(self) -> None:
+    def _check_fields(self) -> None:
         """Refuse what cannot be shown, where it is loaded."""
         if hasattr(self, "to_frame"):
             self.to_frame()
