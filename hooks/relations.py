@@ -68,7 +68,7 @@ def find_heads(
 
     Args:
         model: any Transformer.
-        inputs: texts or token ids.
+        inputs: texts, pairs of texts, or token ids.
         relation: "self", "previous", "next", "same token" (elsewhere), "after same token"
             (induction); a number for the key at that place, negative from the end; or a function
             of token ids [pos] that says which keys are meant, bool [query, key].
@@ -93,21 +93,25 @@ def find_heads(
     asked = _relation(relation)
     n_layers = layer_count(model)
     check_one_device(model)
-    sequences = list(read_inputs(model, inputs).sequences())
+    texts = read_inputs(model, inputs)
     hits: list[Any] = [0] * n_layers
     chance, counted = torch.zeros(n_layers).double(), torch.zeros(n_layers).long()
-    with eval_mode(model), torch.no_grad(), progress_bar("texts", len(sequences), progress) as step:
-        for ids in sequences:
-            own = ids.cpu()
-            meant = _check_answer(asked(own), (len(ids), len(ids)), "relation")
+    with (
+        eval_mode(model),
+        torch.no_grad(),
+        progress_bar("texts", len(texts.rows), progress) as step,
+    ):
+        # each text runs alone, so that nothing of it is padding
+        for text in texts.batches(1):
+            own = text.tokens[0].cpu()
+            meant = _check_answer(asked(own), (len(own), len(own)), "relation")
             asking, offered = (
-                torch.ones(len(ids), dtype=torch.bool)
+                torch.ones(len(own), dtype=torch.bool)
                 if places is None
-                else _check_answer(places(own), (len(ids),), name)
+                else _check_answer(places(own), (len(own),), name)
                 for places, name in ((queries, "queries"), (keys, "keys"))
             )
-            # each text runs alone, so that nothing of it is padding
-            seen = run(model, ids[None], Needs.of(model, scores=True, pattern=True))
+            seen = run(model, text, Needs.of(model, scores=True, pattern=True))
             for layer in range(n_layers):
                 open_ = seen.visible(layer)[0].cpu() & offered
                 good, n_open = (meant & open_).sum(-1), open_.sum(-1)

@@ -41,7 +41,8 @@ class ResampleInfluence(StateInfluence):
 
     Args:
         donors: other inputs, at least as long, [donor, pos, d_token] or token ids [donor, pos]; the
-            same for every sequence, so that batches do not change the result.
+            same for every sequence, so that batches do not change the result. What stands beside
+            the ids of a sequence, such as ``token_type_ids``, stands beside those of its donors.
         aggregate: over donors: "median", "mean", or a quantile from 0 to 1.
         state: "post_attention" (x'_l of eq 1) or "resid_post".
         source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
@@ -90,39 +91,45 @@ class ResampleInfluence(StateInfluence):
         return super().prepare(model, fingerprint)
 
     def _donation(
-        self, model: nn.Module, start: Float[Tensor, "batch position d_source"]
-    ) -> Float[Tensor, "donor position d_source"]:
-        """Return what the donors have in the place of the sources."""
-        donated = self._donated
-        if donated is None:
-            name = start_point(model, self.source_layer)
-            donated = call(model, Batch(self.donors), [name]).activations[name]
-            if self.replacement == "mean":
-                donated = donated.float().mean(dim=0, keepdim=True).to(donated.dtype)
+        self, model: nn.Module, start: Float[Tensor, "batch position d_source"], batch: Batch | None
+    ) -> Float[Tensor, "any donor position d_source"]:
+        """Return what the donors have in the place of the sources: one for all, or for each."""
+        n_source, donated = start.shape[1], self._donated
+        if batch is not None and batch.columns:
+            # what stands beside a token, such as its type, belongs to its place, not to the donor
+            n = min(n_source, self.donors.shape[1])
+            each = [batch.take(slice(i, i + 1)).cut(n).columns for i in range(len(batch))]
+            donated = torch.stack([self._run_donors(model, n, columns) for columns in each])
+        elif donated is None:
+            donated = self._run_donors(model, self.donors.shape[1], {})[None]
             # hooks of the user may differ from pass to pass
             self._donated = None if self.through_hooks else donated
-        n_source = start.shape[1]
-        if donated.shape[1] < n_source or donated.shape[2:] != start.shape[2:]:
+        if donated.shape[2] < n_source or donated.shape[3:] != start.shape[2:]:
             raise InfoFlowError(
-                f"donors have {donated.shape[1]} positions, the sequences {n_source}: expected "
+                f"donors have {donated.shape[2]} positions, the sequences {n_source}: expected "
                 "donors that are at least as long"
             )
-        return donated[:, :n_source]
+        return donated[:, :, :n_source]
+
+    def _run_donors(
+        self, model: nn.Module, n_pos: int, columns: Mapping[str, Tensor]
+    ) -> Float[Tensor, "donor position d_source"]:
+        """Return what the first tokens of the donors are where the sources enter."""
+        name, n = start_point(model, self.source_layer), len(self.donors)
+        beside = {key: column.expand(n, *column.shape[1:]) for key, column in columns.items()}
+        donated = call(model, Batch(self.donors[:, :n_pos], None, beside), [name]).activations[name]
+        if self.replacement == "mean":
+            donated = donated.float().mean(dim=0, keepdim=True).to(donated.dtype)
+        return donated
 
     def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
         start, expected, place = states
-        if rerun.batch is not None and rerun.batch.columns:
-            raise InfoFlowError(
-                f"the inputs have {' and '.join(rerun.batch.columns)}, and donors have none, so "
-                "that what takes a token's place would differ in these, too: expected ids alone; "
-                "take JacobianInfluence"
-            )
-        # donors run once: all sources and sequences take from the same passes
-        donated = self._donation(rerun.model, start)
+        # donors run once: all sources take from the same passes
+        donated = self._donation(rerun.model, start, rerun.batch)
         plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)
         n_layers, (batch, n_pos, d_model) = len(plain), plain[0].shape
-        n_source, n_donors = start.shape[1], len(donated)
+        n_source, n_donors = start.shape[1], donated.shape[1]
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source, dtype=torch.float32)
         rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
         # below this, a difference is what two passes of one input may have, too
@@ -140,7 +147,7 @@ class ResampleInfluence(StateInfluence):
                 source, donor, which = (index.to(start.device) for index in each[part].unbind(1))
                 changed = start[which]
                 row = torch.arange(len(part), device=start.device)
-                changed[row, source] = donated[donor, source]
+                changed[row, source] = donated[which % len(donated), donor, source]
                 for layer, value in enumerate(rerun(changed, which)):
                     at = which.to(value.device)
                     gap = (value - plain[layer][at]).float().norm(dim=-1)
@@ -185,7 +192,7 @@ def donors_from(
     # the last tokens of other sequences at each position, and of all, as few have others
     others: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
     every: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
-    for index, row in enumerate(batches.sequences()):
+    for index, row in enumerate(batches.rows):
         for position, token in enumerate(row[:length]):
             every[position].append(token)
             if index >= n_measured:

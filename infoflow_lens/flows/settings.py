@@ -114,7 +114,7 @@ def check_enough(reference: Batches | None, rows: Sequence[Tensor]) -> None:
     Raises:
         InfoFlowError: for too few sequences, or shorter ones.
     """
-    n = len(rows) if reference is None else len(list(reference.sequences()))
+    n = len(rows) if reference is None else len(reference.rows)
     if n < FEWEST:
         what = "given" if reference is None else "reference inputs"
         raise InfoFlowError(

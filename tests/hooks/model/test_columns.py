@@ -36,6 +36,7 @@ from infoflow_lens.hooks.interventions.patterns import substituted
 from infoflow_lens.hooks.model.inputs import Batch, Batches, read_inputs
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs
+from infoflow_lens.hooks.relations import find_heads
 from infoflow_lens.probing.data import stream_data
 from infoflow_lens.probing.shard import pack_rows
 from infoflow_lens.probing.store import store_sequences
@@ -203,19 +204,61 @@ def test_zeros_are_no_types_where_the_model_takes_them_for_none():
 
 # What cannot be measured with columns
 
-REFUSED = {
-    "probe": lambda model, given: probe(model, given, influence="resample", progress=False),
-    "resample": lambda model, given: run_probes(
-        model, given, [ResampleInfluence(IDS)], progress=False
-    ),
-}
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_stands_beside_a_token_stays_where_another_takes_its_place(case, name):
+    """As by replacing tokens by hand in the plain model; columns were refused."""
+    model, given, _ = case(name)
+    columns = {key: values for key, values in given.items() if key != "input_ids"}
+    donors = (families.tokens() + 40) % 97 + 3
+
+    @torch.no_grad()
+    def states(ids):
+        shown = model.original_model(ids, **columns, output_hidden_states=True)
+        return shown.hidden_states[1]
+
+    plain, expected = states(IDS), torch.zeros(2, 7, 7)
+    for donor in donors:
+        for place in range(7):
+            changed = IDS.clone()
+            changed[:, place] = donor[place]
+            expected[..., place] += (states(changed) - plain).norm(dim=-1) / len(donors)
+    for batch_size in (1, 2):
+        measure = ResampleInfluence(donors, "mean", state="resid_post")
+        (found,) = run_probes(model, given, [measure], batch_size=batch_size, progress=False)
+        torch.testing.assert_close(found.influence[0], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("ask", REFUSED)
-def test_what_reads_ids_alone_refuses_columns_by_name(case, ask):
+def test_other_tokens_are_asked_of_inputs_with_columns(case):
+    """By `probe` and `flow`, which refused them."""
     model, given, _ = case("token_type_ids")
-    with pytest.raises(InfoFlowError, match="token_type_ids"):
-        REFUSED[ask](model, given)
+    settings = {"influence": "resample", "progress": False}
+    for ask in (
+        lambda text: probe(model, text, **settings),
+        lambda text: flow(model, text, **settings),
+    ):
+        with_types, alone = ask(given).influence, ask({"input_ids": IDS}).influence
+        assert with_types.record.config["donors"] == alone.record.config["donors"]
+        gap = (with_types.influence - alone.influence).abs().max()
+        assert float(gap) > 1e-3 * float(alone.influence.max())
+
+
+def test_heads_are_found_on_pairs():
+    """By the patterns of the plain model with the types; pairs were refused."""
+    model = with_separators(zoo.build("bert"))
+    found = find_heads(model, PAIRS, -1, progress=False)
+    first = torch.zeros(len(found)).double()
+    n_heads = len(found) // 2
+    for pair in PAIRS:
+        with torch.no_grad():
+            made = model.tokenizer(*pair, return_tensors="pt")
+            patterns = model.original_model(**made, output_attentions=True).attentions
+        last = made["input_ids"].shape[1] - 1
+        for layer, pattern in enumerate(patterns):
+            hits = (pattern[0].argmax(-1) == last).double().sum(-1)
+            first[layer * n_heads : (layer + 1) * n_heads] += hits
+    rows = found.sort_values(["layer", "head"])
+    assert (rows["share"] * rows["queries"]).tolist() == pytest.approx(first.tolist())
 
 
 def test_shares_and_reasons_are_of_the_pass_with_columns(case):

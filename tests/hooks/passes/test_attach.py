@@ -964,6 +964,9 @@ def test_a_mask_of_queries_and_keys_is_measured_in_a_call_of_ones_own(kind):
     # passes that are run anew have the mask, too: what a query of layer 0 depends on
     depends = influence.influence[0] > 0
     assert depends.equal((seen | torch.eye(n).bool()).expand_as(depends))
-    resample = attach(model, ResampleInfluence(ids))
-    with pytest.raises(InfoFlowError, match="inputs have attention_mask, and donors"), resample:
+    others = torch.randint(zoo.N_VOCAB, (4, n), generator=torch.Generator().manual_seed(1))
+    with attach(model, ResampleInfluence(others, "mean")) as attached:
         model(input_ids=ids, attention_mask=mask)
+    (replaced,) = attached.results()
+    depends = replaced.influence[0] > 0
+    assert depends.equal((seen | torch.eye(n).bool()).expand_as(depends))
