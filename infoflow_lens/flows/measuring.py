@@ -10,11 +10,19 @@ from torch import Tensor, nn
 from infoflow_lens.flows.settings import InfluenceKind
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.hooks import JacobianInfluence, ResampleInfluence, run_probes
+from infoflow_lens.hooks import (
+    JacobianInfluence,
+    PowerRollout,
+    PowerRolloutResult,
+    ResampleInfluence,
+    run_probes,
+)
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import config_value, layer_count, reads_vectors
+from infoflow_lens.hooks.routes.powers import Question
+from infoflow_lens.hooks.scores import Asked
 
 _FEW_SECONDS = 2e11  # multiplications of all passes, up to which influence is exact [chosen]
 _TWO_SECONDS = 6e10  # the same for positions that were not asked for [chosen]
@@ -226,3 +234,20 @@ def run_with_bar(
 
         measure.watch = watch
         return run_probes(model, inputs, probes, batch_size=1, after_batch=after, progress=False)
+
+
+def measure_contributions(
+    model: nn.Module, inputs: Batches, measure: StateInfluence | None, positions: Asked | None
+) -> PowerRolloutResult | None:
+    """Contributions to a power, set for the kind of influence that is measured.
+
+    None for models whose states cannot be decomposed, or not while hooks of the user's edit them.
+    """
+    is_small = isinstance(measure, JacobianInfluence)
+    question: Question = "small changes" if is_small else "replacing a token"
+    probe = PowerRollout(question, positions=positions)
+    try:
+        (found,) = run_probes(model, inputs, [probe], batch_size=1, progress=False)
+    except InfoFlowError:
+        return None
+    return found

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from infoflow_lens.agreement import Agreement, Explained, explained
+from infoflow_lens.agreement import Agreement, Explained, compare, explained
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
-from infoflow_lens.flows.predicting import predict
 from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
@@ -309,7 +308,7 @@ class Flow(Savable):
 
     @classmethod
     def _build(cls, values: Mapping[str, Any]) -> "Flow":
-        """Build the flow of what was measured; predictions follow from it, and are made again.
+        """Build the flow of what was measured, or read; predictions follow from it.
 
         Raises:
             InfoFlowError: for results that are missing, or of other inputs.
@@ -326,11 +325,15 @@ class Flow(Savable):
             )
         threshold = convert(config.get("threshold"), Share, "threshold")
         without = convert(config.get("without"), tuple[int, ...], "without")
-        predicted = predict(
-            values["rule"], values["k"], positions, values["attended"], values["mechanisms"],
-            max(map(len, tokens)), values["influence"], threshold, without,
-        )  # fmt: skip
-        return cls(**values, **predicted)
+        rules: Sequence[Sequence[Rule]] | None = None
+        if values["rule"] == "mechanisms":
+            rules = values["mechanisms"].rules(values["attended"], positions)
+        by_rank = [layer[..., : values["k"]] for layer in positions.positions]
+        sets = propagate(by_rank if rules is None else rules, max(map(len, tokens)))
+        agreement = None
+        if values["influence"] is not None:
+            agreement = compare(sets, values["influence"], threshold=threshold, without=without)
+        return cls(**values, sets=sets, rules=rules, agreement=agreement)
 
     def _check_fields(self) -> None:
         from infoflow_lens.report.flow import render_flow

@@ -10,13 +10,12 @@ from torch import nn
 
 from infoflow_lens.flows.measuring import (
     influence_probe,
+    measure_contributions,
     note_same_tokens,
     probe_elsewhere,
     run_with_bar,
 )
 from infoflow_lens.flows.next_tokens import next_tokens, predict_replacements
-from infoflow_lens.flows.opening import load_and_read
-from infoflow_lens.flows.predicting import measure_contributions, predict
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.flows.settings import (
     Directions,
@@ -28,6 +27,7 @@ from infoflow_lens.flows.settings import (
     check_enough,
     check_places,
     layers_of,
+    load_and_read,
     positions_of,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -169,7 +169,6 @@ def flow(
     chosen: PositionsResult = found["positions"]
     if rule_name == "mechanisms" and mechanisms is None:
         mechanisms = label_heads(host, others or inputs, progress=progress)
-    depth = k if rule_name == "top_k" else 1
     result: InfluenceResult | None = found.get("influence")
     # other states get an estimate where that takes little
     everywhere = probe_elsewhere(host, measure, rows, seed) if position == "auto" else None
@@ -190,34 +189,25 @@ def flow(
         "threshold": threshold,
         "influence": None if result is None else dict(result.record.config),
     }
-    made = Flow(
-        tokens=readable_tokens(host, rows),
-        rule=rule_name,
-        k=depth,
-        influence=result,
-        elsewhere=elsewhere,
-        reasons=reasons,
-        next_tokens=said,
-        replaced=None if said is None else predict_replacements(host, rows),
-        positions=chosen,
-        attention=found["attention"],
-        attended=found.get("attended"),
-        mechanisms=mechanisms,
-        contributions=measure_contributions(host, inputs, measure, positions),
-        notes=(),
-        record=replace(chosen.record, config=config, seed=seed),
-        title=f"Information flow in {_name(loaded)}",
-        **predict(
-            rule_name,
-            depth,
-            chosen,
-            found.get("attended"),
-            mechanisms,
-            longest,
-            result,
-            threshold,
-            without,
-        ),
+    made = Flow._build(
+        {
+            "tokens": readable_tokens(host, rows),
+            "rule": rule_name,
+            "k": k if rule_name == "top_k" else 1,
+            "influence": result,
+            "elsewhere": elsewhere,
+            "reasons": reasons,
+            "next_tokens": said,
+            "replaced": None if said is None else predict_replacements(host, rows),
+            "positions": chosen,
+            "attention": found["attention"],
+            "attended": found.get("attended"),
+            "mechanisms": mechanisms,
+            "contributions": measure_contributions(host, inputs, measure, positions),
+            "notes": (),
+            "record": replace(chosen.record, config=config, seed=seed),
+            "title": f"Information flow in {_name(loaded)}",
+        }
     )
     notes = [*unknown, *_notes(made, loaded, without), *note_same_tokens(measure, rows)]
     if measure is not None and position == "auto":

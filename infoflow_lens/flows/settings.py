@@ -1,15 +1,18 @@
-"""The settings of a flow, and checks that a model and its texts fit them."""
+"""The settings of a flow, the model and the texts that it begins with, and checks that they fit."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Distinct, Remedy
-from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.inputs import Batches, read_inputs
 from infoflow_lens.hooks.model.points import reads_vectors
+from infoflow_lens.models.loading import LoadedModel, load_any
 
 RuleName = Literal["max_position", "top_k", "mechanisms"]
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
@@ -25,6 +28,28 @@ Layers = Annotated[
     int | Several | None, Remedy("counted from 0, or from -1 backwards; None for all")
 ]
 Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error")]
+
+
+def load_and_read(
+    model: Any, text: Any, max_length: int | None, progress: bool, **options: Any
+) -> tuple[LoadedModel, Batches]:
+    """Return the model and what it reads.
+
+    Args:
+        model, options: as for `load_any`.
+        text: a text or several, token ids, or vectors.
+        max_length: longer texts are cut to so many tokens.
+        progress: whether libraries show bars while they load a model.
+
+    Raises:
+        InfoFlowError: for no text, before the model is loaded; and as for `load_any` and
+            `run_probes`.
+    """
+    check_text(text)
+    with nullcontext() if progress else hide_library_bars():
+        loaded = load_any(model, **options)
+    given = as_list(loaded.model, text)
+    return loaded, read_inputs(loaded.model, given, max_length=max_length, name="text")
 
 
 def check_text(text: Any) -> None:
