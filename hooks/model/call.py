@@ -120,6 +120,21 @@ def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:
     return call(model, batch, output=True).output
 
 
+def run_few_tokens(
+    model: nn.Module, want: Collection[str] = (), n_sequences: int = 1, n_pos: int = _EXAMPLE
+) -> Caught:
+    """Run a few random tokens, in evaluation mode and without hooks of the user's.
+
+    Args:
+        model: a TransformerLens model.
+        want: hook points.
+        n_sequences, n_pos: how many sequences, and tokens of each.
+    """
+    some = example_input(model, n_sequences)[:, :n_pos]
+    with eval_mode(model), without_user_hooks(model):
+        return call(model, some, want, output=True)
+
+
 def _call_model(
     model: nn.Module,
     batch: Batch | Tensor,
@@ -173,10 +188,8 @@ def block_starts(model: nn.Module) -> BlockStarts:
     if (config_value(model, "d_vocab") or 0) < 1:  # no token ids to try it with
         starts.blocks = []
     if starts.blocks:
-        some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
-        device = next(model.parameters()).device
-        with mark_own_call(), starts.watching(), without_user_hooks(model):
-            Batch(some).run(model, device)
+        with starts.watching():
+            run_few_tokens(model)
     return starts
 
 
@@ -196,9 +209,7 @@ def gives_logits(model: nn.Module) -> bool:
     if reads_vectors(model):
         return False
     width, n_vocab = config_value(model, "d_model"), config_value(model, "d_vocab")
-    some = example_input(model, n_sequences=1)[:, :_EXAMPLE]
-    with mark_own_call(), eval_mode(model), without_user_hooks(model):
-        output = output_of(model, some.to(next(model.parameters()).device))
+    output = run_few_tokens(model).output
     return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
 
 

@@ -224,7 +224,7 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     first = next(model.parameters())
     # dropout would make two passes differ, which edits are found by
     with eval_mode(model):
-        layers = _layers(model, example_input.to(first.device))
+        layers = _layers(model, example_input)
     return ModelCapabilities(
         kind=kind_of(model),
         layers=layers,

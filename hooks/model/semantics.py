@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import (
-    call,
-    without_user_hooks,
-)
-from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
+from infoflow_lens.hooks.model.call import call, run_few_tokens, without_user_hooks
+from infoflow_lens.hooks.model.inputs import depends_on_length
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
     cache_by_mode,
@@ -115,9 +112,7 @@ def _observe(model: nn.Module) -> HookSemantics:
     blocks = [[f"blocks.{i}.{part}" for part in (*_SUMMED, _MIDDLE)] for i in range(len(attention))]
     wanted = [name for names in (*attention, *blocks) for name in names if name in points]
     # two sequences of a few tokens show what fires, and cost nothing beside a batch
-    tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
-    with eval_mode(model), without_user_hooks(model):
-        caught = call(model, tokens, wanted, output=True).activations
+    caught = run_few_tokens(model, wanted, n_sequences=2, n_pos=8).activations
     scores = tuple(_classify_scores(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)
     return HookSemantics(scores, pattern, tuple(_adds(*map(caught.get, names)) for names in blocks))
@@ -160,7 +155,6 @@ def _visible(model: nn.Module, length: int) -> tuple[Bool[Tensor, "query key"], 
     cfg: Any = model.cfg
     # from the middle of the vocabulary on, as those at its ends may stand for padding
     tokens = (torch.arange(length)[None] + cfg.d_vocab // 2) % cfg.d_vocab
-    tokens = tokens.to(next(model.parameters()).device)
     found: dict[int, Tensor] = {}
     read: set[int] = set()  # attentions, where products of patterns and values are seen
 
