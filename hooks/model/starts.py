@@ -3,16 +3,13 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.processes import bind_to_thread
 from infoflow_lens.hooks.model.points import layer_of
-
-Give: TypeAlias = Callable[[Tensor], Any]  # what a block returns, from the states that it leaves
 
 AXES = (0, 1, 2)  # of batch, position and width in the states of blocks that may be left out
 _BEHIND = ("ln_final", "unembed")  # hook points behind the blocks
@@ -32,7 +29,7 @@ class BlockStarts:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = list(blocks)
-        self._gives: list[Give | None] = []
+        self._sizes: list[int | None] = []  # of the tuples that they give; 0 for states alone
 
     @classmethod
     def find(cls, model: nn.Module) -> "BlockStarts":
@@ -49,28 +46,26 @@ class BlockStarts:
         Where something else goes on beside the states, such as a bias of positions, no pass begins
         behind that block.
         """
-        self._gives = []
+        self._sizes = []
 
         def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            give: Give | None = None
-            if isinstance(out, Tensor):
-                give = _give_alone
+            size = 0 if isinstance(out, Tensor) else None
             # other outputs, such as caches, would be wrong for a block that has not run
-            elif isinstance(out, tuple) and isinstance(out[0], Tensor):
-                give = partial(_give_tuple, out[1:]) if not any(map(_is_there, out[1:])) else None
-            self._gives.append(give)
+            if isinstance(out, tuple) and isinstance(out[0], Tensor):
+                size = len(out) if all(part is None for part in out[1:]) else None
+            self._sizes.append(size)
 
         with ExitStack() as stack:
             # a module that several layers share has one hook, which notes each of its calls
             for block in dict.fromkeys(self.blocks):
                 stack.callback(block.register_forward_hook(bind_to_thread(note)).remove)
             yield
-        if len(self._gives) != len(self.blocks):  # some ran twice, or not at all
+        if len(self._sizes) != len(self.blocks):  # some ran twice, or not at all
             self.blocks = []
 
     def can_start(self, layer: int) -> bool:
         """Say whether all blocks before a layer may be left out."""
-        return layer <= len(self.blocks) and None not in self._gives[:layer]
+        return layer <= len(self.blocks) and None not in self._sizes[:layer]
 
     @contextmanager
     def starting(
@@ -82,7 +77,7 @@ class BlockStarts:
             layer: the first block that runs; their number for none.
             states: what each block before it gives; a single row stands for all that enter.
         """
-        given = [*zip(self._gives[:layer], states, strict=True)]
+        given = [*zip(self._sizes[:layer], states, strict=True)]
         # by call and not by module: a shared one gives other states in each of its layers
         order = iter([*given, *[None] * (len(self.blocks) - layer)])
         with ExitStack() as stack:
@@ -107,7 +102,8 @@ class _Skip:
 
     Args:
         forward: of the block.
-        order: for the calls of all blocks, in turn: what to give; None to run.
+        order: for the calls of all blocks, in turn: the size of the tuple that it gives, and the
+            states; None to run.
         stands_for: what the module itself has in this place; None for that of its class.
     """
 
@@ -121,28 +117,16 @@ class _Skip:
         known = next(self._order, None) if threading.get_ident() == self._thread else None
         if known is None:
             return self._forward(*args, **kwargs)
-        give, state = known
-        if len(state) > 1:
-            return give(state)
-        entered = next(t for t in (*args, *kwargs.values()) if is_stream(t))
-        return give(state[:, : entered.shape[1]].expand(len(entered), -1, -1))
+        size, state = known
+        if len(state) == 1:
+            entered = next(t for t in (*args, *kwargs.values()) if is_stream(t))
+            state = state[:, : entered.shape[1]].expand(len(entered), -1, -1)
+        return (state, *[None] * (size - 1)) if size else state
 
 
 def is_stream(value: Any) -> bool:
     """Say whether something that a block is called with may be its states."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-
-
-def _give_alone(state: Tensor) -> Tensor:
-    return state
-
-
-def _give_tuple(rest: tuple[Any, ...], state: Tensor) -> tuple[Any, ...]:
-    return (state, *rest)
-
-
-def _is_there(part: Any) -> bool:
-    return part is not None
 
 
 def _restore(module: nn.Module, own: Any) -> None:
