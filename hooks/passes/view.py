@@ -129,6 +129,7 @@ class Pass:
 
     Attributes:
         model: the model that made it.
+        n_layers: the number of its attention layers.
         indices: int [batch], which sequences of all these are, counted from 0.
         held_out: bool [batch], which are for evaluation.
         turns: int [batch], by which held-out sequences are dealt to blocks in turn.
@@ -165,6 +166,7 @@ class Pass:
                 for a position depends on the length of its batch; and for NaN or infinity.
         """
         self.model, self._raw, self.output = model, activations, output
+        self.n_layers = layer_count(model)
         shapes = [part.shape for part in (*activations.values(), tokens) if part is not None]
         n = shapes[0][0] if shapes else 0
         if tokens is not None:
@@ -218,11 +220,6 @@ class Pass:
     def first(self) -> int:
         """The index of its first sequence, for errors."""
         return int(self.indices[0])
-
-    @property
-    def n_layers(self) -> int:
-        """The number of attention layers."""
-        return layer_count(self.model)
 
     def lengths_of(self, n_pos: int) -> Int[Tensor, " batch"]:
         """Return the positions of each sequence, `n_pos` where nothing is padding."""
@@ -508,7 +505,8 @@ def _check_padding_is_right(
         if seen.shape[-1] != mask.shape[1]:
             continue
         mask = mask.to(seen.device)
-        if (find_keys_in_use(model, seen, by_weight) & _to_padding(mask)).any():
+        to_padding = mask[:, :, None] & ~mask[:, None, :]
+        if (find_keys_in_use(model, seen, by_weight) & to_padding).any():
             raise InfoFlowError(
                 f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
                 "bidirectional HookedTransformer does): expected masked keys; run sequences of one "
@@ -516,18 +514,15 @@ def _check_padding_is_right(
             )
 
 
-def _to_padding(mask: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch query key"]:
-    return mask[:, :, None] & ~mask[:, None, :]
-
-
 def _attention_shown(
     model: nn.Module, activations: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, bool, Tensor]]:
     """Yield the scores and patterns among activations, and which are patterns."""
+    carried = hook_semantics(model).scores
     for name, seen in activations.items():
         if name.endswith(_QUERY_BY_KEY):
-            scores = hook_semantics(model).scores[layer_of(name) or 0] == "scores"
-            yield name, name.endswith("hook_pattern") or not scores, seen
+            is_pattern = carried[layer_of(name) or 0] != "scores" or name.endswith("hook_pattern")
+            yield name, is_pattern, seen
 
 
 def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> None:
