@@ -280,6 +280,8 @@ def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]
     """The hooks that no library below, nor this package, put on a model, each with its module."""
     for module in modules_of(model):
         raw = {**module._forward_hooks, **module._forward_pre_hooks}
+        if not raw:  # as nearly everywhere; this is asked before each pass that may end early
+            continue
         for handle in getattr(module, "fwd_hooks", ()):
             placed, given = raw.pop(handle.hook.id, None), getattr(handle, "user_hook", None)
             # a permanent one of a hook point is a library's, where it says so

@@ -389,10 +389,10 @@ def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
     tokenizer = getattr(model, "tokenizer", None)
     side = padding_side if padding_side in ("left", "right") else None
     return (
-        starts_at_layers(model)
-        and accepts_padding(model)
-        and tokenizer is not None
+        tokenizer is not None
         and (side or getattr(tokenizer, "padding_side", "right")) == "left"
+        and starts_at_layers(model)
+        and accepts_padding(model)
     )
 
 
