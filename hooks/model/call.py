@@ -286,16 +286,13 @@ def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]
             placed, given = raw.pop(handle.hook.id, None), getattr(handle, "user_hook", None)
             # a permanent one of a hook point is a library's, where it says so
             if not handle.is_permanent or given is None or not _is_ours(given):
-                yield module, given or _within(placed)
+                # a hook point of TransformerLens 3 wraps the hook
+                inner: Any = placed and inspect.getclosurevars(placed).nonlocals.get("hook")
+                yield module, given or inner
         # what is left has no handle in a hook point's own list: hooks of torch itself
         for placed in raw.values():
             if hasattr(module, "fwd_hooks") or not _is_ours(placed):
                 yield module, placed
-
-
-def _within(placed: Any) -> Any:
-    """Return the hook that a hook point of TransformerLens 3 wraps."""
-    return inspect.getclosurevars(placed).nonlocals.get("hook") if placed else None
 
 
 def _is_ours(hook_fn: Any) -> bool:

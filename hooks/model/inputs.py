@@ -106,7 +106,9 @@ class Batch:
         device = device or next(model.parameters()).device
         more = {name: values.to(device) for name, values in self.columns.items()}
         if self.lengths is not None or _masks_by_itself(model):
-            more[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
+            taken = inspect.signature(type(model).forward).parameters
+            name = next((name for name in MASKS if name in taken), MASKS[0])
+            more[name] = self.mask().to(device=device, dtype=torch.long)
         tokens = self.tokens.to(device)
         # vectors in the place of ids have a name of their own
         reads_ids = hasattr(model, "anatomy") and config_value(model, "d_vocab")
@@ -331,12 +333,6 @@ def _extent(sequences: Tensor | Sequence[Tensor]) -> Extent:
 
 
 Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
-
-
-def mask_argument(model: nn.Module) -> str:
-    """Find the name of the attention mask among the arguments of the model's forward."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return next((name for name in MASKS if name in parameters), MASKS[0])
 
 
 def accepts_padding(model: nn.Module) -> bool:

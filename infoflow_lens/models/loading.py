@@ -230,10 +230,6 @@ def _refuse_backend(hooked: bool, why: str) -> None:
         )
 
 
-def _is_legacy(model: nn.Module) -> bool:
-    return any(kind.__name__ == "HookedTransformer" for kind in type(model).__mro__)
-
-
 def _check_backend() -> None:
     """Refuse a HookedTransformer where the installed TransformerLens has none.
 
@@ -566,7 +562,7 @@ def _take_model(
                 f"{what} is {str(wanted)!r}, but the {kind} in memory has {str(has)!r}: expected "
                 f"no {what}; move the model yourself, with model.to(...)"
             )
-    if hooked and not _is_legacy(model):
+    if hooked and not any(base.__name__ == "HookedTransformer" for base in type(model).__mro__):
         raise InfoFlowError(
             f"backend is 'hooked', and the {kind} in memory is no HookedTransformer: expected "
             "backend 'auto', which measures it as it is, or the model's name"

@@ -192,7 +192,9 @@ class NamedModel(HookedRootModule):
                 f"return_type is {return_type!r}: expected 'logits', 'output' or None; compute "
                 "losses from these"
             )
-        if args and (isinstance(args[0], str) or _is_texts(args[0])):
+        # a text, or a list of them
+        some = args[0] if args and isinstance(args[0], list) else args[:1]
+        if some and all(isinstance(text, str) for text in some):
             args, kwargs = args[1:], self._tokenize(args[0]) | kwargs
         with self.watching():
             output = self.original_model(*args, **kwargs)
@@ -420,10 +422,6 @@ class NamedModel(HookedRootModule):
 
 def _has_hooks(point: nn.Module) -> bool:
     return bool(point._forward_hooks or point._backward_hooks or point._forward_pre_hooks)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(t, str) for t in value)
 
 
 def _token_example(model: nn.Module) -> dict[str, Tensor]:
