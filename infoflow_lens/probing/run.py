@@ -118,10 +118,9 @@ def run_probing(
                 )
             model = loaded.model
             tokenizer = tokenizer_fingerprint(loaded.tokenizer)
-            configuration = configuration_fingerprint(model)
             made_from = None
             if batches is None:
-                made_from = sequences_identity(config, configuration, tokenizer)
+                made_from = sequences_identity(config, configuration_fingerprint(model), tokenizer)
             stored = find_sequences(folder, made_from)
             coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
             # the first part shows what the model can give, before all data are read
@@ -139,7 +138,7 @@ def run_probing(
             config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
             seed=config.seed,
             model_fingerprint=weights,
-            configuration_fingerprint=configuration,
+            configuration_fingerprint=identity["configuration"],
             weight_processing=capabilities.normalization,
         )
         context = RunContext(config, model, capabilities, weights, batches, progress, executor)
