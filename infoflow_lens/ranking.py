@@ -367,13 +367,16 @@ def _full(values: Any, name: str, measured: Any) -> tuple[Tensor, Tensor]:
         measured: a result in whose layers, and in whose order of them, scores are given back.
 
     Raises:
-        InfoFlowError: for what has no value for every state and source.
+        InfoFlowError: for what has no value for every state and source, or none of a layer.
     """
     if isinstance(values, StateScores):
-        full, wanted = values.full(), getattr(measured, "layers", values.layers)
-        if wanted != values.layers and set(wanted) <= set(values.layers):
-            full = full[[values.layers.index(layer) for layer in wanted]]
-        return full, values.has_scores
+        wanted = getattr(measured, "layers", values.layers)
+        if not set(wanted) <= set(values.layers):
+            raise InfoFlowError(
+                f"{name} has scores of layers {values.layers}, and layers {tuple(wanted)} were "
+                "measured: expected scores of these; probe the same layers"
+            )
+        return values.full()[[values.layers.index(layer) for layer in wanted]], values.has_scores
     if isinstance(values, InformationSets):
         values = select_layers(values, measured).members.float()
     elif isinstance(values, GradedSets):

@@ -556,7 +556,12 @@ def train(
     # train(model, data, config) is what one writes without validation data
     if isinstance(validation_data, TrainingConfig) and config is None:
         validation_data, config = None, validation_data
-    config = config or TrainingConfig()
+    config = TrainingConfig() if config is None else config
+    if not isinstance(config, TrainingConfig):
+        raise InfoFlowError(
+            f"config is a {type(config).__name__}: expected a TrainingConfig, such as "
+            "TrainingConfig(epochs=10)"
+        )
     if not isinstance(model, nn.Module):
         raise InfoFlowError(
             f"model is a {type(model).__name__}: expected a module; make one with build_model, or "

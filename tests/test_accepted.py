@@ -181,6 +181,10 @@ SAYS = {
         lambda h: il.train("gpt2", "d_retrieval"),
         r"model is a str: expected a module; make one with build_model",
     ),
+    "train, by a mapping": (
+        lambda h: il.train(h.hf, "d_retrieval", config={"epochs": 1}),
+        r"config is a dict: expected a TrainingConfig, such as TrainingConfig\(epochs=10\)",
+    ),
     "build_model, of a name": (
         lambda h: il.build_model("gpt2"),
         "architecture is a str: expected an Architecture",

@@ -254,6 +254,23 @@ def test_it_takes_what_compare_takes(measured):
     assert as_list.equals(compare_rankings(sets, ranked, influence.full()).to_frame())
 
 
+def test_scores_of_other_layers_than_were_measured_are_refused(measured):
+    """Scores of a layer have the shape of another one's, which they are not about."""
+    sets, scores, influence = measured
+    first, second = (
+        replace(influence, layers=(layer,), influence=influence.influence[[layer]])
+        for layer in (0, 1)
+    )
+    found = compare_rankings(sets, {"all": scores["weights"]}, second)
+    whole = compare_rankings(sets, {"all": scores["weights"]}, influence)
+    for metric, values in found.values["k=1", "all"].items():
+        torch.testing.assert_close(
+            values, whole.values["k=1", "all"][metric][1:], equal_nan=True, msg=metric
+        )
+    with pytest.raises(InfoFlowError, match=r"has scores of layers \(0,\), and layers \(1,\) were"):
+        compare_rankings(sets, {"first": first}, second)
+
+
 def test_it_is_drawn_and_shown(measured):
     found = compare_rankings(*measured)
     assert "rollout" in found._repr_html_()

@@ -77,6 +77,8 @@ class Why(Result):
     def table(self, by: str = "key") -> "pd.DataFrame":
         """A row for each part, the largest first: its name, its value, its share of the margin.
 
+        Shares add up to 1 where the margin is all of parts: see `added` and `distance`.
+
         Args:
             by: "key" or "query".
 
@@ -89,7 +91,8 @@ class Why(Result):
         values = found.values
         assert isinstance(values, Tensor)
         order = values.abs().argsort(descending=True, stable=True)
-        share = values / values.sum() if float(values.sum()) else torch.full_like(values, torch.nan)
+        # not of the sum of the parts, which ALiBi or a soft cap makes another number
+        share = values / (self.margin or torch.nan)
         return pd.DataFrame(
             {
                 "part": [found.places(f"{by}_part")[i] for i in order.tolist()],

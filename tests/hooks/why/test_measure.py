@@ -310,13 +310,26 @@ def test_results_are_saved_tabled_and_drawn(tmp_path, token_model, token_inputs)
     assert len(frame) == found.pieces.numel()
     assert set(frame) == {"query_part", "key_part", "pieces"}
     assert found.table("query")["value"].sum() == pytest.approx(found.margin, abs=1e-4)
-    assert found.table()["share"].sum() == pytest.approx(1)
+    assert found.table()["share"].sum() == pytest.approx(1, abs=1e-4)
     assert found.plot().axes
     assert "speaks most for it" in found._repr_html_()
     every = measure_why_all(token_model, token_inputs[:2])
     every.save(tmp_path / "all")
     again = type(every).load(tmp_path / "all")
     assert again.of(1, 2, 8, sample=1) == every.of(1, 2, 8, sample=1)
+
+
+def test_shares_are_of_the_margin_also_where_the_model_adds_to_it(token_model, token_inputs):
+    """A part that speaks for the key has a share above 0, whatever ALiBi adds."""
+    plain = measure_why(token_model, token_inputs[:1], 1, 2, keys=(4, 1))
+    added = -2 * plain.margin
+    found = dataclasses.replace(plain, added=added, margin=plain.margin + added)
+    for by in ("key", "query"):
+        table = found.table(by)
+        assert table["share"].tolist() == pytest.approx((table["value"] / found.margin).tolist())
+        assert table["share"].sum() == pytest.approx(-1, rel=1e-4)
+    nothing = dataclasses.replace(plain, margin=0.0)
+    assert nothing.table()["share"].isna().all()
 
 
 def test_a_picture_of_many_parts_has_the_strongest_and_the_sum_of_the_others(
