@@ -301,7 +301,6 @@ def _moves(blob: _Blob, moves: Move | list[list[Move]]) -> Any:
     """Moves as the page reads them."""
     if isinstance(moves, list):
         return [[_moves(blob, move) for move in layer] for layer in moves]
-    packed: dict[str, Any] = {"source": moves.source, "most": moves.most}
-    if moves.keys is not None:
-        packed |= {"width": moves.keys.shape[1], "keys": blob.keys(moves.keys.cpu())}
-    return packed
+    if moves.keys is None:
+        return {"most": moves.most}
+    return {"width": moves.keys.shape[1], "keys": blob.keys(moves.keys.cpu())}

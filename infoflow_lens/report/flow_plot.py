@@ -129,7 +129,7 @@ def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor
     found = torch.zeros(n_pos, n_pos + 1, dtype=torch.float32)  # the last column is "none"
     for head, ranked in enumerate(viewed.ranked[layer]):
         move = moves if isinstance(moves, Move) else moves[layer][head]
-        keys = move.rule(ranked[None], viewed, k).describe()[:n_pos]
+        keys = move.rule(ranked[None], k).describe()[:n_pos]
         weights = torch.full((n_pos, n_pos + 1), torch.nan, dtype=torch.float32)
         if viewed.patterns is not None:
             pattern = viewed.patterns[layer][head]

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -16,7 +16,6 @@ RULES = {
     "top_k": "each head passes on its k largest scores",
     "mechanisms": "each head passes on what describes it",
 }
-ALL_KEYS = "all keys"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,33 +23,23 @@ class Move:
     """Which keys a head moves to each query; the page reads it as `propagate` does.
 
     Attributes:
-        source: "ranked" for the keys of its largest scores, "keys" for those listed, "all" for
-            every key that the query may read, "none".
-        most: of "ranked", how many keys; None for the k that is asked.
-        keys: of "keys", int [pos, k], key positions, -1 for none.
+        most: how many of the keys of its largest scores; None for the k that is asked.
+        keys: the keys that it moves in their place, int [pos, k], -1 for none.
     """
 
-    source: Literal["ranked", "keys", "all", "none"]
     most: int | None = None
     keys: Int[Tensor, "pos k"] | None = None
 
-    def rule(self, ranked: Int[Tensor, "_head pos k"], view: "ViewedInput", k: int) -> Rule:
+    def rule(self, ranked: Int[Tensor, "_head pos k"], k: int) -> Rule:
         """Return the update rule of `propagate` for this move.
 
         Args:
             ranked: the ranked keys of the heads.
-            view: the input, for the number of positions and its mask.
             k: how many keys, where the move leaves it open.
         """
-        if self.source == "ranked":
-            return MaxPosition(ranked[None, :, :, : k if self.most is None else self.most])
         if self.keys is not None:
             return MaxPosition(self.keys[None, None])
-        keys = torch.arange(len(view.tokens)) if self.source == "all" else torch.tensor([-1])
-        queries = torch.arange(view.n_queries)[:, None]
-        # [pos, key]: what the mask lets each query read
-        allowed: Bool[Tensor, "pos key"] = (keys <= queries) | torch.tensor(not view.causal)
-        return MaxPosition(torch.where(allowed, keys, -1)[None, None])
+        return MaxPosition(ranked[None, :, :, : k if self.most is None else self.most])
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +47,12 @@ class ViewedMechanism:
     """The mechanism of one head on one input.
 
     Attributes:
-        name: a label of HeadLabels ("fixed: previous", "max", ...), "max_position" or "none".
-        passes: what it passes on: int [pos, k], key positions, -1 for none; None for what is the
-            same as `ranked` with k = 1 (max_position); or "all keys", every key that the query may
-            read (those up to its own position where the input is causal).
+        name: a label of HeadLabels ("fixed: previous", "max", ...).
+        keys: what it passes on: int [pos, k], key positions, -1 for none.
     """
 
     name: str
-    passes: Int[Tensor, "pos k"] | str | None = None
-
-    def describe(self) -> Move:
-        """Say which keys the head moves."""
-        if isinstance(self.passes, Tensor):
-            return Move("keys", keys=self.passes)
-        if self.passes == ALL_KEYS:
-            return Move("all")
-        return Move("ranked", most=1) if self.name == "max_position" else Move("none")
+    keys: Int[Tensor, "pos k"]
 
 
 def view_mechanisms(
@@ -94,8 +73,7 @@ def view_mechanisms(
             keys = rule.describe(sequence)[:n_states]
             keys = torch.where(keys < n_states, keys, -1)
             # columns without any key are left out; a head without columns passes on nothing
-            keys = keys[:, (keys >= 0).any(dim=0)]
-            viewed.append(ViewedMechanism(name, keys if keys.shape[1] else None))
+            viewed.append(ViewedMechanism(name, keys[:, (keys >= 0).any(dim=0)]))
         layers.append(viewed)
     return layers
 
@@ -161,7 +139,7 @@ class ViewedInput:
         next_tokens: for each position the most probable next tokens, as pairs of token and
             probability; None if not known.
         replaced: the same with each token replaced in turn; None if not known.
-        causal: whether queries read no later keys; "all keys" depends on it.
+        causal: whether queries read no later keys, as the page says where it shows none.
         name: of the input, where its number says too little.
 
     Raises:
@@ -272,8 +250,8 @@ class ViewedInput:
                 "mechanisms only where they were measured"
             )
         if rule != "mechanisms":
-            return Move("ranked", most=1 if rule == "max_position" else None)
-        return [[head.describe() for head in layer] for layer in self.mechanisms or ()]
+            return Move(most=1 if rule == "max_position" else None)
+        return [[Move(keys=head.keys) for head in layer] for layer in self.mechanisms or ()]
 
     def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
         """Return what `propagate` takes, for the same sets as the picture's.
@@ -287,10 +265,10 @@ class ViewedInput:
         """
         moves = self.describe(rule)
         if isinstance(moves, Move):
-            return [[moves.rule(ranked, self, k)] for ranked in self.ranked]
+            return [[moves.rule(ranked, k)] for ranked in self.ranked]
         none = MaxPosition(torch.full((1, 1, self.n_queries), -1))
         return [
-            [none, *(move.rule(ranked[head, None], self, k) for head, move in enumerate(layer))]
+            [none, *(move.rule(ranked[head, None], k) for head, move in enumerate(layer))]
             for ranked, layer in zip(self.ranked, moves, strict=True)
         ]
 

@@ -12,7 +12,6 @@ from PIL import Image
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow import render_flow
 from infoflow_lens.report.flow_view import (
-    ALL_KEYS,
     FlowView,
     ViewedInput,
     ViewedMechanism,
@@ -55,11 +54,12 @@ def make_input(n=9, heads=HEADS, extra=0, seed=0, k=3, **changes):
 def with_mechanisms(view):
     fixed = torch.tensor([[0, -1]]).expand(view.n_queries, 2).clone()
     fixed[:, 1] = torch.arange(view.n_queries) // 2
+    every = torch.arange(len(view.tokens)).expand(view.n_queries, -1)
     kinds = [
-        ViewedMechanism("max_position"),
-        ViewedMechanism("own_position"),
+        ViewedMechanism("max_position", view.ranked[0][0, :, :1]),
+        ViewedMechanism("own_position", fixed[:, :0]),
         ViewedMechanism("specific_position", fixed),
-        ViewedMechanism("global", ALL_KEYS),
+        ViewedMechanism("global", every.where(every <= torch.arange(view.n_queries)[:, None], -1)),
     ]
     return [[kinds[(h + i) % 4] for h in range(len(r))] for i, r in enumerate(view.ranked)]
 

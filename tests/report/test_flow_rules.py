@@ -10,7 +10,7 @@ import torch
 
 from infoflow_lens.report.assets import asset
 from infoflow_lens.report.flow import picture_data
-from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.flow_view import FlowView, ViewedInput, ViewedMechanism
 from infoflow_lens.theory import propagate
 
 NODE = shutil.which("node")
@@ -46,11 +46,12 @@ def viewed(seed, causal, extra):
     n = n_tokens + extra
     ranked = [torch.randint(-1, n_tokens, (h, n, 3), generator=generator) for h in (4, 2)]
     listed = torch.randint(-1, n_tokens, (n, 2), generator=generator)
+    every = torch.arange(n_tokens).expand(n, -1)
     heads = [
-        ViewedMechanism("global", ALL_KEYS),
-        ViewedMechanism("max_position"),
-        ViewedMechanism("own_position"),
-        ViewedMechanism("specific_position", listed),
+        ViewedMechanism("several", every.where(every <= torch.arange(n)[:, None], -1)),
+        ViewedMechanism("max", ranked[0][1, :, :1]),
+        ViewedMechanism("own", listed[:, :0]),
+        ViewedMechanism("fixed", listed),
     ]
     return ViewedInput(
         tokens=[f"t{i}" for i in range(n_tokens)], n_queries=n, ranked=ranked,

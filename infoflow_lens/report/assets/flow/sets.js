@@ -4,11 +4,9 @@
 infoflow.move = (input, rule, layer, head) =>
   Array.isArray(input.moves[rule]) ? input.moves[rule][layer][head] : input.moves[rule];
 
-// Where the keys that a head moves are listed: rows of so many keys, of which it moves the first;
-// null where it moves all keys or none.
+// Where the keys that a head moves are listed: rows of so many keys, of which it moves the first.
 infoflow.listOf = function (input, rule, k, layer, head) {
-  const move = infoflow.move(input, rule, layer, head), own = move.source === "keys";
-  if (!own && move.source !== "ranked") return null;
+  const move = infoflow.move(input, rule, layer, head), own = Boolean(move.keys);
   const width = own ? move.width : input.depths[layer];
   return {
     keys: own ? move.keys : input.ranked[layer], width, ranked: !own,
@@ -19,14 +17,7 @@ infoflow.listOf = function (input, rule, k, layer, head) {
 // The keys that a head moves to a query, one call each: the key, and its place among the ranked
 // keys of the head (-1 where the rule does not take them from there).
 infoflow.eachKey = function (input, rule, k, layer, head, query, visit) {
-  const move = infoflow.move(input, rule, layer, head);
-  if (move.source === "all") {
-    const end = input.causal ? Math.min(query + 1, input.tokens.length) : input.tokens.length;
-    for (let key = 0; key < end; key++) visit(key, -1);
-    return;
-  }
   const list = infoflow.listOf(input, rule, k, layer, head);
-  if (!list) return;
   const { keys, most, ranked } = list, row = list.first + query * list.width;
   for (let i = 0; i < most; i++) if (keys[row + i] >= 0) visit(keys[row + i], ranked ? i : -1);
 };
@@ -42,16 +33,10 @@ infoflow.propagate = function (input, rule, k, off) {
   const sets = [below];
   input.heads.forEach((nHeads, layer) => {
     const above = below.slice(), from = below;
-    let prefix = null;
     for (let head = 0; head < nHeads; head++) {
       if (off[layer].has(head)) continue;
-      if (infoflow.move(input, rule, layer, head).source === "all") {
-        prefix = prefix || infoflow.prefixes(input, from, words);
-        for (let i = 0; i < above.length; i++) above[i] |= prefix[i];
-        continue;
-      }
       const list = infoflow.listOf(input, rule, k, layer, head);
-      for (let query = 0; list && query < n; query++)
+      for (let query = 0; query < n; query++)
         for (let i = 0, at = list.first + query * list.width; i < list.most; i++, at++) {
           const key = list.keys[at];
           if (key < 0) continue;
@@ -63,17 +48,3 @@ infoflow.propagate = function (input, rule, k, off) {
   });
   return { sets, words };
 };
-
-// What a query gets of all keys that it may read.
-infoflow.prefixes = function (input, from, words) {
-  const n = input.n_queries, last = input.tokens.length - 1, out = new Uint32Array(n * words);
-  for (let query = 0; query < n; query++)
-    for (let w = 0; w < words; w++)
-      out[query * words + w] = query > last ? out[last * words + w]
-        : from[query * words + w] | (query ? out[(query - 1) * words + w] : 0);
-  if (!input.causal)
-    for (let query = 0; query < last; query++)
-      for (let w = 0; w < words; w++) out[query * words + w] = out[last * words + w];
-  return out;
-};
-

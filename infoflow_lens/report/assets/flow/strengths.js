@@ -11,7 +11,7 @@ infoflow.eachWeight = function (input, rule, k, layer, head, query, visit) {
   const width = pattern ? pattern.length / (input.heads[layer] * n) : 0;
   const move = infoflow.move(input, rule, layer, head);
   const last = row + Math.min(move.most ?? k, depth) - 1;
-  if (move.source === "ranked" && weights && !Number.isNaN(weights[last])) { // as nearly always
+  if (!move.keys && weights && !Number.isNaN(weights[last])) { // as nearly always
     for (let at = row; at <= last; at++)
       if (ranked[at] >= 0) visit(ranked[at], Math.min(1, weights[at]));
     return;
@@ -65,11 +65,8 @@ infoflow.Lines = class {
 infoflow.mostLines = function (input, rule, k) {
   let most = 0;
   input.heads.forEach((heads, layer) => {
-    for (let head = 0; head < heads; head++) {
-      const { source, width, most: own } = infoflow.move(input, rule, layer, head);
-      most += input.n_queries * (source === "all" ? input.tokens.length : source === "keys" ? width
-        : source === "ranked" ? Math.min(own ?? k, input.depths[layer]) : 0);
-    }
+    for (let head = 0; head < heads; head++)
+      most += input.n_queries * infoflow.listOf(input, rule, k, layer, head).most;
   });
   return most;
 };
