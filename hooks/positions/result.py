@@ -1,7 +1,7 @@
 """The attended positions of sequences, in memory or in files."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import refuse_names
+from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.positions.summary import column_of_first, summary_of
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
-from infoflow_lens.hooks.states import concatenated
+from infoflow_lens.hooks.states import add_with_padding, concatenated
 
+_COUNTS_AT_ONCE = 2**26  # numbers; more layers than these hold are counted in several rounds
 # what stands at queries beyond the end of a sequence
 FILL = {
     "positions": -1,
@@ -57,7 +57,7 @@ class PositionsResult(Result):
     @property
     def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
         """The positions of rank 1 of every layer, as `propagate` takes them."""
-        column = column_of_first(self)
+        column = _column_of_first(self)
         return tuple(layer[..., column] for layer in self.positions)
 
     @property
@@ -87,7 +87,7 @@ class PositionsResult(Result):
         Raises:
             InfoFlowError: if rank 1 was not probed, or `skip` leaves no query.
         """
-        return summary_of(lambda: [self], skip)
+        return _summarise(lambda: [self], skip)
 
     @property
     def n_sequences(self) -> int:
@@ -172,7 +172,7 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         Raises:
             InfoFlowError: as there, and for a file that is gone or spoiled.
         """
-        return summary_of(self.shards, skip)
+        return _summarise(self.shards, skip)
 
     def to_frame(self) -> "pd.DataFrame":
         """Return :meth:`PositionsResult.to_frame` of all sequences, in memory."""
@@ -181,3 +181,111 @@ class ShardedPositions(ShardedResult[PositionsResult]):
     def plot(self, layer: int = 0) -> "mpl.Figure":
         """Draw :meth:`PositionsResult.plot` of the first file."""
         return next(self.shards()).plot(layer)
+
+
+def _column_of_first(part: PositionsResult) -> int:
+    """Return the place of rank 1."""
+    if 1 not in part.ranks:
+        raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
+    return part.ranks.index(1)
+
+
+def _summarise(parts: Callable[[], Iterable[PositionsResult]], skip: int = 0) -> "pd.DataFrame":
+    """:meth:`PositionsResult.summary` of the sequences of several parts, one in memory at a time.
+
+    Args:
+        parts: gives them, at least one; called again for every few layers where there are very many
+            keys.
+        skip: as there.
+
+    Raises:
+        InfoFlowError: as there.
+    """
+    # sizes first: counts [head, query, key] of all layers may not fit into memory
+    n_query = n_layers = n_heads = 0
+    for part in parts():
+        n_layers = len(part.positions)
+        n_query = max(n_query, part.positions[0].shape[2])
+        n_heads = max(n_heads, *(layer.shape[1] for layer in part.positions))
+    if not 0 <= skip < n_query:
+        raise InfoFlowError(f"skip is {skip}: expected 0 to {n_query - 1}, so that some stay")
+    column = _column_of_first(part)
+    at_once = max(1, _COUNTS_AT_ONCE // (n_heads * n_query * n_query))
+    rows: list[dict[str, Any]] = []
+    for start in range(0, n_layers, at_once):
+        layers = range(start, min(start + at_once, n_layers))
+        counts = {layer: _Choices(skip) for layer in layers}
+        for part in parts():
+            for layer, choices in counts.items():
+                choices.add(part, layer, column)
+        for layer, choices in counts.items():
+            rows += [{"layer": layer, "head": head, **row} for head, row in choices.rows()]
+    return pd.DataFrame(rows)
+
+
+class _Choices:
+    """How often each query of a layer's heads chooses each key, and how spread their rows are."""
+
+    def __init__(self, skip: int) -> None:
+        self._skip = skip
+        self._counts: Int[Tensor, "_head query key"] = torch.zeros(0, 0, 0, dtype=torch.long)
+        self._allowed: Int[Tensor, " _head"] = torch.zeros(0, dtype=torch.long)
+        self._tied: Int[Tensor, " _head"] = torch.zeros(0, dtype=torch.long)
+        self._spread: Float[Tensor, "measure _head"] = torch.zeros(0, 0, dtype=torch.float64)
+        self._n_spread: Int[Tensor, "measure _head"] = torch.zeros(0, 0, dtype=torch.long)
+
+    def add(self, part: PositionsResult, layer: int, column: int) -> None:
+        """Count the sequences of a part; `column` is that of rank 1."""
+        keys = part.positions[layer][:, :, self._skip :, column].long()
+        n_head, n_query = keys.shape[1:]
+        n_key = max(n_query + self._skip, int(keys.max()) + 1 if keys.numel() else 0)
+        tied = (part.ties[layer][:, :, self._skip :, column] > 0) & (keys >= 0)
+        places = (keys >= 0) & ~tied
+        head = torch.arange(n_head)[:, None].expand_as(keys)
+        query = torch.arange(n_query).expand_as(keys)
+        # one number for each (head, query, key), to be counted at once
+        flat = ((head * n_query + query) * n_key + keys)[places]
+        counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
+        self._counts = add_with_padding(self._counts, counts.view(n_head, n_query, n_key))
+        self._allowed = add_with_padding(self._allowed, (keys >= 0).sum(dim=(0, 2)))
+        self._tied = add_with_padding(self._tied, tied.sum(dim=(0, 2)))
+        if part.entropy:
+            both = torch.stack([part.entropy[layer], part.concentration[layer]])
+            both = both[:, :, :, self._skip :].double()
+            self._spread = add_with_padding(self._spread, both.nansum(dim=(1, 3)))
+            self._n_spread = add_with_padding(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the columns of the summary for each head."""
+        spread = self._spread / self._n_spread
+        for head, counts in enumerate(self._counts):
+            row: dict[str, Any] = _explain_choices(counts, self._skip)
+            row["tied"] = float(self._tied[head] / self._allowed[head])
+            if len(spread):
+                row["entropy"], row["concentration"] = spread[:, head].tolist()
+            yield head, row
+
+
+def _explain_choices(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
+    """Return the shares of choices that one offset, one key, or one key for each query explain."""
+    # a head without choices, or whose choices are all tied
+    total = int(counts.sum())
+    if total == 0:
+        return dict.fromkeys(
+            ("by_offset", "offset", "by_index", "index", "by_position", "by_content"), math.nan
+        )
+    n_query, n_key = counts.shape
+    # key minus query, so that one offset is one diagonal
+    offset = torch.arange(n_key) - (skip + torch.arange(n_query))[:, None]
+    first = int(offset.min())
+    by_offset = torch.bincount((offset - first).flatten(), counts.flatten().double())
+    by_index = counts.sum(dim=0)
+    by_position = float(counts.amax(dim=1).sum()) / total
+    return {
+        "by_offset": float(by_offset.max()) / total,
+        "offset": float(by_offset.argmax() + first),
+        "by_index": int(by_index.max()) / total,
+        "index": float(by_index.argmax()),
+        "by_position": by_position,
+        "by_content": 1 - by_position,
+    }
