@@ -1,7 +1,7 @@
 """Errors of fitted maps on held-out rows: how large, and how far to be trusted."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ def measure_errors(
         squares.append(block.squares[groups].cpu() + move * (2 * sum_y + block.n * move))
     sum_y, square = torch.stack(sums), torch.stack(squares)
 
-    def scales(pick: "Picked") -> tuple[Tensor, Tensor]:
+    def scales(pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         second = pick(moment)
         variance = pick(square) - pick(sum_y).square() / pick(n)
         # a difference this small beside the two sums is a rounding error, not a variance
@@ -74,19 +74,14 @@ def measure_errors(
     return ratios[0], ratios[1]
 
 
-class Picked:
-    """Sums over blocks: all of them, or all but each."""
-
-    def __init__(self, each: bool) -> None:
-        self.each = each
-
-    def __call__(self, blocks: Float[Tensor, "block group target"]) -> Tensor:
-        """Return the sums, [group, target] or [block, group, target]."""
-        total = blocks.sum(dim=0)
-        return total - blocks if self.each else total
+def _whole(blocks: Float[Tensor, "block group target"]) -> Float[Tensor, "group target"]:
+    return blocks.sum(dim=0)
 
 
-_whole, _without_each = Picked(each=False), Picked(each=True)
+def _without_each(
+    blocks: Float[Tensor, "block group target"],
+) -> Float[Tensor, "block group target"]:
+    return blocks.sum(dim=0) - blocks
 
 
 def _over(error: Tensor, scale: Tensor) -> Tensor:
