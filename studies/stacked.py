@@ -3,7 +3,7 @@
 The read-out at CLS of hosted models over vector tokens, in the same operations, batched. It is a
 second way to the numbers of `VectorTransformer.forward_readout`, for training alone: it has no
 hook points. (``torch.func.vmap`` over the hosted modules gives the same numbers with no code of its
-own, and takes longer: see ``benchmarks/training.py``.)
+own, and takes longer: see ``benchmarks/README.md``.)
 """
 
 from collections.abc import Mapping, Sequence
