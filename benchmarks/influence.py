@@ -7,7 +7,6 @@ alternative are 1)
 import torch
 from rich.console import Console
 from rich.table import Table
-from sklearn.metrics import roc_auc_score
 
 from benchmarks.models import causal
 from benchmarks.timing import paired
@@ -79,36 +78,6 @@ def token_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
     ]
 
 
-def quality(generator: torch.Generator) -> list[tuple[str, str, float]]:
-    """What the estimate costs in truth, where 8 of 32 sources matter most."""
-    model = causal(2, 128, 4, 32)
-    ids = torch.randint(1000, (16, 32), generator=generator)
-    chosen = {"state": "resid_post", "positions": (-1,), "layers": (1,)}
-
-    def row(estimate: int | None) -> tuple[torch.Tensor, float]:
-        (result,) = run_probes(
-            model,
-            ids,
-            [JacobianInfluence(**chosen, estimate=estimate)],  # type: ignore[arg-type]
-            progress=False,
-        )
-        return result.influence[0, :, 0], (result.relative_error or (0.0,))[0]
-
-    exact, _ = row(None)
-    top = exact >= exact.topk(8).values[:, -1:]
-    rows = []
-    for m in (8, 16):
-        found, stated = row(m)
-        error = float((found - exact).norm() / exact.norm())
-        score = sum(roc_auc_score(t, f) for t, f in zip(top, found, strict=True)) / len(found)
-        rows += [
-            (f"estimate, m={m}: AUROC of the 8 largest", "exact", score),
-            (f"estimate, m={m}: relative error", "exact", error),
-            (f"estimate, m={m}: relative error, stated", "exact", stated),
-        ]
-    return rows
-
-
 def main() -> None:
     """Measure and print."""
     generator = torch.Generator().manual_seed(0)
@@ -116,10 +85,7 @@ def main() -> None:
     table = Table("what", "against", "time ratio", title=f"{torch.get_num_threads()} threads")
     for what, against, ratio in rows:
         table.add_row(what, against, f"{ratio:.3g}")
-    truth = Table("what", "against", "value")
-    for what, against, value in quality(generator):
-        truth.add_row(what, against, f"{value:.3g}")
-    Console(width=110).print(table, truth)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

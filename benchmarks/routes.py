@@ -2,7 +2,8 @@
 
 Run: python -m benchmarks.routes   (a minute; medians of paired rounds; the time of the bare model,
 logits and all, is 1; width 128; for exact influence see benchmarks.influence). A second table has
-best paths, of all states of a deep model over a long sequence, against rollout's products.
+best paths, of all states of a deep model over a long sequence, against rollout's products; a last
+line has propagation of sets against Python's sets.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from rich.table import Table
 
 from benchmarks.models import causal
 from benchmarks.timing import paired
-from infoflow_lens import baselines, run_probes
+from infoflow_lens import baselines, propagate, run_probes
 from infoflow_lens.hooks.routes.paths import add_residual
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back, propagate_edges
+from tests.reference import sets as reference
 
 
 def rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, str, float]]:
@@ -60,8 +62,14 @@ def best_path_rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, float]]:
     yield "best paths onwards to eight states", paired(onwards, rollout, 1)
 
 
+def sets_by_python(positions: list[torch.Tensor], n_sources: int) -> None:
+    """Rule (1) with Python sets, by the reference of the tests."""
+    for sequence in range(len(positions[0])):
+        reference.propagate([p[sequence].unsqueeze(-1).tolist() for p in positions], n_sources)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     torch.set_num_threads(1)
     table = Table("model", "measure", "bare forwards")
     for n_layers, n_pos in ((2, 64), (4, 64)):
@@ -70,7 +78,11 @@ def main() -> None:
     deep = Table("48 layers, 1,024 tokens, one sequence", "rollouts")
     for label, ratio in best_path_rows(48, 1024):
         deep.add_row(label, f"{ratio:.3g}")
-    Console().print(table, deep)
+    generator = torch.Generator().manual_seed(0)
+    positions = [torch.randint(129, (256, 8, 129), generator=generator) for _ in range(4)]
+    sets = paired(partial(propagate, positions, 128), partial(sets_by_python, positions, 128), 3)
+    said = f"propagate, batch 256, T 128, 4 layers of 8 heads: {sets:.3g} of Python sets' time"
+    Console().print(table, deep, said)
 
 
 if __name__ == "__main__":
