@@ -2,17 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    ForwardRef,
-    NamedTuple,
-    Protocol,
-    TypeAlias,
-    Union,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, ForwardRef, NamedTuple, TypeAlias, Union
 
 import torch
 from jaxtyping import Float, Int
@@ -54,39 +44,12 @@ class LabelScores(NamedTuple):
     accuracy: float
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """A loss, what is reported of it, and what it asks of data and model."""
-
-    score: ClassVar[str]  # the entry of a history row that the best epoch has least of
-
-    def predict(self, model: nn.Module) -> Predict:
-        """The fastest way to the model's output, with the same numbers."""
-        ...
-
-    def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Means over a batch, "train_loss" among them, which is minimised."""
-        ...
-
-    def validation(self, output: Tensor, y: Tensor) -> dict[str, float]:
-        """Entries of a history row."""
-        ...
-
-    def check_fit(self, model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
-        """Refuse data that are not the model's, before any work."""
-        ...
-
-    def check_variance(self, y: Tensor, name: str) -> None:
-        """Refuse targets for which the score is undefined."""
-        ...
-
-    def status(self, row: Mapping[str, float | int], best: float) -> str:
-        """A history row in short."""
-        ...
-
-
 class SquaredError:
-    """Mean squared error on target vectors [batch, d_output]."""
+    """Mean squared error on target vectors [batch, d_output].
+
+    Attributes:
+        score: the entry of a history row that the best epoch has least of.
+    """
 
     score: ClassVar[str] = "validation_nmse"
 
@@ -194,6 +157,10 @@ class CrossEntropy:
             f"loss {row['train_loss']:.2e}  validation {row['validation_loss']:.2e}  "
             f"best {best:.2e}  accuracy {row['validation_accuracy']:.1%}"
         )
+
+
+# A loss, what is reported of it, and what it asks of data and model
+Objective: TypeAlias = SquaredError | CrossEntropy
 
 
 def label_scores(
