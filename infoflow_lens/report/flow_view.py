@@ -183,31 +183,26 @@ class ViewedInput:
                     f"expected 0 to {n_pos - 1}, or -1 for none"
                 )
         shapes = [tuple(keys.shape) for keys in self.ranked]
-        for what, found in (("weights", self.weights), ("scores", self.scores)):
-            if found is not None and [tuple(layer.shape) for layer in found] != shapes:
-                raise InfoFlowError(
-                    f"{what} have shapes {[tuple(layer.shape) for layer in found]}: expected those "
-                    f"of the ranked keys, {shapes}"
-                )
-        self._check("patterns", self.patterns, [(h, n_pos) for h, _, _ in shapes])
-        self._check("edges", self.edges, [(n_pos,)] * n_layers)
-        if self.influence is not None and self.influence.shape != (n_layers, n_pos, n_source):
-            raise InfoFlowError(
-                f"influence has shape {tuple(self.influence.shape)}: expected [layer, pos, source] "
-                f"= {(n_layers, n_pos, n_source)}"
-            )
-        if self.mechanisms is not None and [len(m) for m in self.mechanisms] != [
-            h for h, _, _ in shapes
-        ]:
+        n_heads = [count for count, _, _ in shapes]
+        by_query = [(count, n_pos) for count in n_heads]
+        # for each, the shapes that are expected of its tensors, where keys may be of any number
+        for what, found, expected in (
+            ("weights", self.weights, shapes),
+            ("scores", self.scores, shapes),
+            ("patterns", self.patterns, [(*shape, "key") for shape in by_query]),
+            ("edges", self.edges, [(n_pos, "key")] * n_layers),
+            ("margins of reasons", self.reasons and self.reasons.margins, by_query),
+            ("influence", None if self.influence is None else [self.influence],
+             [(n_layers, n_pos, n_source)]),
+        ):  # fmt: skip
+            given: list[tuple[Any, ...]] = [tuple(each.shape) for each in found or ()]
+            compared = [(*shape[:-1], "key") for shape in given] if "key" in expected[0] else given
+            if found is not None and compared != expected:
+                raise InfoFlowError(f"shapes of {what} are {given}: expected {expected}")
+        if self.mechanisms is not None and [len(m) for m in self.mechanisms] != n_heads:
             raise InfoFlowError(
                 f"mechanisms are given for {[len(m) for m in self.mechanisms]} heads: expected "
-                f"{[h for h, _, _ in shapes]}, one for each head of each layer"
-            )
-        margins = [(h, n_pos) for h, _, _ in shapes]
-        if self.reasons and [tuple(each.shape) for each in self.reasons.margins] != margins:
-            raise InfoFlowError(
-                f"margins of reasons have shapes {[tuple(m.shape) for m in self.reasons.margins]}: "
-                f"expected {margins}"
+                f"{n_heads}, one for each head of each layer"
             )
         if self.next_tokens is not None and len(self.next_tokens) != n_pos:
             raise InfoFlowError(
@@ -225,15 +220,6 @@ class ViewedInput:
                 raise InfoFlowError(
                     f"{what} sources are {list(sources)}: expected 0 to {n_source - 1}"
                 )
-
-    def _check(
-        self, what: str, found: Sequence[Tensor] | None, expected: Sequence[tuple[int, ...]]
-    ) -> None:
-        if found is not None and [tuple(layer.shape[:-1]) for layer in found] != list(expected):
-            raise InfoFlowError(
-                f"{what} have shapes {[tuple(layer.shape) for layer in found]}: expected "
-                f"{[(*shape, 'key') for shape in expected]}"
-            )
 
     def describe(self, rule: str) -> Move | list[list[Move]]:
         """Say how a rule moves sets: one move for all heads, or one for each head of each layer.

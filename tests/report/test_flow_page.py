@@ -778,9 +778,11 @@ def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
     ("changes", "message"),
     [
         ({"n_queries": 4}, "a state for every token"),
-        ({"influence": torch.zeros(3, 9, 8)}, "influence has shape"),
+        ({"influence": torch.zeros(3, 9, 8)}, "shapes of influence are"),
         ({"ranked": [torch.full((2, 9, 1), 9)]}, "expected 0 to 8"),
-        ({"weights": [torch.zeros(1, 9, 1)]}, "weights have shapes"),
+        ({"weights": [torch.zeros(1, 9, 1)]}, "shapes of weights are"),
+        ({"edges": [torch.zeros(9, 9)] * 2}, "shapes of edges are"),
+        ({"patterns": [torch.zeros(4, 8, 9)] * 3}, r"shapes of patterns .*\(4, 9, 'key'\)"),
         ({"mechanisms": [[]]}, "one for each head"),
         ({"marked": [9]}, "marked sources"),
         ({"replaced": ViewedReplaced(["a"], [[]])}, "expected 9, each with those of all positions"),
