@@ -321,7 +321,7 @@ class _Run(Ledger):
             "best": (self.best_score, self.best_epoch),
             "history": self.history,
         }
-        write_state(path, state, {})
+        write_state(path, state)
 
     def load(self, path: Path) -> None:
         device = next(self.model.parameters()).device
@@ -329,7 +329,7 @@ class _Run(Ledger):
             "expected one that train() wrote; delete it, or use another checkpoint_dir (--out on "
             "the command line)"
         )
-        state, _ = read_state(path, "the checkpoint", hint)
+        state = read_state(path, "the checkpoint", hint)
         # A notebook that was interrupted calls again with the model that holds the best weights.
         initial = fingerprint(state["initial_state"])
         known = {initial, fingerprint(state["best_state"])}

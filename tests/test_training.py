@@ -224,7 +224,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
         killed.wait_until(checkpoint.exists)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait(60) == -signal.SIGKILL  # it had not finished by itself
-    done = len(read_state(checkpoint, "the checkpoint", "")[0]["history"])
+    done = len(read_state(checkpoint, "the checkpoint", "")["history"])
     assert 0 < done < 15
     outputs = [printed_by(script, name, folder=tmp_path) for name in ("killed", "whole")]
     assert json.loads(outputs[0]) == json.loads(outputs[1])

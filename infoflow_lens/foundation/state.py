@@ -1,8 +1,7 @@
 """State on disk: nested tensors and plain values in one safetensors file.
 
 The tensors are safetensors', the rest is JSON in its header, with the name and the version of this
-format, what the state belongs to, and a digest of all of it. Reading calls nothing that the file
-names.
+format, and a digest of all of it. Reading calls nothing that the file names.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from infoflow_lens.foundation.record import fingerprint
 
 _ENTRY = "infoflow-lens"  # of the metadata
 _SCHEMA = "infoflow-lens state"
-_VERSION = 1
+_VERSION = 2
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -33,25 +32,24 @@ class _UnreadableError(Exception):
     """The content of a file is no state of this version."""
 
 
-def write_state(path: Path, value: Any, about: Mapping[str, Any]) -> None:
+def write_state(path: Path, value: Any) -> None:
     """Write nested tensors and plain values to one file, whole or not at all.
 
     Args:
         path: of the file, safetensors.
         value: tensors, numbers, strings, booleans and None in dicts, lists and tuples.
-        about: what the state belongs to, as JSON-compatible values.
 
     Raises:
         InfoFlowError: if the file cannot be written.
         TypeError: for values of other kinds, which are mistakes of the caller.
     """
-    tensors, header = _encode(value, about)
+    tensors, header = _encode(value)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata=header)
 
 
-def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
-    """Read what :func:`write_state` wrote: the values, with tensors on the CPU, and `about`.
+def read_state(path: Path, what: str, hint: str) -> Any:
+    """Read what :func:`write_state` wrote: the values, with tensors on the CPU.
 
     Args:
         path: of the file.
@@ -78,7 +76,7 @@ def _header_of(path: Path) -> dict[str, str]:
 
 def state_to_bytes(value: Any) -> bytes:
     """Nested tensors and plain values as bytes, for another process."""
-    tensors, header = _encode(value, {})
+    tensors, header = _encode(value)
     return bytes(to_bytes(tensors, metadata=header))
 
 
@@ -91,12 +89,12 @@ def state_from_bytes(data: bytes) -> Any:
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        return _decode(from_bytes(data), header)[0]
+        return _decode(from_bytes(data), header)
     except (SafetensorError, _UnreadableError, ValueError, AttributeError) as error:
         raise InfoFlowError(f"what another process sent is no state ({error})") from error
 
 
-def _encode(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _encode(value: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: list[Tensor] = []
     places: dict[tuple[Any, ...], int] = {}
     stored: set[int] = set()
@@ -131,9 +129,8 @@ def _encode(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], di
 
     content = json.dumps(plain(value), allow_nan=False)
     named = {str(index): tensor for index, tensor in enumerate(tensors)}
-    text = json.dumps(about, sort_keys=True, allow_nan=False)
-    header = {"schema": _SCHEMA, "version": str(_VERSION), "about": text, "content": content}
-    header["digest"] = _digest(named, text + content)
+    header = {"schema": _SCHEMA, "version": str(_VERSION), "content": content}
+    header["digest"] = _digest(named, content)
     # one entry: safetensors writes several in an order that changes
     return named, {_ENTRY: json.dumps(header)}
 
@@ -142,7 +139,7 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
     return hashlib.sha256((text + fingerprint(tensors)).encode()).hexdigest()[:16]
 
 
-def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Any, Any]:
+def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
     # a file from elsewhere: nothing of it is believed before its digest fits
     try:
         header: Any = json.loads(metadata.get(_ENTRY, "{}"))
@@ -154,8 +151,8 @@ def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
         raise _UnreadableError(
             f"its format has version {header.get('version')}, this is {_VERSION}"
         )
-    about, content = str(header.get("about", "")), str(header.get("content", ""))
-    if header.get("digest") != _digest(tensors, about + content):
+    content = str(header.get("content", ""))
+    if header.get("digest") != _digest(tensors, content):
         raise _UnreadableError("it has changed since it was written")
 
     def value(part: Any) -> Any:
@@ -176,6 +173,6 @@ def _decode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
         raise _UnreadableError(f"it holds a {kind!r}")
 
     try:
-        return value(json.loads(content)), json.loads(about)
+        return value(json.loads(content))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _UnreadableError(f"{type(error).__name__}: {error}") from error

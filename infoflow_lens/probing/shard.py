@@ -224,7 +224,7 @@ def _measure_into(folder: Path, task: StretchTask) -> None:
                 task.so_far[name].merge(probe)
         for name, of_shard in write_growing(probes, growing, index, folder).items():
             manifests[name].append(of_shard)
-    write_state(folder / SUMS, {"told": manifests, "sums": states_of(task.so_far)}, {})
+    write_state(folder / SUMS, {"told": manifests, "sums": states_of(task.so_far)})
 
 
 def load_in_worker(config: ProbingConfig, fingerprint: str) -> LoadedModel:

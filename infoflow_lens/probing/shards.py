@@ -277,7 +277,7 @@ def _read(path: Path, what: str) -> Iterator[Any]:
     """A state on disk, for a block in which what is wrong with it is an error that names it."""
     again = f"expected what this run wrote; delete {path.name} to {what}"
     try:
-        yield read_state(path, "the unfinished run", again)[0]
+        yield read_state(path, "the unfinished run", again)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InfoFlowError):
             raise

@@ -33,7 +33,7 @@ class Checkpoint:
         if not self.folder.holds(self.name):
             return None
         hint = f"expected what this version wrote; delete {self.path.name} to begin again"
-        return read_state(self.path, "the unfinished run", hint)[0]
+        return read_state(self.path, "the unfinished run", hint)
 
     def save(self, state: Any) -> None:
         """Write the state now.
@@ -41,7 +41,7 @@ class Checkpoint:
         Raises:
             InfoFlowError: if it cannot be written, such as on a full disk.
         """
-        write_state(self.path, state, {})
+        write_state(self.path, state)
         self._written = time.monotonic()
 
     def keep(self, state: Callable[[], Any], now: bool = False) -> bool:

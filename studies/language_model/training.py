@@ -249,7 +249,7 @@ class _Run:
             "losses": self.losses,
             "prefix_matching_saved": self.prefix_matching_saved,
         }
-        write_state(self.folder / _STATE, state, {})
+        write_state(self.folder / _STATE, state)
         self.saved = self.step
 
     def _weights(self) -> dict[str, Tensor]:
@@ -268,7 +268,7 @@ class _Run:
         if not self.out.holds(_STATE):
             return
         hint = "expected the state of a training run; delete it, or use another folder"
-        state, _ = read_state(self.folder / _STATE, "the unfinished training", hint)
+        state = read_state(self.folder / _STATE, "the unfinished training", hint)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.history, self.losses = state["step"], state["history"], state["losses"]

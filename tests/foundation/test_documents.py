@@ -137,7 +137,7 @@ WRITERS = {
         lambda path: write_parts(path / "x", "infoflow-lens result 1", {}, {"a": torch.ones(3)}),
         ["x.json", "x.safetensors"],
     ),
-    "state": (lambda path: write_state(path / "x", {"a": torch.ones(3)}, {}), ["x"]),
+    "state": (lambda path: write_state(path / "x", {"a": torch.ones(3)}), ["x"]),
 }
 
 

@@ -260,7 +260,7 @@ def test_a_spoiled_shard_before_its_turn_is_named(config, three_from_the_end):
     path.write_bytes(whole)
     for spoiled in ({}, {"told": 3, "states": {}}, {"told": {}, "states": {}}):
         with let_own(RunFolder(three_from_the_end)):
-            write_state(path, spoiled, {})
+            write_state(path, spoiled)
         with pytest.raises(InfoFlowError, match=r"delete"):
             run(three_from_the_end, config)
 

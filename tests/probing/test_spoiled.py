@@ -313,7 +313,7 @@ def store_zeros(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
 @pytest.mark.parametrize(
-    "write", [lambda folder: write_state(folder / "x", {"x": torch.zeros(10_000)}, {}),
+    "write", [lambda folder: write_state(folder / "x", {"x": torch.zeros(10_000)}),
               store_zeros],
 )  # fmt: skip
 def test_a_write_that_the_system_refuses(tmp_path, write):
@@ -375,7 +375,7 @@ def test_a_state_that_was_taken_is_written_when_the_run_is_stopped(tmp_path):
     rare.take({"n": 2})
     assert not rare.path.exists()
     rare.flush()
-    assert read_state(rare.path, "a state", "")[0] == {"n": 2}
+    assert read_state(rare.path, "a state", "") == {"n": 2}
     often = Checkpoint(folder, ".part.safetensors", seconds=0)
     often.take({"n": 3})
-    assert read_state(rare.path, "a state", "")[0] == {"n": 3}
+    assert read_state(rare.path, "a state", "") == {"n": 3}
