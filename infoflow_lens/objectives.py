@@ -180,6 +180,23 @@ def _are_labels(y: Tensor) -> bool:
     return y.ndim == 1 and not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
 
 
+def check_module(model: Any) -> None:
+    """Refuse what is no module with weights.
+
+    Raises:
+        InfoFlowError: with what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise InfoFlowError(
+            f"model is a {type(model).__name__}: expected a module; make one with build_model, or "
+            "load it with load_any(name).model"
+        )
+    if next(model.parameters(), None) is None:
+        raise InfoFlowError(
+            f"the {type(model).__name__} has no parameters: expected a module that can be trained"
+        )
+
+
 def outputs_of(
     model: nn.Module, predict: Predict, x: Tensor, batch_size: int = 2048
 ) -> Float[Tensor, "batch output"]:
@@ -243,6 +260,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
 def _evaluation_data(
     model: nn.Module, data: Data, wanted: type[Any], other: str
 ) -> tuple[Tensor, Tensor]:
+    check_module(model)
     x, y = tensors_of(data, "evaluation")
     objective = objective_for(y)
     if not isinstance(objective, wanted):

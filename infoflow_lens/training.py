@@ -40,6 +40,7 @@ from infoflow_lens.objectives import (
     Data,
     LabelScores,
     Objective,
+    check_module,
     evaluate,
     evaluate_labels,
     is_finite,
@@ -562,11 +563,7 @@ def train(
             f"config is a {type(config).__name__}: expected a TrainingConfig, such as "
             "TrainingConfig(epochs=10)"
         )
-    if not isinstance(model, nn.Module):
-        raise InfoFlowError(
-            f"model is a {type(model).__name__}: expected a module; make one with build_model, or "
-            "load it with load_any(name).model"
-        )
+    check_module(model)
     if isinstance(train_data, str):
         train_data = _task_for(model, train_data)
     train_data, validation_data = _both(

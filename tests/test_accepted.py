@@ -181,6 +181,14 @@ SAYS = {
         lambda h: il.train("gpt2", "d_retrieval"),
         r"model is a str: expected a module; make one with build_model",
     ),
+    "evaluate, of a name": (
+        lambda h: il.training.evaluate("gpt2", (h.ids, h.ids.float())),
+        r"model is a str: expected a module; make one with build_model",
+    ),
+    "train, of what has no weights": (
+        lambda h: il.train(torch.nn.Identity(), *[(h.ids.float(), h.ids.float())] * 2),
+        "the Identity has no parameters: expected a module that can be trained",
+    ),
     "train, by a mapping": (
         lambda h: il.train(h.hf, "d_retrieval", config={"epochs": 1}),
         r"config is a dict: expected a TrainingConfig, such as TrainingConfig\(epochs=10\)",

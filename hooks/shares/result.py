@@ -68,8 +68,9 @@ class Shares(Result):
         for i in order:
             name = self.writers[i]
             row = {"writer": name, "share": float(shares[i]), "from": "", "of it": torch.nan}
-            if name in places:
-                of_keys = self.by_key[places[name]]
+            of_keys = self.by_key[places[name]] if name in places else None
+            # of heads whose values are not shown, no key is known
+            if of_keys is not None and not of_keys.isnan().any():
                 key = int(of_keys.abs().argmax())
                 row |= {"from": f"{self.tokens[key]} ({key})", "of it": float(of_keys[key])}
             rows.append(row)

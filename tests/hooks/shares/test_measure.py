@@ -1,5 +1,7 @@
 """Shares of an answer against sums made by hand of a plain model, and sums on every family."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,18 @@ def test_shares_are_what_each_writer_adds_to_the_answer(open_it, ids):
     assert found.value == pytest.approx(float(logits[7] - logits[3]), abs=1e-5)
     assert misses(found) < 1e-5
     assert abs(found.constants) > 1e-3  # biases of attention and of the last norm
+
+
+def test_a_head_whose_values_are_not_shown_is_said_to_take_from_no_key(ids):
+    found = measure_shares(open_model(zoo.build("gpt2")), ids, LogitDifference(7, 3))
+    keys = found.by_key.clone()
+    keys[0] = torch.nan
+    rows = replace(found, by_key=keys).table().set_index("writer")
+    assert rows.loc[found.heads[0], "from"] == ""
+    assert (
+        rows.loc[found.heads[1], "from"]
+        == found.table().set_index("writer").loc[found.heads[1], "from"]
+    )
 
 
 @pytest.mark.parametrize("name", zoo.some_families([*zoo.FAMILIES]))
