@@ -1,7 +1,7 @@
 """What a whole `infoflow-lens probe` costs beside the same model alone, in seconds of processors.
 
 Run: python -m benchmarks.commands [--few 100] [--many 2000] [--batch-size 8]
-    [--width 64] [--layers 2] [--parts start,sequence,tokens,reads]
+    [--width 64] [--layers 2] [--parts start,sequence,tokens]
 
 The model is a random GPT-2 of `--layers` layers, four heads and width `--width`, with a word a
 token, in one thread; the data are texts of 40 to 63 words; the probes are positions and recovery.
@@ -13,13 +13,10 @@ Seconds are of user and system together, so that other work on the machine chang
   same bridge in a plain loop with as many in a batch; and over that of the transformers model.
 - tokens: from texts to stored sequences, by lines and by `--window`, over the tokenizer alone on
   the same lines, and on the same text in pieces.
-- reads: all stored sequences, and 200 at random, over the same from a list in memory; and bytes
-  for each token on disk.
 """
 
 import argparse
 import os
-import random
 import resource
 import shutil
 import subprocess
@@ -49,7 +46,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--parts", default="start,sequence,tokens,reads")
+    parser.add_argument("--parts", default="start,sequence,tokens")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("what", "seconds of processors", "ratio")
@@ -63,8 +60,8 @@ def main() -> None:
             _start(home, table)
         if "sequence" in parts:
             _sequence(home, table, chosen.few, chosen.many, chosen.batch_size)
-        if "tokens" in parts or "reads" in parts:
-            _data(home, table, parts)
+        if "tokens" in parts:
+            _tokens(home, table)
     Console().print(table)
 
 
@@ -95,7 +92,7 @@ def _sequence(home: Path, table: Table, few: int, many: int, batch_size: int) ->
     table.add_row("  of the command", f"{each:.5f}", f"{each / plain:.2f}")
 
 
-def _data(home: Path, table: Table, parts: list[str]) -> None:
+def _tokens(home: Path, table: Table) -> None:
     model = load_any(str(home / "model")).model
     save_texts(home / "texts.txt", 20_000, (40, 63))
     texts = (home / "texts.txt").read_text().splitlines()
@@ -120,35 +117,12 @@ def _data(home: Path, table: Table, parts: list[str]) -> None:
         for start in range(0, len(text), 2**20):
             model.tokenizer(text[start : start + 2**20])
 
-    if "tokens" in parts:
-        for name, settings, alone in (
-            ("lines", {}, tokenizer), ("windows", {"window": 64}, tokenizer_of_pieces)
-        ):  # fmt: skip
-            theirs, ours = _seconds(alone), _seconds(stored(**settings))
-            table.add_row(f"{name}: the tokenizer alone", f"{theirs:.2f}", "1")
-            table.add_row("  stored", f"{ours:.2f}", f"{ours / theirs:.2f}")
-    if "reads" in parts:
-        stored()()
-        (path,) = (home / "scratch").rglob("*.arrow")
-        found = store_sequences(
-            stream_data(model, str(home / "texts.txt")), home / "scratch", "texts"
-        )
-        rows = list(found.sequences)
-        order = random.Random(0).choices(range(len(rows)), k=200)
-        for name, places in (("all sequences", None), ("200 at random", order)):
-            ours, lists = (
-                _seconds(
-                    lambda given=given, places=places: [
-                        int(row[0])
-                        for row in (given if places is None else map(given.__getitem__, places))
-                    ]
-                )
-                for given in (found.sequences, rows)
-            )
-            table.add_row(f"{name}, from a list", f"{lists:.4f}", "1")
-            table.add_row("  from the file", f"{ours:.4f}", f"{ours / lists:.2f}")
-        size = path.stat().st_size / sum(map(len, rows))
-        table.add_row("bytes a token on disk", "", f"{size:.2f}")
+    for name, settings, alone in (
+        ("lines", {}, tokenizer), ("windows", {"window": 64}, tokenizer_of_pieces)
+    ):  # fmt: skip
+        theirs, ours = _seconds(alone), _seconds(stored(**settings))
+        table.add_row(f"{name}: the tokenizer alone", f"{theirs:.2f}", "1")
+        table.add_row("  stored", f"{ours:.2f}", f"{ours / theirs:.2f}")
 
 
 def _seconds(function: Callable[[], object], rounds: int = 3) -> float:

@@ -32,6 +32,7 @@ from infoflow_lens import (
     build_model,
     run_probes,
 )
+from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.hooks import Split, run
@@ -99,47 +100,32 @@ def positions_and_recovery(**settings: Any) -> list[Any]:
     return [PositionsProbe(RANKS), RecoveryProbe(RANKS, **settings)]
 
 
-def gpt2_rows() -> Iterator[Row]:
-    """A GPT-2-small-sized model: ten batches of 4 x 128 tokens, and one call for 16 tokens."""
-    model = gpt2_sized()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(50257, (40, 128), generator=generator)
-    size = "GPT-2-small-sized, 10 x 4 x 128 tokens: "
-    for label, make, target, rounds in (
-        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], 0.70, 3),
-        ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64), 0.85, 3),
-        ("and recovery, exact", positions_and_recovery, 1.1, 2),
-    ):  # fmt: skip
-        yield Row(size + label, "bare forward", ratio_of(model, ids.split(4), make, rounds), target)
-    one = ids[:1, :16]
-
-    def whole_call() -> None:
-        run_probes(model, one, [PositionsProbe()], progress=False)
-
-    ratio = paired(whole_call, forward(model, (one,)), 15)
-    yield Row("GPT-2-small-sized, run_probes of 16 tokens, whole", "bare forward", ratio, 1.5)
-
-
-def device_rows(device: str, dtype: torch.dtype) -> Iterator[Row]:
-    """The same model on a GPU, in larger batches."""
-    goals = (1.1, 1.4, 3.0) if dtype == torch.float32 else (1.2, 1.6, 4.0)
-    for n, length in ((32, 256), (8, 1024)):
+def gpt2_rows(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Iterator[Row]:
+    """A GPT-2-small-sized model: four batches of a size for the device, and one call on a CPU."""
+    if device == "cpu":
+        sizes, goals = [(4, 128)], (0.70, 0.85, 1.1)
+    else:
+        sizes = [(32, 256), (8, 1024)]
+        goals = (1.1, 1.4, 3.0) if dtype == torch.float32 else (1.2, 1.6, 4.0)
+    for n, length in sizes:
         model = gpt2_sized(length).to(device=device, dtype=dtype)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(50257, (4 * n, length), generator=generator).to(device)
-        for (label, make), goal in zip(
-            (
-                ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)]),
-                ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64)),
-                ("and recovery, exact", positions_and_recovery),
-            ),
-            goals,
-            strict=True,
+        where = (
+            f"GPT-2-small-sized, {device}, {str(dtype).removeprefix('torch.')}, {n} x {length}: "
+        )
+        for label, make, goal in (
+            ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], goals[0]),
+            ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64), goals[1]),
+            ("and recovery, exact", positions_and_recovery, goals[2]),
         ):
-            ratio = ratio_of(model, ids.split(n), make, rounds=7)
-            name = str(dtype).removeprefix("torch.")
-            what = f"GPT-2-small-sized on {device}, {name}, {n} x {length}: {label}"
-            yield Row(what, "bare forward", ratio, goal)
+            ratio = ratio_of(model, ids.split(n), make, rounds=3)
+            yield Row(where + label, "bare forward", ratio, goal)
+    if device == "cpu":
+        one = ids[:1, :16]
+        call = partial(run_probes, model, one, [PositionsProbe()], progress=False)
+        ratio = paired(call, forward(model, (one,)), 15)
+        yield Row("run_probes of 16 tokens, whole", "bare forward", ratio, 1.5)
 
 
 def toy() -> tuple[Any, tuple[Tensor, ...]]:
@@ -241,15 +227,6 @@ def forget_peak() -> float:
     return resident()
 
 
-def size_of(value: Any) -> float:
-    """MiB of the tensors in a nested state, each once."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size() / 2**20
-    if isinstance(value, dict):
-        return sum(size_of(part) for part in value.values())
-    return sum(size_of(part) for part in value) if isinstance(value, (list, tuple)) else 0.0
-
-
 def measure(what: str, who: str, n: int, sketch: int = 0) -> dict[str, float]:
     """Peak memory: above what the model and the inputs take ("small"), or all of it ("gpt2")."""
     if what == "small":
@@ -266,9 +243,8 @@ def measure(what: str, who: str, n: int, sketch: int = 0) -> dict[str, float]:
         return {"peak": resident("VmHWM")}
     probes = positions_and_recovery(sketch=sketch or None, maps=False)
     results = run_probes(model, x, probes, batch_size=4, progress=False)
-    own = sum(size_of(probe.state_dict()) for probe in probes)
-    held = sum(size_of(list(vars(result).values())) for result in results[:1])
-    return {"peak": resident("VmHWM"), "own": own + held}
+    own = bytes_in([probe.state_dict() for probe in probes]) + bytes_in(vars(results[0]))
+    return {"peak": resident("VmHWM"), "own": own / 2**20}
 
 
 def memory_rows(n_tokens: int) -> Iterator[Row]:
@@ -307,9 +283,9 @@ def main() -> None:
         return
     parts = [PARTS[name] for name in chosen.only]
     if chosen.device != "cpu":
-        parts = [lambda: device_rows(chosen.device, getattr(torch, chosen.dtype))]
+        parts = [partial(gpt2_rows, chosen.device, getattr(torch, chosen.dtype))]
     if chosen.memory:
-        parts = [lambda: memory_rows(chosen.memory)]
+        parts = [partial(memory_rows, chosen.memory)]
     console = Console(width=120)
     table = Table("what", "against", "ratio", "at most", title=f"{torch.get_num_threads()} threads")
     for part in parts:
