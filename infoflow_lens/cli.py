@@ -252,10 +252,10 @@ def tasks(
     with _report_errors():
         from infoflow_lens.tasks import dataset_card, list_tasks, load_task
 
-        if name is not None:
-            say(str(dataset_card(load_task(name))))
+        known = [load_task(each) for each in (list_tasks() if name is None else [name])]
+        if name is not None and not as_json:
+            say(str(dataset_card(known[0])))
             return
-        known = [load_task(each) for each in list_tasks()]
     rows: list[dict[str, Any]] = [
         {
             "name": task.name,

@@ -204,6 +204,8 @@ def test_tasks_lists_every_task_with_parameters_and_comparisons():
 
 def test_tasks_prints_the_card_of_one():
     assert "# in_context_qa" in CliRunner().invoke(app, ["tasks", "in_context_qa"]).output
+    (row,) = json.loads(CliRunner().invoke(app, ["tasks", "in_context_qa", "--json"]).output)
+    assert row["name"] == "in_context_qa"
     result = CliRunner().invoke(app, ["tasks", "in_contxt_qa"])
     assert result.exit_code == 2
     assert "did you mean 'in_context_qa'" in result.output
