@@ -322,16 +322,14 @@ def coverage(
     return _mean((predicted & active).sum(1) / active.sum(1))
 
 
-def _check_norms(influence: Tensor) -> None:
+def check_norms(values: Tensor, name: str) -> None:
     """Refuse what are no norms.
 
     Raises:
         InfoFlowError: for negative numbers, infinity or NaN.
     """
-    if not influence.isfinite().all() or (influence < 0).any():
-        raise InfoFlowError(
-            "measured influence is negative, infinite or NaN somewhere: expected norms >= 0"
-        )
+    if not values.isfinite().all() or (values < 0).any():
+        raise InfoFlowError(f"{name} negative, infinite or NaN somewhere: expected numbers >= 0")
 
 
 def compare(
@@ -482,12 +480,12 @@ def _pair(
     Raises:
         InfoFlowError: as :func:`compare`.
     """
-    check_measured(measured, InfluenceResult)
+    check_kind(measured, InfluenceResult)
     sets = sets_of(predicted, measured)
     return States(measured, {"predicted sets": sets}, threshold, lengths, without)
 
 
-def check_measured(measured: Any, kind: type[StateScores]) -> None:
+def check_kind(measured: Any, kind: type[StateScores]) -> None:
     """Refuse what no probe of influence gave.
 
     Raises:
@@ -582,7 +580,7 @@ class States:
                     f"{tuple(influence.shape)}: expected the same [layer, batch, pos, source]; "
                     "probe and predict the same inputs"
                 )
-        _check_norms(influence)
+        check_norms(influence, "measured influence is")
         layers = range(len(influence))
         self.layers = measured.layers if isinstance(measured, StateScores) else tuple(layers)
         self.last_layer = self.layers.index(max(self.layers))
@@ -812,7 +810,7 @@ def coverage_curve(
     """
     counted = positions.lengths if isinstance(positions, PositionsResult) else None
     positions = _split_ranks(positions)
-    check_measured(influence, InfluenceResult)
+    check_kind(influence, InfluenceResult)
     shape = _read_influence(influence, lengths)[0].shape
     n_layers, batch, n_pos, n_source = shape
     if counted is not None:

@@ -15,7 +15,8 @@ from infoflow_lens.agreement import (
     Predicted,
     States,
     auroc,
-    check_measured,
+    check_kind,
+    check_norms,
     select_layers,
     sets_of,
 )
@@ -306,16 +307,13 @@ def compare_rankings(
             f"sets are {', '.join(sets) or 'none'}, scores {', '.join(scores) or 'none'}: expected "
             f"at least one set, and names of their own, other than {', '.join(CONTROLS)}"
         )
-    check_measured(measured, StateScores)
+    check_kind(measured, StateScores)
     ranked: dict[str, Tensor] = {}
     held = []
     for name, score in scores.items():
         ranked[name], has_scores = _full(score, repr(name), measured)
         held += [has_scores]
-        if not ranked[name].isfinite().all() or (ranked[name] < 0).any():
-            raise InfoFlowError(
-                f"scores of {name!r} are negative, infinite or NaN somewhere: expected scores >= 0"
-            )
+        check_norms(ranked[name], f"scores of {name!r} are")
     chosen_sets = {name: sets_of(given, measured) for name, given in sets.items()}
     pair = States(
         measured, {f"sets {name!r}": one for name, one in chosen_sets.items()}, threshold, lengths,

@@ -77,7 +77,8 @@ class Writers:
         """Make hooks in whose pass nothing is written: biases alone make what is read then."""
         for name, leaf in self.leaves.items():
             # a rotary table is no writer, and stays, so that queries and keys are rotated as before
-            yield name, _zeros if leaf.names else _stay
+            if leaf.names:
+                yield name, write_nothing
 
     def pin(self) -> Iterator[NamedHook]:
         """Make hooks in whose pass everything is written as in the pass that was cut."""
@@ -222,13 +223,10 @@ def _is_entrance(point: str) -> bool:
     return point in _EMBEDDINGS or point.endswith("hook_resid_pre")
 
 
-def _zeros(activation: Tensor, hook: Any) -> Tensor:
+def write_nothing(activation: Tensor, hook: Any) -> Tensor:
+    """Edit a hook point so that it carries zeros."""
     return torch.zeros_like(activation)
 
 
 def _replace(value: Tensor, activation: Tensor, hook: Any) -> Tensor:
     return value.clone()  # which the model may write to in place
-
-
-def _stay(activation: Tensor, hook: Any) -> None:
-    return None

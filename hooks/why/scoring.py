@@ -15,7 +15,7 @@ from infoflow_lens.hooks.model.points import hook_points
 from infoflow_lens.hooks.model.semantics import attention_hooks, hook_semantics
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.shares.norms import HeldNorms
-from infoflow_lens.hooks.shares.writers import Writers, differentiate
+from infoflow_lens.hooks.shares.writers import Writers, differentiate, write_nothing
 
 CONSTANTS = "constants"  # the part of a query or key that biases alone make
 
@@ -77,7 +77,9 @@ class LayerScores:
     ) -> Float[Tensor, "query_part key_part"]:
         """Split the first key's score minus the second's over parts of the query and the keys."""
         margin = self.scores[head, query, keys[0]] - self.scores[head, query, keys[1]]
-        by_query = differentiate(margin[None], [self.q.made], self._one(), create_graph=True)[0]
+        by_query = differentiate(
+            margin[None], [self.q.made], margin.new_ones(1, 1), create_graph=True
+        )[0]
         # the margin is linear in the query, so that this depends on the keys alone, linearly
         by_query = by_query[_index(0, 0, query, *self.q.place(head, len(self.scores)))]
         of_query = self.parts_of(self.q, head, query)
@@ -124,9 +126,6 @@ class LayerScores:
             self._known[place] = torch.cat([written.permute(1, 2, 0), constants[None]])
         return self._known[place]
 
-    def _one(self) -> Tensor:
-        return torch.ones(1, 1, dtype=self.scores.dtype, device=self.scores.device)
-
 
 @torch.enable_grad()
 def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[LayerScores]:
@@ -168,7 +167,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
         for side in "qk"
     }
     used = list(chosen.values())
-    nothing: list[NamedHook] = [*writers.pin(), *((name, _zeros) for name in used)]
+    nothing: list[NamedHook] = [*writers.pin(), *((name, write_nothing) for name in used)]
     with torch.no_grad():
         with HeldNorms(held.statistics):
             silent = call(model, batch, [*used, *scores], edit=list(writers.silence())).activations
@@ -230,7 +229,3 @@ def _as_scores(model: nn.Module, layer: int, attention: Tensor) -> Float[Tensor,
 def _index(*places: Any) -> Any:
     """Return an index of several axes."""
     return places
-
-
-def _zeros(activation: Tensor, hook: Any) -> Tensor:
-    return torch.zeros_like(activation)

@@ -374,7 +374,9 @@ def add_digest(values: Mapping[str, Any]) -> str:
     """
     held = _without_nan(dict(values))
     try:
-        return json.dumps({**held, "digest": _digest(held)}, indent=2, allow_nan=False) + "\n"
+        return (
+            json.dumps({**held, "digest": digest_of_values(held)}, indent=2, allow_nan=False) + "\n"
+        )
     except (TypeError, ValueError, RecursionError) as error:
         raise InfoFlowError(
             f"what is to be saved is no JSON ({error}): expected numbers, texts, lists and "
@@ -395,7 +397,7 @@ def read_signed(path: str | os.PathLike[str], schema: str, what: str, hint: str)
             f"{str(path)!r} is no {what} of this version (its schema is {found!r}): expected "
             f"{schema!r}: {hint}"
         )
-    if digest != _digest(values):
+    if digest != digest_of_values(values):
         raise InfoFlowError(
             f"{str(path)!r} is no {what} (it has changed since it was written): {hint}"
         )
@@ -407,10 +409,13 @@ def has_digest(values: Any) -> bool:
     """Return whether what was read is what :func:`add_digest` wrote."""
     if not isinstance(values, dict) or "digest" not in values:
         return False
-    return bool(values["digest"] == _digest({k: v for k, v in values.items() if k != "digest"}))
+    return bool(
+        values["digest"] == digest_of_values({k: v for k, v in values.items() if k != "digest"})
+    )
 
 
-def _digest(values: dict[str, Any]) -> str:
+def digest_of_values(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of values of JSON, whatever their order, as 16 hex digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -6,7 +6,6 @@ else's, and is neither read, replaced nor removed.
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     digest_of,
+    digest_of_values,
     let_own,
     naming_file,
     open_regular,
@@ -345,7 +345,7 @@ class RunFolder:
         try:
             header = json.loads(line)
             digest = header.pop("digest")
-            if header["schema"] != _SCHEMA or digest != _digest_of_values(header):
+            if header["schema"] != _SCHEMA or digest != digest_of_values(header):
                 raise ValueError("it has changed since it was written")
             if not isinstance(header["identity"], (dict, type(None))):
                 raise TypeError("its identity is no mapping")
@@ -403,7 +403,7 @@ class RunFolder:
             target.unlink(missing_ok=True)
             return
         header: dict[str, Any] = {"schema": _SCHEMA, "identity": self.identity}
-        lines = [json.dumps({**header, "digest": _digest_of_values(header)})]
+        lines = [json.dumps({**header, "digest": digest_of_values(header)})]
         for name, digests in kept.items():
             lines += [json.dumps({"name": name, "sha256": digest}) for digest in digests]
         # replaced at once: a reader sees the old manifest or the new one
@@ -522,7 +522,3 @@ def _describe_writer(writer: Path) -> str:
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
-
-
-def _digest_of_values(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
