@@ -16,7 +16,7 @@ from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.passes.ranking import mark_sources
-from infoflow_lens.hooks.positions.result import PositionsResult
+from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
     GradedSets,
@@ -792,7 +792,7 @@ class CoverageCurve(Savable):
 
 
 def coverage_curve(
-    positions: Sequence[Int[Tensor, "batch _head pos rank"]] | PositionsResult,
+    positions: Sequence[Int[Tensor, "batch _head pos rank"]] | PositionsResult | ShardedPositions,
     influence: Measured,
     lengths: Int[Tensor, " batch"] | None = None,
     without: BothEnds = (),
@@ -808,6 +808,7 @@ def coverage_curve(
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
+    positions = positions.whole() if isinstance(positions, ShardedPositions) else positions
     counted = positions.lengths if isinstance(positions, PositionsResult) else None
     positions = _split_ranks(positions)
     check_kind(influence, InfluenceResult)

@@ -166,6 +166,11 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         """:attr:`PositionsResult.moved_keys` of all sequences, in memory."""
         return self.whole().moved_keys
 
+    @property
+    def lengths(self) -> Int[Tensor, " sample"]:
+        """:attr:`PositionsResult.lengths` of all sequences, which `propagate` reads."""
+        return torch.cat([part.lengths for part in self.shards()])
+
     def summary(self, skip: int = 0) -> "pd.DataFrame":
         """Return :meth:`PositionsResult.summary` of all sequences.
 
