@@ -365,8 +365,15 @@ def _full(values: Any, name: str, measured: Any) -> tuple[Tensor, Tensor]:
         measured: a result in whose layers, and in whose order of them, scores are given back.
 
     Raises:
-        InfoFlowError: for what has no value for every state and source, or none of a layer.
+        InfoFlowError: for what has no value for every state and source, or none of a layer,
+            and for other sequences.
     """
+    own, known = (getattr(each, "lengths", None) for each in (values, measured))
+    if own is not None and known is not None and own.tolist() != known.tolist():
+        raise InfoFlowError(
+            f"{name} has sequences of lengths {own.tolist()}, those that were measured "
+            f"{known.tolist()}: expected the same; probe the same inputs"
+        )
     if isinstance(values, StateScores):
         wanted = getattr(measured, "layers", values.layers)
         if not set(wanted) <= set(values.layers):

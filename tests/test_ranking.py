@@ -231,6 +231,9 @@ def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inp
         run_probes(token_model, rows[1][None], [probe()], progress=False)[0]
         for probe in (AttentionRollout,)
     )
+    others = replace(rollout, lengths=rollout.lengths.flip(0))
+    with pytest.raises(InfoFlowError, match=r"'rollout' has sequences of lengths \[7, 5, 9\]"):
+        compare_rankings({"k=1": propagate(positions.argmax)}, {"rollout": others}, influence)
     assert found.n_candidates[0, 1, :5].tolist() == [0, 1, 2, 3, 4]
     assert found.n_candidates[0, 1, 5:].isnan().all()
     assert found.sizes["k=1"][:, 1, 5:].isnan().all()
