@@ -29,7 +29,7 @@ from infoflow_lens.theory.demands import Demand, demands
 from infoflow_lens.theory.exclusion import Document, carry_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, measure_routing
-from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.samples import Samples, resize
 from infoflow_lens.theory.schedule import Schedule, Target
 from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
@@ -185,7 +185,7 @@ def phase_diagram(
         InfoFlowError: as :func:`estimate`.
     """
     asked = Question.read(task, seed=0)
-    cases = {tokens: _resize(task, tokens) for tokens in n_tokens}
+    cases = {tokens: resize(task, tokens) for tokens in n_tokens}
     found: dict[tuple[Heads, int], Verdict] = {}
     witnesses: list[Document] = []
     # the most heads and the fewest tokens first: what is proved of them holds for fewer and longer
@@ -207,14 +207,6 @@ def phase_diagram(
         }
         for some, tokens in itertools.product(heads, n_tokens)
     ]
-
-
-def _resize(task: Any, n_tokens: int) -> Any:
-    """Return the task on sequences of T tokens; None where its T follows from other sizes."""
-    try:
-        return task if task.n_tokens == n_tokens else replace(task, n_tokens=n_tokens)
-    except (TypeError, ValueError):
-        return None
 
 
 @checked

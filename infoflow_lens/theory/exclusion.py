@@ -4,6 +4,7 @@ A witness is a document that :func:`infoflow_lens.foundation.exclusions.verify_e
 with the target alone; it says there what each kind proves. Nothing is called proved without one.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from infoflow_lens.theory.comparison import (
     growth_sizes,
     tuple_indices,
 )
-from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.samples import Samples, resize
 from infoflow_lens.theory.shapes import ModelShape
 
 Document = dict[str, Any]
@@ -34,6 +35,7 @@ _STEP = 1e-2
 _MOST_COPIED = 16
 _CHECKED = 50  # sequences, about, whose values the check of a witness asks for
 _MOST_CHECKED = 2 * 10**8
+_MOST_SURE = 10**7  # of those that need no check
 _MOST_TIED = 20_000  # tuples of the tokens of tied ones
 _TIED_TRIES = 3
 _TIED_STEPS = 150
@@ -59,29 +61,49 @@ def excluding(
     """
     if task.n_tokens > _LONGEST:
         return None
-    samples = Samples(task, _INPUTS, seed)
+    own = Samples(task, _INPUTS, seed)
     # iterators, cheap ones first: a kind is sought only where those before it gave no witness
-    candidates: list[Iterator[Document]] = [_out_of_reach(shape, samples)]
+    candidates = [_out_of_reach(shape, own)]
     if fixed:
-        candidates.append(_orders(shape, samples))
-    elif _INPUTS * samples.n_scores <= _MOST_SCORES and not any(shape.windows):
-        if shape.n_layers == 1:
-            candidates.append(_pigeonholes(shape, samples))
-        candidates.append(_growths(shape, samples))
-        if thorough:
-            candidates.append(_ties(shape, samples))
-    return next((found for each in candidates for found in each if is_witness(found, task)), None)
+        candidates.append(_orders(shape, own))
+    elif not any(shape.windows):
+        # what would take too long at T is sought among fewer tokens, and made longer
+        shorter = (resize(task, n) for n in (64, 16) if 4 * n <= task.n_tokens)
+        samples = [Samples(case, _INPUTS, seed) for case in (task, *shorter) if case is not None]
+        quick = [each for each in samples if _INPUTS * each.n_scores <= _MOST_SCORES]
+        for each in quick if thorough else quick[:1]:
+            if shape.n_layers == 1:
+                candidates.append(_pigeonholes(shape, each))
+            candidates.append(_growths(shape, each))
+            if thorough:
+                candidates.append(_ties(shape, each))
+    for document in itertools.chain(*candidates):
+        if is_witness(document, resize(task, document["n_tokens"])):
+            same = document["n_tokens"] == task.n_tokens
+            return document if same else carry_over([document], task, shape)
+    return None
 
 
 def carry_over(documents: Sequence[Document], task: Any, shape: ModelShape) -> Document | None:
-    """Find a witness of more heads or fewer tokens that serves here; None if none does."""
-    if task.n_tokens > _LONGEST or _CHECKED * Samples(task, 1, 0).n_scores > _MOST_CHECKED:
+    """Find a witness of more heads or fewer tokens that serves here; None if none does.
+
+    Copies of a token make it longer. Where a target is a function of best tuples of any positions,
+    they change no value, and a witness needs no other check.
+    """
+    components = getattr(task, "components", ())
+    sure = hasattr(task, "outer_function") and not any(
+        c.rank > 1 or c.distinct or c.tuples or c.positions for c in components
+    )
+    most = _MOST_SURE if sure else _MOST_CHECKED
+    dear = _CHECKED * Samples(task, 1, 0).n_scores > most
+    if task.n_tokens > _LONGEST or (dear and not sure):
         return None
     for document in documents:
         # what excludes more heads excludes fewer, and a shorter witness can be made longer
         fewer = all(a >= b for a, b in zip(document["n_heads"], shape.n_heads, strict=True))
         if fewer and document["n_tokens"] <= task.n_tokens:
-            served = (d for d in _longer(document, task.n_tokens, shape) if is_witness(d, task))
+            longer = _longer(document, task.n_tokens, shape)
+            served = longer if dear else (d for d in longer if is_witness(d, task))
             if (found := next(served, None)) is not None:
                 return found
     return None

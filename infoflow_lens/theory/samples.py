@@ -19,6 +19,17 @@ _RUN_AT = 64
 _MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
 
 
+def resize(task: Any, n_tokens: int) -> Any:
+    """Return the task on sequences of T tokens; None where it has no such ones.
+
+    Its T may follow from other sizes, or a subset of positions may not fit.
+    """
+    try:
+        return task if task.n_tokens == n_tokens else replace(task, n_tokens=n_tokens)
+    except (TypeError, ValueError):
+        return None
+
+
 @dataclass(frozen=True)
 class Samples:
     """Sequences on which schedules are run.
@@ -37,15 +48,10 @@ class Samples:
     def draw(cls, task: Any, n: int, seed: int, at: int | None = None) -> "Samples | None":
         """Prepare samples at T or `at`, at 64 where that is long; None if they cannot be drawn."""
         n_tokens = task.n_tokens if at is None else at
-        wanted = n_tokens if n_tokens <= _LARGEST_RUN else _RUN_AT
-        if n < 1:
+        resized = resize(task, n_tokens if n_tokens <= _LARGEST_RUN else _RUN_AT)
+        if n < 1 or (resized is None and task.n_tokens > _LARGEST_RUN):
             return None
-        if task.n_tokens != wanted:
-            try:
-                task = replace(task, n_tokens=wanted)
-            except (TypeError, ValueError):  # T follows from other sizes, or a subset does not fit
-                return None if task.n_tokens > _LARGEST_RUN else cls(task, n, seed)
-        return cls(task, n, seed)
+        return cls(resized or task, n, seed)
 
     def number(self, schedule: Schedule, components: Sequence[Component]) -> int:
         """Count the samples on which a schedule is run: fewer than there are where that is dear."""

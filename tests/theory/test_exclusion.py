@@ -3,6 +3,7 @@
 import ast
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -297,3 +298,35 @@ def test_verdicts_are_monotone_in_heads_and_tokens(name, parameters, heads, long
                 assert second == verdict, (h, t, other, longer)
             if second == "allowed by construction" and longer == t and fewer:
                 assert verdict == second, (h, t, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "heads", "n_tokens"),
+    [
+        ("depth_separation", {}, (1,), 1024),
+        ("best_tree", {}, (1, 1), 512),
+        pytest.param("intrinsic_dimension", {"n_components": 4}, (3,), 256, marks=pytest.mark.slow),
+        ("kth_largest", {"k": 3}, (2,), 512),
+    ],
+)
+def test_what_is_proved_of_short_sequences_is_of_long_ones(name, parameters, heads, n_tokens):
+    """Beyond some T each was open, or excluded by the paper's count alone."""
+    task = load_task(name, n_tokens=n_tokens, **parameters)
+    found = estimate(shape(heads, n_tokens), task, verify=20)
+    assert found.verdict == "excluded, proved", found.why
+    assert found.witness["n_tokens"] == n_tokens
+    assert verify_exclusion(found.witness, lambda rows: values_of(task, rows)) == []
+
+
+def test_triples_of_long_sequences_are_proved_out_without_all_their_scores():
+    """Of 1024 tokens the verifier would ask for 10^10 scores; copies of a token change none."""
+    task = load_task("triangle_center", n_tokens=1024)
+    found = estimate(shape((1, 1), 1024), task, verify=5)
+    assert found.verdict == "excluded, proved", found.why
+    tokens = [tuple(token) for token in found.witness["input"]]
+    kept = list(dict.fromkeys(tokens))
+    places = {token: tokens.index(token) for token in kept}
+    assert [places[token] for token in kept] == list(range(len(kept)))
+    short = replace(task, n_tokens=len(kept))
+    document = found.witness | {"input": [list(token) for token in kept], "n_tokens": len(kept)}
+    assert verify_exclusion(document, lambda rows: values_of(short, rows)) == []
