@@ -263,6 +263,9 @@ def estimate_asked(
     case = _Case(asked, shape, n_tokens, samples, task)
     best, alone = case.best, case.alone
     # what a target lists may be more than what it needs
+    if alone.schedule is None:
+        needs = [(asked.profile_of(r).number(n_tokens, count), r) for r in asked.readings]
+        alone = replace(alone, reading=min(needs, key=lambda each: each[0])[1])
     profile = asked.profile_of(alone.reading)
     needed = profile.number(n_tokens, count)
     capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
@@ -552,10 +555,11 @@ def _reasons(
     # uses one mechanism in all heads; result.schedule is the best of any
     alone = answer.schedule
     if result.needed:
+        as_well = f"; {'; '.join(answer.reading.notes)}" if answer.reading.notes else ""
         reasons.append(
             f"the target needs {result.needed} comparisons of {profile.dimension}-tuples "
-            f"(count={result.count!r}); by max-position retrieval alone the model makes at most "
-            f"{result.capacity} (eq 5 with K = {result.trees}, the last layer for CLS only "
+            f"(count={result.count!r}{as_well}); by max-position retrieval alone the model makes "
+            f"at most {result.capacity} (eq 5 with K = {result.trees}, the last layer for CLS only "
             "[derived])"
         )
         if asked.unmet:
@@ -563,7 +567,7 @@ def _reasons(
     elif len(asked.reads):
         reasons.append("the target compares nothing: it reads fixed positions")
     reasons.append(f"{result.verdict}: {result.why}")
-    if alone is not None:
+    if alone is not None and answer.describe() not in result.why:
         what = {
             "max-position retrieval": "max-position heads",
             "fixed positions": "fixed positions and retrieval",
@@ -572,19 +576,20 @@ def _reasons(
             f"a schedule of {what} alone learns the target, with |I| <= {alone.size}: "
             f"{answer.describe()}"
         )
-        if alone.adaptive:
-            reasons.append(
-                "it is adaptive: what a layer looks for depends on what was found before, which "
-                "takes queries that a network computes from the whole state, and a score that "
-                "jumps at what was found [derived]"
-            )
+    if alone is not None and alone.adaptive:
+        reasons.append(
+            "it is adaptive: what a layer looks for depends on what was found before, which "
+            "takes queries that a network computes from the whole state, and a score that "
+            "jumps at what was found [derived]"
+        )
     if result.d_head:
         d_heads = ", ".join("?" if n is None else str(n) for n in result.d_head)
+        unknown = "; ? where no rank is known" if None in result.d_head else ""
         products = ", ".join(map(str, result.products))
         reasons.append(
             f"this schedule asks for d_head >= ({d_heads}) by layer, the rank of its scores "
-            f"(whether fewer are enough is open); and for ({products}) products in feed-forward "
-            "networks, beside the target's own outer function"
+            f"(whether fewer are enough is open{unknown}); and for ({products}) products in "
+            "feed-forward networks, beside the target's own outer function"
         )
     if alone is not None and (numbers := alone.size * result.d_token) > max(shape.d_model):
         reasons.append(
@@ -593,7 +598,7 @@ def _reasons(
         )
     if result.needed:
         reasons.extend(_heads_in_words(result, profile))
-    if result.schedule and result.schedule is not alone:
+    if result.schedule and result.schedule != alone:
         reasons.append(f"|I| <= {result.upper_information} is enough: {result.schedule.describe()}")
     if result.routed is not None:
         r = result.routed

@@ -275,8 +275,8 @@ class Next(Retrieval):
 
     def describe(self) -> tuple[str, str]:
         """See :meth:`Job.describe`."""
-        way = "smallest token above" if self.from_below else "largest token below"
-        return f"retrieve the {way} what was found, score {self.component + 1} (adaptive)", ""
+        way = "from the worst up" if self.from_below else "from the best down"
+        return f"retrieve the next token by score {self.component + 1}, {way} (adaptive)", ""
 
 
 @dataclass(frozen=True)

@@ -446,3 +446,29 @@ def test_a_rank_is_that_of_scores_that_choose():
     assert rank_of(x @ x.T) == 3
     assert rank_of(torch.outer(x[:, 0], x[:, 1])) == 1
     assert rank_of(torch.full((4, 4), -torch.inf)) is None  # no product of queries and keys
+
+
+def test_what_is_needed_is_counted_of_the_list_that_needs_least():
+    """4095 comparisons were needed, 842 made, and yet nothing was excluded."""
+    generator = torch.Generator().manual_seed(5)
+    a, b = torch.randn(2, 3, 3, generator=generator)
+    form = lambda m, x, y: ((x @ m.to(x)) * y).sum(-1)  # noqa: E731
+    two = Component(
+        4, lambda z: form(a, z[..., 0, :], z[..., 1, :]) + form(b, z[..., 2, :], z[..., 3, :])
+    )
+    found = estimate(
+        ModelShape((1, 2), (32, 32), 8), Target(components=(two,), n_tokens=8, d_token=3)
+    )
+    assert (found.verdict, found.needed) == ("open", 2 * (8**2 - 1))
+    assert found.needed <= found.capacity
+    assert "splits into scores of fewer tokens" in found.reasons[0]
+
+
+def test_no_sentence_says_what_another_one_has_said():
+    """The schedule of the verdict stood in three sentences, and "?" in the place of a rank."""
+    second = Component(1, lambda x: x[..., 0, 0], rank=2, extremum="min")
+    task = Target(components=(second,), n_tokens=8, d_token=2)
+    found = estimate(ModelShape((1, 1), (8, 8), 8), task, verify=5)
+    assert sum("retrieve" in reason for reason in found.reasons) == 1
+    assert "largest" not in " ".join(found.reasons)  # the smallest but one
+    assert "? where no rank is known" in " ".join(found.reasons)
