@@ -119,6 +119,12 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
         assert max(map(len, cells)) <= 120  # one had 1,204, with 91 numbers
 
 
+def test_the_page_speaks_of_every_larger_run():
+    """It said that no separated pairs were trained for longer at T = 8, and a run of them stood."""
+    said = (RESULTS / "README.md").read_text().split(END)[1]
+    assert [name for name in RUNS if "/" in name and f"({name}/table.md)" not in said] == []
+
+
 WORDS = dict.fromkeys(RUNS, "seen") | {
     # a verdict by luck: of resampled seeds a quarter or more say something else
     "max_position_recovery": "undecided",
