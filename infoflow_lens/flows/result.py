@@ -163,7 +163,9 @@ class Flow(Savable):
             return None
         sets = self.sets.part(self.layers)
         without = self.record.config["without"]
-        return explained(sets, self.influence, candidates=self._visible(), without=tuple(without))
+        return explained(
+            sets, self.influence, candidates=self._visible[self.layers[-1]], without=tuple(without)
+        )
 
     def _find_non_candidates(self) -> Bool[Tensor, "input source"]:
         """Mark the tokens that are no candidates, as no head passes them on."""
@@ -185,7 +187,7 @@ class Flow(Savable):
         influence = self.influence.full()[-1]
         n_pos = influence.shape[1]
         own = torch.eye(n_pos, n_source, dtype=torch.bool)
-        candidate = self._visible() & ~own & ~self._find_non_candidates()[:, None]
+        candidate = self._visible[layer] & ~own & ~self._find_non_candidates()[:, None]
         # an order of two tokens is right or wrong by chance
         asked = self.influence.has_scores & (candidate.sum(dim=-1) > 2)
         if not asked.any():
@@ -212,17 +214,20 @@ class Flow(Savable):
             text += ", and attention is nearly even, where contributions claim nothing"
         return text
 
-    def _visible(self) -> Bool[Tensor, "input pos source"]:
-        """Mark what each state of the last of the asked layers could hold, by the model's mask."""
+    @cached_property
+    def _visible(self) -> tuple[Bool[Tensor, "input pos source"], ...]:
+        """Mark what each state could hold, by the model's mask, for each layer."""
         n_states, n_source = self.sets.members.shape[2:]
         reached = torch.eye(n_states, n_source, dtype=torch.float32).expand(
             len(self.tokens), -1, -1
         )
-        for scores in self.attention.scores[: self.layers[-1] + 1]:
+        found = []
+        for scores in self.attention.scores:
             allowed = (scores > -math.inf).any(dim=1).float()
             # [input, pos, source]: what keys hold that some head may read, and what the state held
             reached = ((allowed @ reached + reached) > 0).float()
-        return reached > 0
+            found.append(reached > 0)
+        return tuple(found)
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for each input, asked state and source: whether the predicted set holds
@@ -415,6 +420,9 @@ def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
             measured = found.full()[:, index, :, :n_source].float()
             for row, layer in enumerate(found.layers):
                 influence[layer, asked] = measured[row, asked]
+    visible = torch.stack([layer[index, :n_states, :n_source] for layer in flow._visible])
+    left_out = flow._find_non_candidates()[index, :n_source]
+    other = ~torch.eye(n_states, n_source, dtype=torch.bool) & ~left_out
     return ViewedInput(
         tokens=flow.tokens[index],
         n_queries=n_states,
@@ -424,7 +432,8 @@ def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
-        left_out=flow._find_non_candidates()[index].nonzero().flatten().tolist(),
+        left_out=left_out.nonzero().flatten().tolist(),
+        possible=(visible & other).sum(dim=-1),
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
         replaced=None if flow.replaced is None else _view_next_tokens(flow.replaced[index]),

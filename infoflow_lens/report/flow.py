@@ -242,6 +242,7 @@ def _pack(view: ViewedInput) -> dict[str, Any]:
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
     arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
     arrays["replaced"] = None if view.replaced is None else _pack_next_tokens(blob, view.replaced)
+    arrays["possible"] = None if view.possible is None else blob.keys(view.possible.cpu())
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         # by the largest of each state, which half precision could not hold as it is

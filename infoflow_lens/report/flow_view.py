@@ -135,6 +135,8 @@ class ViewedInput:
             state above; None if not measured.
         marked: sources with a mark of their own, such as the active index set of a target.
         left_out: sources that are no candidates: they stand in no count, share or chance.
+        possible: int [layer, pos], how many candidates each state could hold by the model's mask;
+            None for all, or all before it where the input is causal.
         reasons: why heads prefer their first keys; None if not known.
         next_tokens: for each position the most probable next tokens, as pairs of token and
             probability; None if not known.
@@ -157,6 +159,7 @@ class ViewedInput:
     edges: Sequence[Float[Tensor, "pos key"]] | None = None
     marked: Sequence[int] = ()
     left_out: Sequence[int] = ()
+    possible: Int[Tensor, "layer pos"] | None = None
     reasons: ViewedReasons | None = None
     next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
     replaced: ViewedReplaced | None = None

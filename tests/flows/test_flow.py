@@ -319,6 +319,9 @@ def test_what_a_window_hides_is_no_other_token():
     assert counts == [zoo.WINDOW - 1, 2 * (zoo.WINDOW - 1)]
     everything = quick(model, ids, layer=0, rule="top_k", k=4)
     assert "hold every other token that they can see (3)" in everything.summary()
+    steps = torch.arange(12)
+    expected = [steps.clamp(max=most) for most in (zoo.WINDOW - 1, 2 * (zoo.WINDOW - 1))]
+    assert everything.view.inputs[0].possible.equal(torch.stack(expected))  # of the page
 
 
 def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, monkeypatch):

@@ -204,6 +204,28 @@ def test_what_is_left_out_is_counted_nowhere(show, inputs):
     influence = given.influence[1, 8]
     share = float(influence[held].sum() / influence[others].sum())
     assert f"All {len(held)} have {share:.0%} (at random: {len(held) / 6:.0%})" in said
+    for source in range(8):
+        chip = page.locator(f".token[data-position='{source}']")
+        label, is_left_out = chip.get_attribute("aria-label"), source in (0, 2)
+        assert ("of that of all other tokens" in label) is not is_left_out
+        assert ("left out" in label) is is_left_out
+        assert not (is_left_out and chip.evaluate("e => e.style.backgroundColor"))
+    rows = page.locator("details.table tbody tr").evaluate_all(
+        "all => all.map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    assert not {row[0] for row in rows if row[2] != "yes"} & {"0", "2"}
+    total = sum(float(row[5].strip("<%")) for row in rows if row[5].endswith("%"))
+    assert 90 < total <= 100.5  # rows of less than a tenth of the largest are not shown
+
+
+def test_what_the_mask_hides_is_no_other_token(show, inputs):
+    """A window leaves two candidates to the state after layer 1 at position 8."""
+    possible = torch.arange(9).repeat(3, 1)
+    possible[1, 8] = 2
+    page = show(render_flow(FlowView("window", [replace(inputs[0], possible=possible)])))
+    for layer, others in ((1, 2), (2, 8)):
+        page.locator(".layer input").fill(str(layer))
+        assert f"of {others} other tokens" in page.locator(".status").inner_text()
 
 
 def test_what_was_not_measured_is_said_and_not_shown_as_zero(show, html):

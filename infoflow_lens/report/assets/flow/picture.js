@@ -196,7 +196,7 @@ infoflow.Picture = class {
 
   share(source) {
     const { values, largest } = this;
-    return Number.isNaN(values[source]) ? NaN
+    return Number.isNaN(values[source]) || this.leftOut.has(source) ? NaN
       : largest > 0 ? Math.min(1, values[source] / largest) : 0;
   }
 

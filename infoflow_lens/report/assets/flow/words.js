@@ -20,7 +20,7 @@ Object.assign(infoflow.Picture.prototype, {
         rows.push([s, token, own && inside ? "own token" : inside ? "yes" : "no",
           inside && !own ? infoflow.number(paths.best[0][s]) : "–",
           missing ? "not measured" : infoflow.number(this.values[s]),
-          missing || own ? "–" : infoflow.percent(this.values[s] / this.total),
+          missing || !this.counts(s) ? "–" : infoflow.percent(this.values[s] / this.total),
           inside ? this.pathOf(s) : "–"]);
       });
     if (!upward) {
@@ -84,8 +84,9 @@ Object.assign(infoflow.Picture.prototype, {
     }
     const members = input.tokens.map((_, s) => s).filter((s) => this.inSet(s));
     const others = members.filter((s) => this.counts(s));
-    const possible = input.tokens.filter((_, s) =>
-      this.counts(s) && (!input.causal || s < state.position)).length;
+    const possible = input.possible ? input.possible[state.layer * input.n_queries + state.position]
+      : input.tokens.filter((_, s) =>
+        this.counts(s) && (!input.causal || s < state.position)).length;
     const name = this.stateName(state.layer, state.position);
     let text = `${name[0].toUpperCase()}${name.slice(1)} can hold `
       + (others.length ? `${others.length} of ${possible} other tokens` : "no other token")
@@ -146,11 +147,12 @@ Object.assign(infoflow.Picture.prototype, {
       if (state.layer < 0) return lines;
       const inside = this.inSet(position), own = position === state.position;
       lines.push(own ? "own token: kept by the residual stream"
+        : this.leftOut.has(position) ? "left out, no candidate"
         : inside ? `in the predicted set, strength ${infoflow.number(this.paths.best[0][position])}`
         : "not in the predicted set");
       const value = this.values[position];
       lines.push(Number.isNaN(value) ? "influence not measured"
-        : `influence ${infoflow.number(value)}` + (own || !(this.total > 0) ? ""
+        : `influence ${infoflow.number(value)}` + (!this.counts(position) || !(this.total > 0) ? ""
           : `, ${infoflow.percent(value / this.total)} of that of all other tokens`));
       if (inside && !own && !brief) lines.push(this.pathOf(position));
       return lines;
