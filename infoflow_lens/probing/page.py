@@ -13,7 +13,7 @@ from infoflow_lens.probing.findings import Findings, Rows
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.parts.tokens import RoutesComparison, RoutesPart
-from infoflow_lens.probing.picture import build_flow_view
+from infoflow_lens.probing.picture import build_flow_view, find_reached
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section
 from infoflow_lens.theory import propagate
@@ -101,11 +101,12 @@ def _say_strength(result: Findings) -> str:
     left_out = mark_sources(
         result.config.without, influence.lengths, influence.n_positions, n_source
     )
-    rows = []
+    reached, rows = find_reached(result), []
     for index, length in enumerate(influence.lengths.tolist()):
         # the last state of each text; CLS stands behind the tokens
         last = length - 1 + influence.n_positions - n_source
         others = (torch.arange(length) != last) & ~left_out[index, :length]
+        others &= reached[last, :length]
         found = full[-1, index, last, :length].double()[others]
         if not float(found.sum()) > 0:
             continue

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.hooks import AttendedResult, PositionsResult
@@ -30,12 +31,19 @@ def build_flow_view(result: Findings) -> FlowView | None:
         rules = labels.rules(attended, positions)
     # weights of a softmax can be shown as shares; others and bare scores cannot
     softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
+    reached, measured_at = find_reached(result), influence.has_scores.any(dim=0)
+    causal = not any(x.attends == "bidirectional" for x in result.capabilities.layers)
+    # where nothing was measured, all that the order of positions lets a state hold
+    order = torch.ones_like(reached).tril(-1) if causal else torch.ones_like(reached)
+    reached = reached.where(measured_at[:, None], order)
     inputs = []
     for index in range(n):
         tokens = result.texts[index]
         n_source = len(tokens)
         n_pos = n_source + influence.n_positions - influence.influence.shape[-1]
         left_out = mark_sources(result.config.without, torch.tensor([n_source]), n_pos, n_source)
+        other = ~torch.eye(n_pos, n_source, dtype=torch.bool) & ~left_out
+        possible = (reached[:n_pos, :n_source] & other).sum(dim=-1)
         mechanisms = None
         if labels is not None and rules is not None:
             mechanisms = view_mechanisms(labels.mechanisms, rules, index, n_pos)
@@ -48,7 +56,8 @@ def build_flow_view(result: Findings) -> FlowView | None:
                 mechanisms=mechanisms,
                 influence=measured[:, index, :n_pos, :n_source],
                 left_out=left_out[0].nonzero().flatten().tolist(),
-                causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
+                possible=possible.expand(len(measured), -1),
+                causal=causal,
             )
         )
     kind = str(influence.record.config.get("probe", "influence"))
@@ -58,6 +67,18 @@ def build_flow_view(result: Findings) -> FlowView | None:
     # opens at the text in which influence comes from farthest
     first = max(range(n), key=lambda i: _from_afar(inputs[i]), default=0)
     return FlowView(title="", inputs=inputs, influence_name=how, first=first)
+
+
+def find_reached(result: Findings) -> Bool[Tensor, "pos source"]:
+    """Mark the candidates of tables: what reaches a position in some sequence and layer.
+
+    Some layers see a window of keys alone, and what lies behind it is no candidate.
+    """
+    assert result.influence is not None
+    reached = (result.influence.full() > 0).flatten(0, 1).any(dim=0)
+    for sets in result.predicted.values():
+        reached = reached | sets.members.flatten(0, 1).any(dim=0)
+    return reached
 
 
 def _from_afar(viewed: ViewedInput) -> float:

@@ -97,6 +97,21 @@ def test_what_is_left_out_is_left_out_of_weights_and_of_the_sentence_on_strength
     assert said[-1].endswith(f"; {row.n_informative} of 10 sets could be wrong")
 
 
+def test_what_a_window_hides_is_no_candidate_of_the_sentence_on_strengths():
+    """Two layers of Mistral see three keys back each, so that the last state has six others."""
+    ids = zoo.tokens(10, 14)
+    made = probe(zoo.build("mistral"), ids, probes=("influence",), **SETTINGS)
+    assert made.last["max_position"].others == 6
+    counts = []
+    for others in made.influence.full()[-1, :, -1, 7:13].double():
+        most = others.sort(descending=True).values.cumsum(0)
+        counts.append(int((most < 0.9 * others.sum()).sum()) + 1)
+    chance = sum(counts) / len(counts) / 6
+    assert f"at random would have {chance:.0%}." in build_report(made).headline
+    (viewed, *_) = build_flow_view(made).inputs
+    assert viewed.possible[:, -1].tolist() == [6, 6]
+
+
 def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
     (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
     folder = zoo.save("gpt2", tmp_path / "gpt2")
