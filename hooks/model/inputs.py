@@ -914,6 +914,9 @@ def _tensor(values: Any, name: str, expected: str) -> Tensor:
             f"{name} is {reprlib.repr(values)}, no row of numbers ({error}): expected {expected}"
         ) from error
     check_is_plain(found, name)
+    if found.is_inference():  # which takes no part in a derivative; a copy does
+        with torch.inference_mode(False):
+            found = found.clone()
     is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
     return found.long() if is_integer else found
 

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import outside_inference_mode
 
 TOKENS = "hook_tokens"
 # what to do where a bridge lacks or loses something
@@ -29,15 +30,17 @@ def takes_model(function: FunctionT) -> FunctionT:
 
     A module without hook points is opened, see :func:`infoflow_lens.open_model`. In the place of
     anything that is no module, and holds one, such as what :func:`~infoflow_lens.load_any` gives,
-    the function gets that.
+    the function gets that. It runs outside of an inference mode of the user's, in which there are
+    no derivatives.
     """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["model"] = ensure_hook_points(bound.arguments["model"])
-        return function(*bound.args, **bound.kwargs)
+        with outside_inference_mode():
+            bound.arguments["model"] = ensure_hook_points(bound.arguments["model"])
+            return function(*bound.args, **bound.kwargs)
 
     return cast(FunctionT, call)
 

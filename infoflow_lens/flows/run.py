@@ -31,6 +31,7 @@ from infoflow_lens.flows.settings import (
     positions_of,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import outside_inference_mode
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.settings import BothEnds, Count, Seed, check, checked
 from infoflow_lens.hooks import (
@@ -54,6 +55,7 @@ _MOST_REASONS = 20_000  # heads times positions: half a megabyte of a page [chos
 _MOST_RANKS = 8  # that the picture's switch offers
 
 
+@outside_inference_mode()
 @checked
 def flow(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,

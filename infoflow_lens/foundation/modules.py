@@ -78,6 +78,17 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave an inference mode of the user's for a block: derivatives in it are 0, or fail."""
+    if torch.is_inference_mode_enabled():
+        # to leave it switches gradients on, which it had switched off
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def part_in_eval_mode(part: nn.Module) -> Iterator[None]:
     """Evaluation of a part of a model without gradients, which other threads may run meanwhile.
 

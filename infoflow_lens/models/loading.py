@@ -21,6 +21,7 @@ from infoflow_lens.foundation.errors import (
     panics_as_errors,
 )
 from infoflow_lens.foundation.files import read_json, temporary_folder
+from infoflow_lens.foundation.modules import outside_inference_mode
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import GGUF, find_model
 from infoflow_lens.foundation.settings import check
@@ -94,6 +95,7 @@ class LoadedModel:
         )
 
 
+@outside_inference_mode()  # whose weights would take part in no derivative
 def load_any(
     name_or_path: str | os.PathLike[str] | nn.Module | LoadedModel,
     *,

@@ -11,8 +11,27 @@ from itertools import product
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, PositionsProbe, attach, inspect_model, load_any, run_probes
-from infoflow_lens.hooks import Intervention, Pass, PatternsProbe, probe_cache
+from infoflow_lens import (
+    InfoFlowError,
+    PositionsProbe,
+    ask,
+    attach,
+    flow,
+    inspect_model,
+    load_any,
+    run_probes,
+)
+from infoflow_lens.hooks import (
+    Intervention,
+    LogitDifference,
+    Pass,
+    PatternsProbe,
+    measure_shares,
+    measure_why,
+    measure_why_all,
+    probe_cache,
+    run,
+)
 from infoflow_lens.hooks.model.call import has_user_hooks
 from infoflow_lens.hooks.model.semantics import visibility
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -380,3 +399,36 @@ def test_weights_that_are_nan_are_no_weights_on_padding(folders):
         pattern[..., 0] = torch.nan  # as where a score overflows, and the rest of its row is spread
     with pytest.raises(InfoFlowError, match="holds NaN"):
         Pass(model, broken, tokens=ids, mask=mask.bool())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_inference_mode_of_the_users_changes_no_number(trains):
+    """Reasons and shares were 0 there, in silence; questions and flows failed in torch."""
+    model = zoo.build("llama").requires_grad_(trains)
+
+    def measure():
+        ids, other = zoo.tokens(2, 7).clone().split(1)  # made in that mode, too
+        answer = ask(model, ids, 7, 3, other, quick=True, progress=False)
+        return [
+            measure_shares(model, ids, LogitDifference(7, 3)).values,
+            measure_why(model, ids, 1, 2).pieces,
+            torch.cat(measure_why_all(model, ids).values),
+            flow(model, ids, progress=False).influence.values,
+            torch.tensor(answer.to_frame("heads")["estimate"].to_numpy()),
+        ]
+
+    expected = measure()
+    assert all(bool(one.any()) for one in expected)
+    with torch.inference_mode():
+        found = measure()
+        assert torch.is_inference_mode_enabled()
+    with torch.no_grad():
+        assert not run(model, zoo.tokens(1, 7), output=True).output.requires_grad
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_weights_that_are_loaded_in_inference_mode_have_derivatives(folders):
+    with torch.inference_mode():
+        model = load_any(folders("gpt2"), backend="auto").model
+    assert not any(weights.is_inference() for weights in model.parameters())
