@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook
-from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
+from infoflow_lens.hooks.model.points import hook_points, kind_of, layer_count, layer_of
 
 _EMBEDDINGS = {"hook_embed": "token embedding", "hook_pos_embed": "positional embedding"}
 _HEADS = re.compile(r"blocks\.\d+\.(attn\w*)\.hook_z")
@@ -150,13 +150,24 @@ class Writers:
 
         Returns:
             float64; derivative times what was written, summed over the width.
+
+        Raises:
+            InfoFlowError: where what was read has no derivative.
         """
         leaves = self._find_leaves(before)
         values = [leaf.value for leaf in leaves]
         size = sum(value.numel() for value in values)
         found = []
         for some in weights.split(max(1, _CHUNK // size)):
-            by_leaf = differentiate(read, values, some)
+            derivatives = _derive(read, values, some)
+            if all(one is None for one in derivatives):  # shares would be 0, whatever was written
+                raise InfoFlowError(
+                    f"what is read of the {kind_of(self._model)} has no derivative by what heads "
+                    "and MLPs write, so it cannot be split: expected a readout that depends on the "
+                    "output, and operations that have derivatives, which packed int8 weights lack; "
+                    "load it in float32"
+                )
+            by_leaf = _fill(derivatives, values, some)
             parts = []
             for leaf, gradient in zip(leaves, by_leaf, strict=True):
                 # [readout, pos, ...], without the axis of the batch, which has one sequence
@@ -194,9 +205,16 @@ def differentiate(
         weights: of its numbers, for each readout.
         graph: ``create_graph``.
     """
+    return _fill(_derive(read, by, weights, **graph), by, weights)
+
+
+def _derive(
+    read: Tensor, by: Sequence[Tensor], weights: Float[Tensor, "readout ..."], **graph: bool
+) -> list[Tensor | None]:
+    """Do the same, with None for tensors on which it does not depend."""
     settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True, **graph}
     if not read.requires_grad:
-        return [t.new_zeros(len(weights), *t.shape) for t in by]
+        return [None for _ in by]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -212,6 +230,13 @@ def differentiate(
             None if column[0] is None else torch.stack([*column])
             for column in zip(*rows, strict=True)
         ]
+    return [*found]
+
+
+def _fill(
+    found: Sequence[Tensor | None], by: Sequence[Tensor], weights: Float[Tensor, "readout ..."]
+) -> list[Tensor]:
+    """Put 0 where there is no derivative."""
     return [
         t.new_zeros(len(weights), *t.shape) if g is None else g
         for t, g in zip(by, found, strict=True)

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, build_model, load_any, open_model
-from infoflow_lens.hooks import FunctionOfOutput, LogitDifference, LogProbability, measure_shares
+from infoflow_lens.hooks import (
+    FunctionOfOutput,
+    LogitDifference,
+    LogProbability,
+    measure_shares,
+    measure_why,
+    measure_why_all,
+)
 from infoflow_lens.models.architecture import Architecture
 from tests.reference import zoo
 
@@ -142,6 +149,35 @@ def test_readouts_that_read_nothing_are_refused(readout, message, ids):
     model = open_model(zoo.build("gpt2"), zoo.tokenizer())
     with pytest.raises(InfoFlowError, match=message):
         measure_shares(model, ids, readout)
+
+
+class Packed(torch.autograd.Function):
+    """An operation whose derivative is undefined, as of torch's packed int8 weights."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("pack", [torch.Tensor.detach, Packed.apply])
+def test_what_has_no_derivative_is_refused(pack, ids, monkeypatch):
+    """All shares, and all parts of reasons, were 0."""
+    model = zoo.build("llama")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            plain = module.forward
+            monkeypatch.setattr(module, "forward", lambda x, plain=plain: pack(plain(x)))
+    for measure in (
+        lambda: measure_shares(model, ids, LogitDifference(7, 3)),
+        lambda: measure_why(model, ids, 1, 2),
+        lambda: measure_why_all(model, ids),
+    ):
+        with pytest.raises(InfoFlowError, match=r"LlamaForCausalLM has no derivative .*float32"):
+            measure()
 
 
 def test_words_need_a_tokenizer_and_one_sequence(ids):
