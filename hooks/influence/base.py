@@ -16,7 +16,7 @@ from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
 from infoflow_lens.hooks.model.inputs import check_accepts_padding, has_positions_first
-from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
+from infoflow_lens.hooks.model.points import hook_points, kind_of, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
@@ -28,6 +28,7 @@ StateName = Literal["post_attention", "resid_post"]
 Layers = Annotated[tuple[Index, ...], MinLen(1), Distinct()]
 Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
 
+_SMALL = 0.01  # change of a source, relative to it, that a derivative would foresee [chosen]
 _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
 
 
@@ -137,6 +138,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     """
 
     watch: Callable[[float], None] | None = field(default=None, init=False, compare=False)
+    differentiates: ClassVar[bool] = False  # and so needs operations that have derivatives
 
     _: KW_ONLY
     state: StateName = "post_attention"
@@ -214,7 +216,10 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         # unless they take part, hooks of the user would edit each repeated pass once more
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
-            influence, more = self._measure(rerun, AskedStates(start.clone(), expected, place))
+            states = AskedStates(start.clone(), expected, place)
+            influence, more = self._measure(rerun, states)
+            if self.differentiates:
+                self._check_derivatives(rerun, states, influence)
         # rows of padding, and positions that a sequence lacks, have no influence
         exists = mark_existing(place, lengths, n_source)
         influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
@@ -288,6 +293,38 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     "(encoder_hidden_states) cannot: run in eval mode, whole sequences, and padded "
                     "ones with attach or run_probes; or open a module of your own whose forward "
                     "takes the tokens alone and gives the rest itself"
+                )
+
+    @torch.no_grad()
+    def _check_derivatives(
+        self,
+        rerun: Rerun,
+        states: AskedStates,
+        influence: Float[Tensor, "layer batch asked source"],
+    ) -> None:
+        """Refuse a model that other tokens move although the derivative by all of them is 0.
+
+        Raises:
+            InfoFlowError: naming what lacks derivatives.
+        """
+        start, expected, place = states
+        sources = torch.arange(start.shape[1])
+        if influence.masked_fill(sources == place[..., None].cpu(), 0).any():
+            return
+        # a model that reads its own position alone is right: then a small change of all other
+        # sources leaves one asked state of each sequence as it is
+        at = place.amax(dim=1).cpu()
+        others = (sources != at[:, None]).to(start.device)
+        changed = start + _SMALL * start.roll(1, dims=-1)
+        values = rerun(torch.where(others[..., None], changed, start))
+        row = (at >= 0).nonzero().flatten()
+        for value, state in zip(values, expected, strict=True):
+            gap = (value - state)[row, at[row]].float().norm(dim=-1)
+            if (gap > 0.1 * tolerance(state) * state[row, at[row]].float().norm(dim=-1)).any():
+                raise InfoFlowError(
+                    f"other tokens move the states of the {kind_of(rerun.model)}, and the "
+                    "derivative by all of them is 0: expected operations that have derivatives, "
+                    "which packed int8 weights lack; load it in float32, or take ResampleInfluence"
                 )
 
     def compute(self) -> InfluenceResult:

@@ -1,7 +1,7 @@
 """Influence by derivatives: exact Jacobian norms, and an estimate of them by random directions."""
 
 from dataclasses import KW_ONLY
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -59,6 +59,8 @@ class JacobianInfluence(StateInfluence):
         InfoFlowError: for settings that make no sense, an unknown state, layer or position, or a
             model whose forward pass cannot be repeated from its hooks.
     """
+
+    differentiates: ClassVar[bool] = True
 
     state: StateName = "post_attention"
     _: KW_ONLY

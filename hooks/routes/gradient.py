@@ -1,5 +1,7 @@
 """Gradient times input, for states, which have many features."""
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -41,6 +43,8 @@ class GradientTimesInput(StateInfluence):
         InfoFlowError: for an unknown state, layer or position, or a model whose forward pass cannot
             be repeated from its hooks.
     """
+
+    differentiates: ClassVar[bool] = True
 
     state: StateName = "post_attention"
 

@@ -1,13 +1,14 @@
 """Jacobian influence equals PyTorch's own Jacobian, and finds what the model reads."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
 from infoflow_lens import InfoFlowError, JacobianInfluence, attach, run_probes
-from infoflow_lens.hooks import InfluenceResult, ResampleInfluence
+from infoflow_lens.hooks import GradientTimesInput, InfluenceResult, ResampleInfluence
 from infoflow_lens.hooks.influence.base import holding
 from infoflow_lens.theory import InformationSets
 from tests.conftest import N_TOKENS, make_model_without_masks, make_token_model
@@ -594,3 +595,34 @@ def test_the_stated_error_covers_the_true_one():
             covered += [e <= s for e, s in zip(true.tolist(), result.relative_error, strict=True)]
         assert len(covered) == 200
         assert sum(covered) / len(covered) >= 0.95
+
+
+@pytest.mark.filterwarnings("ignore:quantized")
+@pytest.mark.parametrize("pack", ["detached", "int8"])
+def test_what_has_no_derivative_is_refused(pack, monkeypatch):
+    """Influence of all other tokens was 0, in silence."""
+    model, ids = zoo.build("llama"), torch.tensor([[5, 9, 7, 30], [8, 6, 40, 11]])
+    if pack == "int8":
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            pytest.skip("PyTorch has no packed int8 weights on this machine")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    else:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                plain = module.forward
+                monkeypatch.setattr(module, "forward", lambda x, plain=plain: plain(x).detach())
+    for measure in (
+        JacobianInfluence("resid_post"),
+        JacobianInfluence("resid_post", estimate=2, positions=(-1,)),
+        GradientTimesInput("resid_post"),
+    ):
+        with pytest.raises(InfoFlowError, match=r"derivative by all of them is 0: .*Resample"):
+            run_probes(model, ids, [measure], progress=False)
+    if pack == "detached":
+        # nothing stands before the first token, so that 0 is right; int8 has one scale for all
+        (found,) = run_probes(model, ids, [JacobianInfluence(positions=(0,))], progress=False)
+        assert not found.influence[..., 1:].any()
+    (found,) = run_probes(model, ids, [ResampleInfluence(ids.flip(0))], progress=False)
+    assert float(found.influence[-1, 0, -1, :-1].min()) > 0
