@@ -260,7 +260,9 @@ def _pack(view: ViewedInput) -> dict[str, Any]:
         "causal": view.causal,
         "next": None
         if view.next_tokens is None
-        else [[(token, round(chance, 4)) for token, chance in row] for row in view.next_tokens],
+        else [
+            [(token, float(f"{chance:.3g}")) for token, chance in row] for row in view.next_tokens
+        ],
         "marked": [int(source) for source in view.marked],
         "left_out": [int(source) for source in view.left_out],
         "arrays": arrays,

@@ -216,6 +216,9 @@ def test_what_is_left_out_is_counted_nowhere(show, inputs):
     assert not {row[0] for row in rows if row[2] != "yes"} & {"0", "2"}
     total = sum(float(row[5].strip("<%")) for row in rows if row[5].endswith("%"))
     assert 90 < total <= 100.5  # rows of less than a tenth of the largest are not shown
+    # the weight on what is left out may be larger than any that is shown
+    circle(page, 2, 5).hover()
+    assert "most of those that are not left out" in page.locator(".tip").inner_text()
 
 
 def test_what_the_mask_hides_is_no_other_token(show, inputs):
@@ -268,6 +271,7 @@ def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
     said = page.locator(".tip").inner_text()
     key, weight = int(inputs[0].ranked[2][0, 5, 0]), float(inputs[0].weights[2][0, 5, 0])
     assert f"head 0 reads {key} " in said
+    assert "left out" not in said
     assert f"weight {weight:.3g}"[:10] in said
     page.locator(".token").nth(2).hover()
     assert (
@@ -466,15 +470,16 @@ def test_a_pressed_line_says_why_the_head_looks_there(show):
 
 
 def test_the_next_tokens_follow_the_chosen_position(show):
-    said = [[(f"t{t}", 0.5), (EVIL, 0.25)] for t in range(9)]
+    said = [[(f"t{t}", 0.5), (EVIL, 0.25), ("rare", 4e-5)] for t in range(9)]
     page = show(render_flow(FlowView("next", [make_input(next_tokens=said)])))
     lit(page)
     for position in (8, 3):
         page.locator(".token").nth(position).click()
-        shown = page.locator(".next .says").all_inner_texts()
-        assert [each.split("\n") for each in shown] == [[f"t{position}", "50%"], [EVIL, "25%"]]
+        shown = [each.split("\n") for each in page.locator(".next .says").all_inner_texts()]
+        # what is rare was said to be impossible, 0%
+        assert shown == [[f"t{position}", "50%"], [EVIL, "25%"], ["rare", "<0.1%"]]
     circle(page, -1, 2).click()  # a token: what the state before it says
-    assert page.locator(".next .says .word").all_inner_texts() == ["t3", EVIL]
+    assert page.locator(".next .says .word").all_inner_texts() == ["t3", EVIL, "rare"]
 
 
 def says(page, line):

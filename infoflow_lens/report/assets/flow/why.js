@@ -81,7 +81,8 @@ Object.assign(infoflow.Picture.prototype, {
         found === key]);
     }
     if (keys.some((each) => !Number.isNaN(each[1])))
-      this.drawBars(why, "Its largest weights", keys.filter((each) => !Number.isNaN(each[1])));
+      this.drawBars(why, "Its largest weights"
+        + (this.leftOut.size ? " on keys that are not left out" : ""), keys.filter((each) => !Number.isNaN(each[1])));
     why.append("button").attr("type", "button").text("close (Escape)")
       .on("click", () => this.unpin());
   },

@@ -168,6 +168,7 @@ Object.assign(infoflow.Picture.prototype, {
       if (key < 0) { lines.push(`head ${head}: reads no key`); continue; }
       const known = input.weights && !Number.isNaN(input.weights[layer][at]);
       lines.push(`head ${head} reads ${key} “${this.token(key)}” most`
+        + (this.leftOut.size ? " of those that are not left out" : "")
         + (known ? `, weight ${infoflow.number(input.weights[layer][at])}` : "")
         + (input.scores ? `, score ${infoflow.number(input.scores[layer][at])}` : "")
         + (state.off[layer].has(head) ? " (off)" : ""));
