@@ -124,7 +124,7 @@ class ResampleInfluence(StateInfluence):
 
     def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
         start, expected, place = states
-        # donors run once: all sources take from the same passes
+        # all sources take from the same passes of the donors
         donated = self._donation(rerun.model, start, rerun.batch)
         plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)

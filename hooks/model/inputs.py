@@ -533,7 +533,7 @@ class _Reader:
             # a mask in the table gives way to one that the caller has given
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
-        if _holds_pairs(given):
+        if holds_pairs(given):
             more = dict(tokenize_pairs(self.model, given, self.name, self.max_length))
             given = more.pop("input_ids")
         elif _is_chat(given):
@@ -783,7 +783,7 @@ def _holds_batches(rows: list[Any]) -> bool:
     return isinstance(first, list)
 
 
-def _holds_pairs(given: Any) -> bool:
+def holds_pairs(given: Any) -> bool:
     """Say whether these are pairs of texts, each a tuple."""
     return _is_list(given) and all(
         isinstance(one, tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)

@@ -20,7 +20,7 @@ from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.model.call import call, gives_logits
-from infoflow_lens.hooks.model.inputs import Batch, Batches, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, holds_pairs, read_inputs
 from infoflow_lens.hooks.model.points import is_causal
 from infoflow_lens.hooks.model.texts import tokenize
 from infoflow_lens.hooks.readouts import (
@@ -86,7 +86,7 @@ def ask(
             none does so by 1, the model's own guess at the place where that moves the readout most.
         at: a place in the text, from -1 backwards or from 1 on: why the token that stands there,
             and not the one that the model finds most probable beside it? What stands from there on
-            is not read. Not for pairs.
+            is not read.
         readout: what is asked in the place of a logit difference.
         quick: no tokens, no strips, ten heads, no pruning of paths.
         exact: all heads are measured, one by one.
@@ -120,27 +120,14 @@ def ask(
             "against) is the readout of two answers"
         )
     opened = _open(model, tokenizer, device, dtype, progress)
-    place: int | None = None
     if at is not None:
-        texts = [_whole(opened, one, name) for one, name in ((text, "text"), (instead, "instead"))]
-        n_pos, n_other = (0 if one is None else len(one) for one in texts)
-        place = _check_place(opened, n_pos, at)
-        if n_other not in (n_pos, place, 0):
-            raise InfoFlowError(
-                f"text has {n_pos} tokens and instead has {n_other}: expected as many, or the "
-                f"{place} that are read; change words into words of as many tokens"
-            )
-        text = texts[0][: place + 1]
-        instead = None if texts[1] is None else texts[1][: place + 1]
+        text, instead, said = _cut_at(opened, text, instead, at)
+        if readout is None and answer is None:
+            answer = said
     read = _read(opened, text, "text")
     other_read = None if instead is None else _read(opened, instead, "instead")
     columns = _find_columns(read, other_read)
     ids, other_ids = read.rows[0].cpu(), None if other_read is None else other_read.rows[0].cpu()
-    # what stands at a place inside the text is the answer, and is not read
-    if place is not None:
-        if readout is None and answer is None:
-            answer = int(ids[place])
-        ids, other_ids = ids[:place], None if other_ids is None else other_ids[:place]
     # tokens that both answers begin with are read as a part of the text, before the place
     prefix: list[int] = []
     start = len(ids)
@@ -277,8 +264,8 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
 
 def _read(model: NamedModel, text: Any, name: str) -> Batches:
     """Read one text, or a pair of two, with what the model takes beside its ids."""
-    is_pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
-    found = read_inputs(model, [text] if is_pair else as_list(model, text), name=name)
+    given = [text] if holds_pairs([text]) else as_list(model, text)
+    found = read_inputs(model, given, name=name)
     if len(found.rows) != 1:
         raise InfoFlowError(f"{name} is {len(found.rows)} texts: expected one; ask of each alone")
     return found
@@ -305,15 +292,40 @@ def _find_columns(text: Batches, instead: Batches | None) -> dict[str, Tensor]:
     return columns
 
 
-def _whole(model: NamedModel, text: Any, name: str) -> Any:
+def _cut_at(
+    model: NamedModel, text: Any, instead: Any, at: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
+    """Cut a text and the other one before a place, and return the token that stands there, too.
+
+    Raises:
+        InfoFlowError: for a place that cannot be asked about, and another text of another length.
+    """
+    whole, other = _whole(model, text, "text"), None
+    n = len(whole["input_ids"])
+    place = _check_place(model, n, at)
+    if instead is not None:
+        other = _whole(model, instead, "instead")
+        if (n_other := len(other["input_ids"])) not in (n, place):
+            raise InfoFlowError(
+                f"text has {n} tokens and instead has {n_other}: expected as many, or the "
+                f"{place} that are read; change words into words of as many tokens"
+            )
+        other = {name: row[:place] for name, row in other.items()}
+    read = {name: row[:place] for name, row in whole.items()}
+    return read, other, int(whole["input_ids"][place])
+
+
+def _whole(model: NamedModel, text: Any, name: str) -> dict[str, Tensor]:
     """Read a text of any length, of which the model may read the beginning alone."""
     if isinstance(text, str):
-        return tokenize(model, [text], name, max_length=2**30)[0]
-    given = None if text is None else as_list(model, text)
+        return {"input_ids": tokenize(model, [text], name, max_length=2**30)[0]}
+    given = as_list(model, text)
     # as_list leaves several sequences as they are, of which _read takes a single one alone
-    if given is text is not None:
-        return _read(model, text, name).sequences()[0].cpu()
-    return None if given is None else torch.as_tensor(given[0])
+    if given is text:
+        found = _read(model, text, name)
+        beside = {name: column[0].cpu() for name, column in found.columns.items()}
+        return {"input_ids": found.rows[0].cpu(), **beside}
+    return {"input_ids": torch.as_tensor(given[0])}
 
 
 def _check_place(model: NamedModel, n: int, at: int) -> int:

@@ -332,6 +332,21 @@ def test_a_place_that_cannot_be_asked_is_refused(folder, at):
         ask(zoo.build("bert"), torch.tensor([5, 6, 7]), at=1, progress=False)
 
 
+def test_a_place_of_a_text_with_types_is_asked_with_those_before_it(folder):
+    """It was refused, and the error named another way to measure."""
+    model = zoo.build("gpt2")
+    ids = torch.tensor([[zoo.words().index(word) for word in TEXT.split()]])
+    types = torch.tensor([[3, 3, 3, 4, 4, 4]])
+    given = {"input_ids": ids, "token_type_ids": types}
+    with torch.no_grad():
+        logits = model(ids[:, :4], token_type_ids=types[:, :4]).logits[0, -1]
+        without = model(ids[:, :4]).logits[0, -1]
+    found = ask(model, given, ids[0, 4].item(), 9, at=4, quick=True, progress=False)
+    assert found.value == pytest.approx(float(logits[ids[0, 4]] - logits[9]), abs=1e-5)
+    assert abs(found.value - float(without[ids[0, 4]] - without[9])) > 1e-3
+    assert ask(model, given, None, 9, at=4, quick=True, progress=False).value == found.value
+
+
 def test_the_other_text_of_a_place_is_as_long_as_the_text_or_as_what_is_read(folder):
     """A longer one was taken, and cut."""
     part = " ".join(OTHER.split()[:5])
