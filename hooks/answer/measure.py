@@ -38,6 +38,7 @@ from infoflow_lens.hooks.readouts import (
     LogitDifference,
     Readout,
     find_chances,
+    has_several_labels,
     name_choice,
     take_ids,
 )
@@ -354,6 +355,10 @@ def _answer_chances(
     if not isinstance(readout, LogitDifference) or readout.against is None:
         return (), torch.zeros(2, 0, dtype=torch.float64)
     rows, sides = [], (readout.answer, readout.against)
+    # how probable one of several labels is cannot be said where they do not exclude one another
+    several = any(not isinstance(side, str | int) and len(side) > 1 for side in sides)
+    if several and has_several_labels(question.model):
+        return (), torch.zeros(2, 0, dtype=torch.float64)
     for run in (question.clean, question.other):
         row = run.logits[readout.position] if run.logits.ndim == 2 else run.logits
         chances = find_chances(question.model, row)[None]

@@ -223,10 +223,16 @@ def test_classes_that_are_each_true_or_not_have_chances_of_their_own(kind):
     assert found.chance == near(float(expected[0].max()))
     assert ("odds" in found.describe_readout()) == several
     assert ("as probable as" in found.describe_readout()) != several
-    if several:
+    both = LogitDifference(order[:2], order[2])
+    together = measure_answer(model, *two_texts(), both, progress=False, quick=True)
+    if several:  # how probable it is that one of two is true was said to be their sum
+        assert together.answers == ()
+        assert "has" not in together.summary()
         with pytest.raises(InfoFlowError, match="classes are each true or not"):
             LogProbability(1).bind(model)
     else:
+        chance = float(expected[0, order[:2]].sum())
+        assert float(together.answer_chances[0, 0]) == near(chance)
         assert LogProbability(1).bind(model).answer == (1,)
 
 
