@@ -20,7 +20,8 @@ PINS := constraints.txt
 endif
 TESTS ?=
 SLOW ?=
-export SLOW
+THIRD ?=
+export SLOW THIRD
 MINUTES ?= 30
 SEED ?= 0
 WRITE ?=
@@ -56,9 +57,10 @@ check: $(READY)  ## before a commit: style, imports, types, and the tests that e
 	$(BIN)/python -m tests.check
 
 # With SLOW=1 also a third of those that take long and seldom fail, another one after most commits:
-# clusters, builds, every study, example and page. With SLOW=all all of them.
+# clusters, builds, every study, example and page. With SLOW=all all of them. With THIRD=1 that third
+# of all tests but slow ones.
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
-	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance and not of_another_commit") $(TESTS)
+	$(BIN)/python -m pytest $(if $(SLOW)$(THIRD),-m "not acceptance and not of_another_commit$(if $(SLOW),, and not slow)") $(TESTS)
 
 # 700 MB that is kept; without a network the tests of real models are skipped.
 models: $(READY)  ## four real language models, in build/models, once from where packages come from

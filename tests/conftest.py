@@ -149,7 +149,7 @@ def spread(*axes):
 
 @cache
 def _third():
-    """Which third of slow tests this commit runs; None for all: SLOW=all, or without a commit."""
+    """Which third of tests this commit runs; None for all: SLOW=all, or without a commit."""
     if os.environ.get("SLOW") == "all":
         return None
     command = ["git", "-C", os.path.dirname(__file__), "rev-parse", "--short=7", "HEAD"]
@@ -182,7 +182,7 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Of the tests of a file that open a browser the first is run always, the others are slow.
 
-    Of slow tests a third runs with SLOW=1, another one after most commits.
+    Of slow tests a third runs with SLOW=1, another one after most commits; with THIRD=1 so of all.
     """
     opened = set()
     for item in items:
@@ -191,7 +191,8 @@ def pytest_collection_modifyitems(items):
                 item.add_marker("slow")
             opened.add(item.path)
         own = crc32(item.nodeid.encode()) % 3
-        if item.get_closest_marker("slow") and _third() not in (None, own):
+        of_thirds = item.get_closest_marker("slow") or os.environ.get("THIRD")
+        if of_thirds and _third() not in (None, own):
             item.add_marker("of_another_commit")
 
 
