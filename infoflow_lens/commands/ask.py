@@ -15,14 +15,17 @@ from infoflow_lens.commands.common import (
     Model,
     Overwrite,
     Quiet,
+    Second,
     Text,
     console,
+    pair_of,
     print_lines,
     report_errors,
     say,
     say_json,
 )
 from infoflow_lens.commands.options import options_of
+from infoflow_lens.foundation.errors import InfoFlowError
 
 _GUESSES = 3  # of a word, the likeliest
 _STRIP = 7  # characters of a column
@@ -54,6 +57,11 @@ def ask(
     config: Callable[[], Question],
     out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     overwrite: Overwrite = False,
+    second: Second = None,
+    instead_second: Annotated[
+        str | None,
+        typer.Option(help="The second text of the other pair; default, that of the first pair."),
+    ] = None,
     units: Annotated[
         str | None, typer.Option(help="words or sentences: tokens of each are replaced at once.")
     ] = None,
@@ -77,6 +85,14 @@ def ask(
         from infoflow_lens.flows.ask import ask as measure
 
         asked: dict[str, Any] = vars(config())
+        if instead_second is not None and (second is None or asked["instead"] is None):
+            raise InfoFlowError(
+                "--instead-second is given without a pair: expected --second and --instead, too"
+            )
+        asked |= {"text": pair_of(asked["text"], second)}
+        if asked["instead"] is not None:
+            other = second if instead_second is None else instead_second
+            asked |= {"instead": pair_of(asked["instead"], other)}
         run: dict[str, Any] = {"device": device, "dtype": dtype, "progress": not quiet}
         found = measure(**asked, units=units, resume=resume, **run)
         if out is not None:

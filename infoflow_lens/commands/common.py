@@ -30,6 +30,9 @@ def folder(text: str) -> Path:
 # Options that several commands have; the first ones with a text as help, for classes of options
 Model = Annotated[str, "A name such as stdlib-2l or gpt2, owner/name, or a folder."]
 Text = Annotated[str, "The text that the model reads."]
+Second = Annotated[
+    str | None, typer.Option(help="The second text, where the model reads pairs of texts.")
+]
 DrawingSeed = Annotated[int, "Seed of all random draws."]
 TokenSize = Annotated[int | None, "Dimension of a token, d."]
 Components = Annotated[int | None, "Number of retrieved components, D."]
@@ -105,6 +108,11 @@ def repeat_command(context: typer.Context, *more: str) -> str:
             else:
                 words += [parameter.opts[0], str(item)]
     return shlex.join([*words, *(option for option in more if option not in words)])
+
+
+def pair_of(text: str, second: str | None) -> str | tuple[str, str]:
+    """Pair a text with a second one, where there is one."""
+    return text if second is None else (text, second)
 
 
 def task_by_options(

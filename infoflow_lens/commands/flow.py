@@ -15,6 +15,8 @@ from infoflow_lens.commands.common import (
     Model,
     Overwrite,
     Quiet,
+    Second,
+    pair_of,
     report_errors,
     say,
 )
@@ -55,6 +57,7 @@ def flow(
     with_text: Annotated[
         str | None, typer.Option("--with", help="Another text, to stand beside the one given.")
     ] = None,
+    second: Second = None,
     with_model: Annotated[
         str | None, typer.Option(help="Another model, to stand beside the one given.")
     ] = None,
@@ -82,14 +85,20 @@ def flow(
                 f"--with and --with-model stand beside one text: expected one, not {len(texts)}; "
                 "put texts with spaces into quotes"
             )
+        if second is not None and len(texts) > 1:
+            raise InfoFlowError(
+                f"--second is the second text of a pair: expected one text before it, not "
+                f"{len(texts)}; put texts with spaces into quotes"
+            )
         if position not in ("auto", "all"):
             asked |= {"position": integers(position.split(","), "--position")}
         if asked["influence"] == "none":
             asked |= {"influence": None}
         run = {"device": device, "dtype": dtype, "backend": backend, "progress": not quiet}
-        inputs: list[dict[str, Any]] = [{"text": texts}]
+        inputs: list[dict[str, Any]] = [{"text": [pair_of(text, second) for text in texts]}]
         if is_comparison:
-            inputs.append({"text": texts if with_text is None else [with_text]})
+            beside = texts if with_text is None else [with_text]
+            inputs.append({"text": [pair_of(text, second) for text in beside]})
             inputs[1] |= {} if with_model is None else {"model": with_model}
         flows = [make(**asked | one | run) for one in inputs]
         compared = compare_flows(flows[0], flows[1]) if is_comparison else None

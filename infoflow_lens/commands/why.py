@@ -12,8 +12,10 @@ from infoflow_lens.commands.common import (
     Device,
     Dtype,
     Model,
+    Second,
     Text,
     console,
+    pair_of,
     print_lines,
     report_errors,
     say_json,
@@ -41,6 +43,7 @@ def why(
     rows: Annotated[
         int, typer.Option(help="Number of parts that are shown, the strongest first.")
     ] = 8,
+    second: Second = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",
@@ -52,7 +55,9 @@ def why(
         from infoflow_lens.foundation.settings import Count, check
 
         check(rows, Count, "--rows")
-        found = ask(**vars(config()), device=device, dtype=dtype, backend=backend)
+        asked: dict[str, Any] = vars(config())
+        asked |= {"text": pair_of(asked["text"], second)}
+        found = ask(**asked, device=device, dtype=dtype, backend=backend)
     if as_json:
         tables = {f"by_{by}": found.table(by).to_dict("records") for by in ("key", "query")}
         place = {name: getattr(found, name) for name in ("layer", "head", "query", "keys")}

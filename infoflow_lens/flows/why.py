@@ -8,7 +8,7 @@ from torch import nn
 
 from infoflow_lens.flows.settings import load_and_read
 from infoflow_lens.foundation.settings import Count, checked
-from infoflow_lens.hooks.model.inputs import Inputs
+from infoflow_lens.hooks.model.inputs import Inputs, holds_pairs
 from infoflow_lens.hooks.why.measure import measure_why, measure_why_all
 from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
 from infoflow_lens.models.loading import LoadedModel
@@ -49,7 +49,7 @@ def why(
     Args:
         model: a name, a folder, a model of TransformerLens, of this package or of transformers, or
             what `load_any` gave.
-        text: one text, token ids, or vectors for models over vectors.
+        text: one text, a pair of them as a tuple, token ids, or vectors for models over vectors.
         layer: of the head, from 0, or from -1 backwards.
         head: from 0, or from -1 backwards.
         query: its position, from 0, or from -1 backwards.
@@ -68,8 +68,9 @@ def why(
         >>> w = il.why("gpt2", "one two three one two", layer=5, head=1)
         >>> w.table()
     """
+    given: Inputs = [text] if holds_pairs([text]) else text
     loaded, inputs = load_and_read(
-        model, text, max_length, progress,
+        model, given, max_length, progress,
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
     return measure_why(loaded.model, inputs, layer, head, query, keys)
