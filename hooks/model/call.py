@@ -104,6 +104,9 @@ def call(
         output: whether the output is wanted.
         keep_graph: whether activations stay part of the graph of derivatives.
         may_end: whether the call may end early, where the caller knows; default, found out.
+
+    Raises:
+        InfoFlowError: for a pass with derivatives of a model whose weights allow none.
     """
     ends = not output and bool(want)
     if ends:
@@ -111,7 +114,15 @@ def call(
     edits = list(edit.items() if isinstance(edit, Mapping) else edit)
     layer = 0 if start is None else _layer_to_start(model, start[0], [*want, *dict(edits)])
     with mark_own_call(), catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught:
-        caught.output = _call_model(model, batch, start, output, layer)
+        try:
+            caught.output = _call_model(model, batch, start, output, layer)
+        except RuntimeError as error:
+            if not str(error).startswith("Inference tensors cannot be saved"):
+                raise
+            raise InfoFlowError(
+                "weights of the model were made inside torch.inference_mode(), and a pass with "
+                "them has no derivatives: expected others; make or load the model outside of it"
+            ) from error
     return caught
 
 

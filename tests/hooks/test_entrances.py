@@ -432,3 +432,19 @@ def test_weights_that_are_loaded_in_inference_mode_have_derivatives(folders):
     with torch.inference_mode():
         model = load_any(folders("gpt2"), backend="auto").model
     assert not any(weights.is_inference() for weights in model.parameters())
+
+
+def test_weights_that_were_made_in_inference_mode_are_refused_where_derivatives_are_asked():
+    """torch's own error said nothing of the remedy; what needs no derivatives measures."""
+    with torch.inference_mode():
+        model = zoo.build("llama")
+    run_probes(model, zoo.tokens(2, 7), [PositionsProbe()], progress=False)
+    ids, other = zoo.tokens(2, 7).split(1)
+    for measure in (
+        lambda: measure_shares(model, ids, LogitDifference(7, 3)),
+        lambda: measure_why(model, ids, 1, 2),
+        lambda: ask(model, ids, 7, 3, other, quick=True, progress=False),
+        lambda: flow(model, ids, progress=False),
+    ):
+        with pytest.raises(InfoFlowError, match="make or load the model outside of it"):
+            measure()
