@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, build_model, load_any
+from infoflow_lens import InfoFlowError, build_model, load_any, open_model
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
 from infoflow_lens.hooks.why.measure import find_sinks
 from infoflow_lens.models.architecture import Architecture
@@ -21,6 +21,8 @@ from tests.versions import for_each, needs_hooked_transformer
 
 
 def family(name, tmp_path, dtype="float32", **changes):
+    if name == "gemma2":  # fused attention of transformers 5.20 leaves its soft cap out
+        return open_model(zoo.build(name, **changes).to(getattr(torch, dtype)))
     return load_any(zoo.save(name, tmp_path / name, **changes), dtype=dtype).model
 
 
