@@ -6,7 +6,7 @@ never negative. Constants are not given by the theorems; finite forms are [deriv
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,27 +72,41 @@ def depth_separation_bound(
 
 
 @checked
-def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count) -> Bound:
+def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count, increasing: bool = True) -> Bound:
     """Bound one softmax head on the k-th largest of T scalars, k >= 2 (Thm 2/5).
 
     The theorem is of heads whose score does not decrease with the scalar, of any values in R^n, and
-    of weights of at most 1: a head whose score decreases retrieves the smallest, k = T, at no cost.
-    ``(T - k + 1) / (n + 1) - 1`` [derived; confirmed numerically]. It grows with T at fixed k and
-    falls with k. [flag: the paper's "growing exponentially in" lost its variable; it is T, not k.]
+    of weights of at most 1: ``(T - k + 1) / (n + 1) - 1`` [derived; confirmed numerically]. It
+    grows with T at fixed k and falls with k. [flag: the paper's "growing exponentially in" lost its
+    variable; it is T, not k.] A score that does not increase sees ``1 - x``, of which the k-th
+    largest is the (T - k + 1)-th: ``k / (n + 1) - 1`` [derived]. Nothing is proved of other scores.
+
+    Args:
+        n_tokens: T.
+        k: which value.
+        d_head: n, per-head dimension.
+        increasing: whether the head's score does not decrease with the scalar; False for one that
+            does not increase.
 
     Raises:
-        InfoFlowError: for k = 1, which attention does retrieve, or k above T.
+        InfoFlowError: for the value at the top of the score's order, which attention does retrieve
+            (k = 1, or k = T where the score decreases), or k outside 1 to T.
     """
-    if not 2 <= k <= n_tokens:
+    place = k if increasing else n_tokens - k + 1  # in the order of the score
+    if not 2 <= place <= n_tokens:
+        low, high = (2, n_tokens) if increasing else (1, n_tokens - 1)
         raise InfoFlowError(
-            f"k is {k}: expected 2 to T = {n_tokens}; the theorem needs k >= 2 (the proof divides "
-            "by the k - 1 coordinates that it fixes), and k = 1 is retrieved at no such cost"
+            f"k is {k} of T = {n_tokens} values: expected {low} to {high} for scores that "
+            f"{'increase' if increasing else 'decrease'}; the theorem needs k >= 2 in the order of "
+            "the score (the proof divides by the k - 1 coordinates that it fixes), and the first "
+            "is retrieved at no such cost"
         )
+    free = n_tokens - place + 1
     return _bound(
-        (n_tokens - k + 1) / (d_head + 1) - 1,
-        f"{n_tokens - k + 1} free coordinates in {d_head + 1} numbers",
-        "Theorem 2 (5) [derived], for scores that do not decrease; flag: exponential in T, not in "
-        "k",
+        free / (d_head + 1) - 1,
+        f"{free} free coordinates in {d_head + 1} numbers",
+        f"Theorem 2 (5) [derived], for scores that do not {'de' if increasing else 'in'}crease; "
+        "flag: exponential in T, not in k",
     )
 
 
@@ -267,7 +281,8 @@ def kth_largest_collision(
 
     k - 1 coordinates stay at 1; the others run over ordered grids with spacing 4 eps. All grid
     sequences fall into cubes of (n + 1) weighted averages; two in one cube differ in the k-th
-    largest value by 4 eps or more once their common coordinates are set to 0.
+    largest value by 4 eps or more once their common coordinates are set to 0. That the averages lie
+    in these cubes is what a score that does not decrease and values in [-1, 1] are needed for.
 
     Args:
         score: lambda, non-decreasing, from scalars [...] to scores [...].
@@ -278,7 +293,8 @@ def kth_largest_collision(
             sequences to list (a million).
 
     Raises:
-        InfoFlowError: if eps does not, or no two sequences share a cube.
+        InfoFlowError: if eps does not, no two sequences share a cube, the score was seen to
+            decrease, or values lie outside [-1, 1].
     """
     bound = kth_largest_bound(n_tokens, k, value(torch.zeros(1)).shape[-1])
     n = value(torch.zeros(1)).shape[-1]
@@ -295,6 +311,7 @@ def kth_largest_collision(
         [4 * eps * (1 + coordinate * points + step) for step in range(points)]
         for coordinate in range(free)
     ]
+    _check_head(score, value, sorted({0.0, 1.0, *itertools.chain(*grids)}))
     z = torch.tensor(list(itertools.product(*grids)), dtype=torch.float64)
     # over the weight of the coordinates at 1, so that none is above 1
     weights = (score(z) - score(torch.ones(1, dtype=z.dtype))).exp()
@@ -321,6 +338,27 @@ def kth_largest_collision(
         distance_bound=distance_bound,
         forced_width=2 * eps / (n * distance_bound),
     )
+
+
+def _check_head(
+    score: Callable[[Tensor], Tensor], value: Callable[[Tensor], Tensor], at: Sequence[float]
+) -> None:
+    """Refuse a head of which Theorem 2 does not speak, as seen at some scalars in order."""
+    x = torch.tensor(at, dtype=torch.float64)
+    steps = score(x).diff()
+    down = int(steps.argmin())
+    if float(steps[down]) < -1e-9:
+        raise InfoFlowError(
+            f"score falls by {-float(steps[down]):.3g} from x = {at[down]:.3g} to "
+            f"{at[down + 1]:.3g}: expected one that does not decrease, as Theorem 2 assumes; for "
+            "one that does not increase give score and value of 1 - x, and T - k + 1 in the place "
+            "of k"
+        )
+    largest = float(value(x).abs().max())
+    if largest > 1 + 1e-9:
+        raise InfoFlowError(
+            f"value reaches {largest:.3g} in size: expected values in [-1, 1]; divide by that"
+        )
 
 
 def cells_of(sequences: int, dimensions: int) -> int:

@@ -86,6 +86,30 @@ def test_the_pigeonhole_pairs_of_theorem_2(d_head, n_tokens, k, points):
     assert abs(float(kth[0] - kth[1])) == pytest.approx(found.gap)
 
 
+def test_theorem_2_speaks_of_scores_that_do_not_decrease():
+    """Of others a pair came back whose outputs were further apart than the proof allows."""
+    _, value = heads(1, seed=0)
+    settings = (5, 2, 1 / 200)
+    with pytest.raises(InfoFlowError, match=r"score falls by .* expected one that does not decr"):
+        kth_largest_collision(lambda x: 20 * x * (1 - x), value, *settings)
+    with pytest.raises(InfoFlowError, match="value reaches 30"):
+        kth_largest_collision(lambda x: x, lambda x: 30 * torch.ones_like(x)[:, None], *settings)
+    # a score that never changes meets it
+    assert kth_largest_collision(torch.zeros_like, value, *settings).gap > 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_a_score_that_decreases_sees_the_values_from_below(k):
+    """The k-th largest of x is the (T - k + 1)-th largest of 1 - x, whose score increases."""
+    x = torch.rand(50, 7, generator=torch.Generator().manual_seed(k)).double()
+    kth = x.sort(dim=1, descending=True).values[:, k - 1]
+    mirrored = (1 - x).sort(dim=1, descending=True).values[:, 7 - k]
+    assert torch.allclose(kth, 1 - mirrored)
+    below = kth_largest_bound(7, k, 1, increasing=False)
+    assert below.exponent == kth_largest_bound(7, 7 - k + 1, 1).exponent == max(0, k / 2 - 1)
+    assert "do not increase" in below.source
+
+
 def test_finer_precision_forces_wider_decoders():
     score, value = heads(1, seed=0)
     widths = [kth_largest_collision(score, value, 6, 2, eps).forced_width for eps in (0.02, 0.005)]
@@ -97,6 +121,7 @@ def test_finer_precision_forces_wider_decoders():
     [
         (lambda: kth_largest_bound(5, 1, 2), "the theorem needs k >= 2"),
         (lambda: kth_largest_bound(5, 6, 2), "k is 6"),
+        (lambda: kth_largest_bound(5, 5, 2, increasing=False), "expected 1 to 4"),
         (lambda: growing_information(0, 3, 3, 4, 2, 1000), "coefficient is 0"),
         (lambda: kth_largest_collision(*heads(1, 0), 5, 2, 2.0), "eps is 2.0"),
         (lambda: kth_largest_collision(*heads(1, 0), 5, 2, 0.5), "choose another eps"),
