@@ -12,6 +12,7 @@ import torch
 
 _lock = threading.Lock()
 _inside, _before = 0, 1
+_own = threading.local()  # the count of the innermost block of this thread
 _watched: set[int] = set()
 
 
@@ -20,21 +21,26 @@ def threads(count: int) -> Iterator[None]:
     """Let PyTorch compute with `count` threads in a block; the last digits of numbers depend on it.
 
     Blocks in several threads of a program may overlap if their counts are equal. The last block
-    that ends restores the number of threads.
+    that ends restores the number of threads; a block inside another one that of the outer one.
     """
     global _inside, _before
+    outer = getattr(_own, "count", None)
     with _lock:
         if not _inside:
             _before = torch.get_num_threads()
         _inside += 1
     torch.set_num_threads(count)  # which OpenMP keeps for each thread
+    _own.count = count
     try:
         yield
     finally:
+        _own.count = outer
         with _lock:
             _inside -= 1
             if not _inside:
                 torch.set_num_threads(_before)
+            elif outer is not None:
+                torch.set_num_threads(outer)
 
 
 def exit_with_parent(parent: int) -> None:

@@ -18,6 +18,7 @@ from annotated_types import Interval, MinLen
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Index, Positive, Remedy, Seed, checked
@@ -130,6 +131,7 @@ class Design(Displayed):
 
 
 @checked
+@threads(1)
 def design(
     task: Any,
     n_tokens: Annotated[tuple[Number, ...], MinLen(1), Remedy("such as 16,64,256")],

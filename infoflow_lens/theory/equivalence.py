@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.theory.comparison import Component, Part, Score, best_tuples
 from infoflow_lens.theory.score_graph import (
     ASKED,
+    Order,
     collapse,
     graph_of,
     order_of,
     permute,
-    reverses,
 )
 from infoflow_lens.theory.trees import Plan, plans
 
@@ -33,10 +33,12 @@ _ENDS = 40  # tokens that are put in order
 _RESTS = 6  # values of the other components, over which an outer function is averaged
 _MOST_ORDERS = 24  # of the places of a tuple
 _FEW = 8  # single tokens that serve a tuple, at most
+_LOOKED = 200  # sequences, of those by which they are chosen, that refuse most components
 _FAR = 10
 _EXTREME = (64, 32)  # sequences and tokens, whose best tuples are extreme
 _TRIED = ((50, 16), (1000, 16), (1000, 64), (100, 256))  # on which they must serve, in turn
 _MOST_TRIED = 10**7  # scores of one of these
+_MOST_AT_ONCE = 2**22  # numbers of tokens beside which others are scored
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,20 @@ def readings(
         return parts
 
     # with and without either of two changes, as each may make the search harder
-    for joins in (False, True):
+    lists = [(list(components), list[str]())]
+    if outer is not None and values is not None:
+        used, notes = _list_inputs(outer, values), list[str]()
+        if len(used) < len(components):
+            notes.append("the outer function reads some components only")
+        joined = list(notes)
+        lists = [
+            ([components[i] for i in used], notes),
+            (_join_components(outer, values, components, used, tokens, joined), joined),
+        ]
+    for chosen, before in lists:
         for splits in (False, True):
-            kept, notes = list(components), list[str]()
-            if outer is not None and values is not None:
-                used = _list_inputs(outer, values)
-                if len(used) < len(kept):
-                    notes.append("the outer function reads some components only")
-                kept = [components[i] for i in used]
-                if joins:
-                    kept = _join_components(outer, values, components, used, tokens, notes)
-            if splits:
-                kept = [part for c in kept for part in split(c, notes)]
+            notes = list(before)
+            kept = [part for c in chosen for part in split(c, notes)] if splits else chosen
             kept = _different(kept, tokens, notes)
             other = Reading(tuple(kept), tuple(dict.fromkeys(notes)), tokens)
             if notes and other.notes not in [reading.notes for reading in found]:
@@ -150,16 +154,19 @@ def _join_components(
     if outer(values[:2]).shape[1] > 1:
         return [components[i] for i in used]
     groups: list[list[int]] = []
+    signs = {index: _signs(outer, values, index) for index in used}
     # in a group if one tuple is best for all of it, whatever the others hold
     for index in used:
         for group in groups:
             together = [components[i] for i in (*group, index)]
             alike = {(c.positions, c.distinct) for c in together}
             single = all(c.rank == 1 for c in together)
-            if len(alike) == 1 and single and _one_serves(
-                outer, values, components, (*group, index), tokens
+            both = [sign for sign in signs[group[-1]] if sign in signs[index]]
+            if len(alike) == 1 and single and (
+                found := _one_serves(outer, values, components, (*group, index), tokens, both)
             ):  # fmt: skip
                 group.append(index)
+                signs[index] = found
                 break
         else:
             groups.append([index])
@@ -168,9 +175,17 @@ def _join_components(
     return [
         components[group[0]]
         if len(group) == 1
-        else _best_of(outer, values, components, group, tokens)
+        else _best_of(outer, values, components, group, signs[group[-1]][0])
         for group in groups
     ]
+
+
+def _signs(outer: Outer, values: Float[Tensor, "batch component"], index: int) -> list[float]:
+    """List 1 if the outer function never falls, and -1 if it never grows, as a component grows."""
+    raised = values.clone()
+    raised[:, index] = values[:, index].roll(1).maximum(values[:, index])
+    change = outer(raised) - outer(values)
+    return [sign for sign in (1.0, -1.0) if bool((sign * change >= -1e-6).all())]
 
 
 def _joint(
@@ -197,19 +212,15 @@ def _one_serves(
     components: Sequence[Component],
     group: Sequence[int],
     tokens: Float[Tensor, "sample d_token"],
-) -> float:
-    """1 or -1 if the outer function, times this, is largest at one tuple for all of a group; or 0.
+    signs: Sequence[float],
+) -> list[float]:
+    """Of 1 and -1, list those by which the outer function is largest at one tuple for a group.
 
-    It must grow with each of them, and which of two tuples is better may not change with the rest.
-    Seen on a few tuples first, then on 20,000.
+    Which of two tuples is better may not change with the rest. Seen on a few tuples first, then on
+    20,000.
     """
 
     def holds(sign: float, n: int) -> bool:
-        # larger values of the newest member may never lower the outer function
-        raised = values.clone()
-        raised[:, group[-1]] = values[:, group[-1]].roll(1).maximum(values[:, group[-1]])
-        if not bool((sign * (outer(raised) - outer(values)) >= -1e-6).all()):
-            return False
         generator = torch.Generator().manual_seed(n)
         shape = (n, 1, max(components[i].arity for i in group))
         # two tuples a draw, [draw, member, arity, d_token], each the same for all members
@@ -239,8 +250,8 @@ def _one_serves(
             (ends[2] <= ends[:2].amax(0) + slack).all()
         )
 
-    signs = (s for s in (1.0, -1.0) if all(holds(s, n) for n in (200, 50 * ASKED)))
-    return next(signs, 0.0)
+    found = (sign for sign in signs if all(holds(sign, n) for n in (200, 50 * ASKED)))
+    return list(itertools.islice(found, 1))
 
 
 def _best_of(
@@ -248,10 +259,16 @@ def _best_of(
     values: Float[Tensor, "batch component"],
     components: Sequence[Component],
     group: Sequence[int],
-    tokens: Float[Tensor, "sample d_token"],
+    sign: float,
 ) -> Component:
-    """A component whose score is the outer function of one tuple for a group, others at rest."""
-    sign, rests = _one_serves(outer, values, components, group, tokens), values[:_RESTS]
+    """A component whose score is the outer function of one tuple for a group, others at rest.
+
+    Args:
+        outer, values, components: as in :func:`readings`.
+        group: the indices of its members.
+        sign: -1 where the outer function is least at the best tuple.
+    """
+    rests = values[:_RESTS]
 
     def score(x: Tensor) -> Tensor:
         each = x.unsqueeze(-3).expand(*x.shape[:-2], len(group), *x.shape[-2:])
@@ -357,39 +374,64 @@ def _few(component: Component, tokens: Float[Tensor, "sample d_token"]) -> list[
     beside = extreme[torch.arange(len(extreme))[:, None], best]
     # seen from far outside, a distance is an order along a direction
     beside = torch.cat([_FAR * beside, beside])
-    kept = [
-        partial(_end, component.preference, row[None], place, 1.0)
-        for row in beside
-        for place in range(component.arity)
-    ]
+    kept = list(itertools.product(range(len(beside)), range(component.arity)))
+
+    def serves(x: Tensor) -> Bool[Tensor, "score sequence place"]:
+        """Say whether the best token by each score is the one at each place of the best tuple."""
+        return _best_ends(component, beside, kept, x)[:, :, None] == best_tuples(x, component)[0]
+
     for number, (n, n_tokens) in enumerate(_TRIED):
         x = draw(n, n_tokens)
-        best = best_tuples(x, component)[0]
-        found = torch.stack([score(x[:, :, None]).argmax(dim=1) for score in kept])
-        # [score, sequence, place]: whether the token at the place is the best by the score
-        serves = found[:, :, None] == best
-        if not bool(serves.any(dim=0).all()):
-            return None
         # the first trial refuses fast, the second chooses, the others test the choice at larger T
-        if number != 1:
-            continue
-        # as few as serve these sequences, each time the one that serves most of what is left
-        chosen, left = list[int](), torch.ones_like(best, dtype=torch.bool)
-        while bool(left.any()) and len(chosen) < _FEW:
-            chosen.append(int((serves & left).sum(dim=(1, 2)).argmax()))
-            left = left & ~serves[chosen[-1]]
-        if bool(left.any()):
+        if number == 1 and _cover(serves(x[:_LOOKED]), _FEW + _FEW // 2) is None:
+            return None  # as few of them need more already, not only by an unlucky choice
+        found = serves(x)
+        if not bool(found.any(dim=0).all()):
             return None
-        # what was chosen first may be served by those chosen later
-        for index in list(chosen):
-            others = [each for each in chosen if each != index]
-            if bool(serves[others].any(dim=0).all()):
-                chosen = others
-        kept = [kept[index] for index in chosen]
+        if number == 1:
+            chosen = _cover(found, _FEW)
+            if chosen is None:
+                return None
+            kept = [kept[index] for index in chosen]
+    scores = (partial(_end, component.preference, beside[[row]], place, 1.0) for row, place in kept)
     return [
         replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
-        for score in kept
+        for score in scores
     ]
+
+
+def _cover(serves: Bool[Tensor, "score sequence place"], most: int) -> list[int] | None:
+    """Choose scores that serve all, each time the one that serves most of what is left."""
+    chosen, left = list[int](), torch.ones_like(serves[0])
+    while bool(left.any()) and len(chosen) < most:
+        chosen.append(int((serves & left).sum(dim=(1, 2)).argmax()))
+        left = left & ~serves[chosen[-1]]
+    if bool(left.any()):
+        return None
+    # what was chosen first may be served by those chosen later
+    for index in list(chosen):
+        others = [each for each in chosen if each != index]
+        if bool(serves[others].any(dim=0).all()):
+            chosen = others
+    return chosen
+
+
+def _best_ends(
+    component: Component,
+    beside: Float[Tensor, "row arity d_token"],
+    kept: Sequence[tuple[int, int]],
+    x: Float[Tensor, "sequence pos d_token"],
+) -> Int[Tensor, "score sequence"]:
+    """Find the best token by each score of single tokens: at a place, beside a row of others."""
+    found = torch.zeros(len(kept), len(x), dtype=torch.int64)
+    for place in range(component.arity):
+        numbers = torch.tensor([i for i, (_, own) in enumerate(kept) if own == place])
+        for some in numbers.split(max(1, _MOST_AT_ONCE // (x.numel() * component.arity))):
+            rows = beside[[kept[i][0] for i in some]]
+            # [sequence, token, row]
+            scores = _score_at(component.preference, rows, place, x[:, :, None])
+            found[some] = scores.argmax(dim=1).T
+    return found
 
 
 def _score_at(
@@ -409,12 +451,13 @@ def _different(
     components: Sequence[Component], tokens: Float[Tensor, "sample d_token"], notes: list[str]
 ) -> list[Component]:
     """Keep one component of all that order tuples alike; of ranks the one farthest in."""
-    kept: list[Component] = []
+    kept: list[tuple[Component, Sequence[Order]]] = []
     for component in components:
-        for number, other in enumerate(kept):
-            if _same_order(component, other, tokens):
+        orders = _orders(component, tokens)
+        for number, (other, known) in enumerate(kept):
+            if _same_order(other, known, component, orders):
                 farthest = max(component, other, key=lambda c: c.rank)
-                kept[number] = farthest
+                kept[number] = farthest, orders if farthest is component else known
                 notes.append(
                     "several ranks by one score are found one below the other"
                     if component.rank != other.rank
@@ -422,17 +465,23 @@ def _different(
                 )
                 break
         else:
-            kept.append(component)
-    return kept
+            kept.append((component, orders))
+    return [component for component, _ in kept]
 
 
-def _same_order(one: Component, other: Component, tokens: Float[Tensor, "sample d_token"]) -> bool:
+def _orders(component: Component, tokens: Float[Tensor, "sample d_token"]) -> list[Order]:
+    """List the orders of tuples by a component, whose places are taken as they are and turned."""
+    turned = itertools.islice(itertools.permutations(range(component.arity)), _MOST_ORDERS)
+    return [
+        Order(partial(permute, component.preference, at), component.arity, component.arity, tokens)
+        for at in turned
+    ]
+
+
+def _same_order(
+    one: Component, first: Sequence[Order], other: Component, second: Sequence[Order]
+) -> bool:
     known = ("arity", "positions", "distinct")
     if any(getattr(one, name) != getattr(other, name) for name in known):
         return False
-    everywhere = range(one.arity)
-    orders = itertools.islice(itertools.permutations(everywhere), _MOST_ORDERS)
-    return any(
-        not reverses(one.preference, one.arity, everywhere, (), tokens, 50 * ASKED, turned)
-        for turned in (partial(permute, other.preference, order) for order in orders)
-    )
+    return any(first[0].agrees(turned, 50 * ASKED) for turned in second)

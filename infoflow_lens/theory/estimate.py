@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Index, Seed, checked
 from infoflow_lens.theory.comparison import (
@@ -162,6 +163,7 @@ def min_heads_at(
 
 
 @checked
+@threads(1)
 def phase_diagram(
     task: Any,
     heads: tuple[Heads, ...],
@@ -210,6 +212,7 @@ def phase_diagram(
 
 
 @checked
+@threads(1)
 def estimate(
     architecture: Any,
     task: Target,

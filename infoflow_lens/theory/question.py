@@ -244,5 +244,7 @@ def _readings(
     extrema = [1.0 if c.extremum == "max" else -1.0 for c in components]
     signs = torch.tensor(getattr(samples.task, "signs", extrema))
     # at the T that is asked, too: what never decides among many tokens may decide among few
-    values = [each.component_values() for each in (samples, own) if each is not None]
+    values = [samples.component_values()]
+    if own is not None:
+        values.append(values[0] if own.task is samples.task else own.component_values())
     return readings(components, tokens, lambda z: outer(z * signs.to(z)), torch.cat(values))

@@ -13,7 +13,7 @@ excluded by an edge that was missed, and a plan that rests on one is run before 
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -201,6 +201,43 @@ def reverses(
     """Say whether :func:`reversals` sees any, in a few draws or else in all."""
     draws = (_FIRST, n)
     return any(reversals(score, arity, places, fixed, tokens, m, m, other) > 0 for m in draws)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """How a score puts fillings of its first places in order, beside given tokens at the others.
+
+    Attributes:
+        score: from tokens [..., arity, d_token].
+        arity: its places.
+        n_filled: how many of them are filled.
+        tokens: tokens to draw from.
+    """
+
+    score: Score
+    arity: int
+    n_filled: int
+    tokens: Float[Tensor, "sample d_token"] = field(repr=False)
+
+    @cached_property
+    def look(self) -> Float[Tensor, " draw"]:
+        """The signs of a few of its steps, which tell most orders apart and are taken once."""
+        generator = torch.Generator().manual_seed(_FIRST)
+        first, second = (_fillings(self.tokens, _FIRST, self.arity, generator) for _ in range(2))
+        second[:, self.n_filled :] = first[:, self.n_filled :]
+        return _step(self.score, first, second)
+
+    def agrees(self, other: "Order", n: int) -> bool:
+        """Say whether no filling is better than another one by this and worse by the other.
+
+        Args:
+            other: an order of as many places.
+            n: draws in which none must be seen.
+        """
+        if bool((self.look * other.look < 0).any()):
+            return False
+        filled, given = range(self.n_filled), range(self.n_filled, self.arity)
+        return reversals(self.score, self.arity, filled, given, self.tokens, n, n, other.score) == 0
 
 
 def _step(score: Score, one: Tensor, two: Tensor) -> Tensor:

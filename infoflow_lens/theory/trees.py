@@ -18,11 +18,11 @@ from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.jobs import Message
 from infoflow_lens.theory.score_graph import (
     ASKED,
+    Order,
     ScoreGraph,
     graph_of,
     order_of,
     permute,
-    reverses,
 )
 
 _MOST_ROOTS = 64  # choices of roots that are tried
@@ -108,6 +108,7 @@ class _Maker:
     def __post_init__(self) -> None:
         self._made: dict[tuple[int, int, int | None], Message] = {}
         self._alike: dict[tuple[Message, Message], tuple[int, ...] | None] = {}
+        self._turned: dict[Message, dict[tuple[int, ...], Order]] = {}
 
     def make(
         self, index: int, graph: ScoreGraph, place: int, parent: int | None, known: list[Message]
@@ -150,16 +151,20 @@ class _Maker:
         first, second = (self.components[job.component] for job in (one, two))
         if one.size != two.size or any(getattr(first, n) != getattr(second, n) for n in alike):
             return None
-        filled = range(one.size)
-        for rest in itertools.permutations(filled[1:]):
-            order = (0, *rest)
-            # the place itself stays first and the parent last; the places below change their order
-            other = partial(permute, two.score, [*order, one.size])
-            if not reverses(
-                one.score, one.size + 1, filled, [one.size], self.tokens, 5 * ASKED, other
-            ):
-                return order
-        return None
+        own, others = self._orders(one)[tuple(range(one.size))], self._orders(two)
+        return next((at for at, turned in others.items() if own.agrees(turned, 5 * ASKED)), None)
+
+    def _orders(self, message: Message) -> dict[tuple[int, ...], Order]:
+        """Return the orders of a message, by how the places below it are taken, as is first."""
+        if message not in self._turned:
+            n = message.size
+            # the place itself stays first and the parent last
+            turned = ((0, *rest) for rest in itertools.permutations(range(1, n)))
+            self._turned[message] = {
+                at: Order(partial(permute, message.score, [*at, n]), n + 1, n, self.tokens)
+                for at in turned
+            }
+        return self._turned[message]
 
 
 def _subtree(graph: ScoreGraph, place: int, parent: int | None) -> list[int]:

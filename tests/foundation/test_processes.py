@@ -31,6 +31,17 @@ def test_overlapping_blocks_of_threads_end_as_they_began():
         torch.set_num_threads(before)
 
 
+def test_a_block_inside_another_one_ends_as_it_began():
+    """An estimate inside of a training left one thread to the rest of it."""
+    before = torch.get_num_threads()
+    with threads(3):
+        for _ in range(2):
+            with threads(1):
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == before
+
+
 def test_threads_of_one_process_give_the_numbers_of_one(architecture, inputs):
     """As in a worker of several threads: nothing is drawn from the generator that they share."""
 
