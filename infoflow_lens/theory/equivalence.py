@@ -7,7 +7,7 @@ on samples before it is believed, and no exclusion rests on it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,7 +31,7 @@ Outer = Callable[[Float[Tensor, "batch component"]], Tensor]
 _FILLINGS = 12  # other tokens of a tuple under which the order of one place is compared
 _ENDS = 40  # tokens that are put in order
 _RESTS = 6  # values of the other components, over which an outer function is averaged
-_MOST_ORDERS = 24  # of the places of a tuple
+_MOST_ORDERS = 120  # of the places of a tuple
 _FEW = 8  # single tokens that serve a tuple, at most
 _LOOKED = 200  # sequences, of those by which they are chosen, that refuse most components
 _FAR = 10
@@ -113,7 +113,7 @@ def readings(
         for splits in (False, True):
             notes = list(before)
             kept = [part for c in chosen for part in split(c, notes)] if splits else chosen
-            kept = _different(kept, tokens, notes)
+            kept = _unserved(_different(kept, tokens, notes), tokens, notes)
             other = Reading(tuple(kept), tuple(dict.fromkeys(notes)), tokens)
             if notes and other.notes not in [reading.notes for reading in found]:
                 found.append(other)
@@ -290,12 +290,14 @@ def _split(
     A part in which the order at every place is one order or its reverse, as in products of numbers,
     is single tokens: the best tuple has the largest or the smallest at each place.
     """
-    # places that must differ are joined whatever the score is, so nothing splits
-    if component.arity == 1 or component.distinct:
+    if component.arity == 1:
         return [component]
     fewer = collapse(component, tokens)
     if fewer.arity < component.arity:
         notes.append("places of a tuple may hold the same token")
+    # places that must differ are joined whatever the score is, so nothing splits
+    if fewer.arity == 1 or fewer.distinct:
+        return [fewer]
     graph, parts = graph_of(fewer, tokens), list[Component]()
     for places in graph.parts:
         part = _part(fewer, places, tokens) if len(graph.parts) > 1 else fewer
@@ -467,6 +469,46 @@ def _different(
         else:
             kept.append((component, orders))
     return [component for component, _ in kept]
+
+
+def _unserved(
+    components: Sequence[Component], tokens: Float[Tensor, "sample d_token"], notes: list[str]
+) -> list[Component]:
+    """Leave out scores of single tokens whose best token is always the best one by another score.
+
+    The largest ``|x|`` is the largest or the smallest x. Seen on sequences of four lengths.
+    """
+    plain = [
+        number
+        for number, c in enumerate(components)
+        if c.arity == 1 and c.rank == 1 and c.positions is None and c.tuples is None
+    ]
+    if len(plain) < 3:  # two scores that agree everywhere are one already
+        return list(components)
+    generator, asked, chosen = torch.Generator().manual_seed(8), plain, list[dict[int, Tensor]]()
+    scores = [components[number].preference for number in plain]
+    for n, n_tokens in _TRIED:
+        x = tokens[torch.randint(len(tokens), (n, n_tokens), generator=generator)]
+        best = dict(
+            zip(plain, [score(x[:, :, None]).argmax(dim=1) for score in scores], strict=True)
+        )
+        asked = [number for number in asked if _is_served(number, best)]
+        if not asked:
+            return list(components)
+        chosen.append(best)
+    found = {number: torch.cat([best[number] for best in chosen]) for number in plain}
+    # one after the other, as some may serve each other
+    for number in asked:
+        if _is_served(number, found):
+            del found[number]
+    notes.append("the best token by one score is always the best by one of the others")
+    return [c for number, c in enumerate(components) if number in found or number not in plain]
+
+
+def _is_served(number: int, best: Mapping[int, Int[Tensor, " sequence"]]) -> bool:
+    """Say whether each best token by a score is that by another one, too."""
+    others = torch.stack([tokens for other, tokens in best.items() if other != number])
+    return bool((others == best[number]).any(dim=0).all())
 
 
 def _orders(component: Component, tokens: Float[Tensor, "sample d_token"]) -> list[Order]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from infoflow_lens.foundation.exclusions import verify_exclusion
@@ -28,6 +28,7 @@ _FORMAT = "infoflow-lens exclusion 1"
 _MOST_PLACES = 9  # of a model with positions, for which all options are tried
 _MOST_TRIES = 12
 _MOST_WAYS = 32
+_MOST_SUITED = 16  # inputs whose tokens are put into one another
 _INPUTS = 120
 _LONGEST = 4096
 _MOST_SCORES = 3 * 10**7
@@ -388,11 +389,45 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             )  # fmt: skip
     # an active token of each of several inputs, in a context in which it is active
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples.seed))
-    for rows in order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES]:
+    drawn = order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES].tolist()
+    for rows in itertools.chain(drawn, _suited(x, active, task, n_places, order.tolist())):
         for around in (_active_alone, _all_but_some):
-            document = _assemble(rows.tolist(), x, active, shape, samples, around)
+            document = _assemble(rows, x, active, shape, samples, around)
             if document is not None:
                 yield document
+
+
+def _suited(
+    x: Float[Tensor, "sequence pos d_token"],
+    active: Bool[Tensor, "sequence pos"],
+    task: Any,
+    n_places: int,
+    order: Sequence[int],
+) -> Iterator[list[int]]:
+    """Yield inputs whose first active tokens change nothing in one another.
+
+    Of a minimum of maxima they are such as decide by different maxima.
+    """
+    rows = [row for row in order if 0 < int(active[row].sum()) < active.shape[1]][:_MOST_SUITED]
+    if len(rows) < n_places:
+        return
+    first = x[rows, active[rows].int().argmax(dim=1)]
+    free = active[rows].int().argmin(dim=1)  # a place that does not matter
+    # [input, other]: each input with the token of another one
+    changed = x[rows][:, None].repeat(1, len(rows), 1, 1)
+    changed[torch.arange(len(rows)), :, free] = first
+    kept = active[rows][:, None] == task.active_index_set(changed.flatten(0, 1)).view(
+        len(rows), len(rows), -1
+    )
+    suits = kept.all(dim=2)
+    suits = suits & suits.T
+    for start in range(len(rows)):
+        group = [start]
+        for other in range(len(rows)):
+            if other not in group and bool(suits[group, other].all()):
+                group.append(other)
+        if len(group) >= n_places:
+            yield [rows[number] for number in group[:n_places]]
 
 
 Around = Callable[[Tensor, Tensor, int, torch.Generator], Tensor | None]

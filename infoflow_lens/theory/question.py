@@ -29,6 +29,9 @@ _OBSERVED = 50  # inputs on which |I_F| is observed
 _TOKENS = 8192  # on which scores are asked
 _OBSERVED_AT = 64  # their T, so that active tokens are not crowded, unless that is dear
 _MOST_SCORES = 3 * 10**7
+_ENDS = tuple(  # the token with the largest first coordinate, and with the smallest
+    Component(1, lambda x: x[..., 0, 0], extremum=extremum) for extremum in ("max", "min")
+)
 
 
 def max_position_capacity(
@@ -147,7 +150,11 @@ class Question:
         self, shape: ModelShape, n_tokens: int, max_position_only: bool = False
     ) -> Iterator[Answer]:
         """Yield the best schedule for each list of components that has one, its own list first."""
-        for reading in self.readings:
+        lists = self.readings
+        if n_tokens == 2 and not self.positional:
+            note = "of two tokens one is the first in any order, the other the last"
+            lists += (Reading(_ENDS, (note,), lists[0].tokens),)
+        for reading in lists:
             found = self.search(shape, n_tokens, max_position_only, reading=reading)
             if found.schedule is not None:
                 yield Answer(found, reading)

@@ -256,25 +256,34 @@ def collapse(component: Component, tokens: Float[Tensor, "sample d_token"]) -> C
 
     They may where ``s(.. p .. q ..) <= max(s(.. p .. p ..), s(.. q .. q ..))`` for all tokens, as
     for ``x'P y`` with P positive semidefinite; the largest score is then reached with one token at
-    both. Seen on 10,000 fillings.
+    both. Where they must differ, as in ``max(f(x), g(y))``, any other token at one of them must do
+    as well: ``s(.. p .. p ..) <= max(s(.. p .. q ..), s(.. q .. p ..))``. Seen on 10,000 fillings.
     """
-    if component.distinct or component.rank > 1 or component.tuples is not None:
+    if component.rank > 1 or component.tuples is not None:
         return component
     x = _fillings(tokens, _COLLAPSED, component.arity, torch.Generator().manual_seed(3))
     scores = component.preference(x)
+    slack = _ROUNDING * (scores.std() + 1e-9)
     for i, j in itertools.combinations(range(component.arity), 2):
-        first, second = x.clone(), x.clone()
-        # the token of i at both places, and that of j at both
+        first, second, turned = x.clone(), x.clone(), x.clone()
+        # the token of i at both places, that of j at both, and each at the other's place
         first[:, j], second[:, i] = x[:, i], x[:, j]
-        best = torch.maximum(component.preference(first), component.preference(second))
-        if bool((scores <= best + _ROUNDING * (scores.std() + 1e-9)).all()):
+        turned[:, [i, j]] = x[:, [j, i]]
+        one, other = component.preference(first), component.preference(second)
+        one_serves = bool((scores <= torch.maximum(one, other) + slack).all())
+        if one_serves and component.distinct:
+            apart = torch.maximum(scores, component.preference(turned))
+            one_serves = bool((torch.maximum(one, other) <= apart + slack).all())
+        if one_serves:
             kept = [place for place in range(component.arity) if place != j]
             # the place that is left out takes the token of the one that stands for it
             at = [kept.index(i if place == j else place) for place in range(component.arity)]
             preference = partial(permute, component.preference, at)
+            n = len(kept)
             fewer = replace(
-                component, arity=component.arity - 1, score=preference, extremum="max", parts=None
-            )
+                component, arity=n, score=preference, symmetric=n == 1, extremum="max", parts=None,
+                distinct=component.distinct and n > 1,
+            )  # fmt: skip
             return collapse(fewer, tokens)
     return component
 

@@ -5,6 +5,7 @@ Each target comes with the network that computes it, run against all tuples.
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from infoflow_lens.theory.equivalence import readings
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
 from tests.conftest import some_of
-from tests.reference.networks import Heads, Made, farthest, least, transformed
+from tests.reference.networks import (
+    Heads,
+    Made,
+    farthest,
+    least,
+    one_head,
+    pair,
+    single,
+    transformed,
+)
 
 T = 12
 
@@ -102,6 +112,72 @@ def test_more_tokens_are_ends_in_a_plane_as_sequences_grow(score):
     best = index[score(x[:, index]).argmax(dim=1)]
     held = (x @ directions).argmax(dim=1)
     assert not (best[:, :, None] == held[:, None]).any(-1).all()
+
+
+def direction(index):
+    """A random direction of four coordinates as a score."""
+    a = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))[index]
+    return lambda x: x @ a.to(x)
+
+
+def test_places_that_must_differ_may_still_be_one():
+    """The largest max(f(x), g(y)) of two different tokens is one token's."""
+    f, g = direction(0), direction(1)
+    best = lambda x: torch.maximum(f(x), g(x))  # noqa: E731
+    either = lambda z: torch.maximum(f(z[..., 0, :]), g(z[..., 1, :]))  # noqa: E731
+    made = Made([Component(2, either, distinct=True)], lambda z: z[:, 0], one_head(best, best), 2)
+    found = check(made, 4, (1,))
+    assert found.verdict == "allowed by construction", found.why
+    # of a sum both must differ: the best token by both cannot stand twice
+    both = Component(2, lambda z: f(z[..., 0, :]) + g(z[..., 1, :]), distinct=True)
+    tokens = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0))
+    assert [r.notes for r in readings([both], tokens)] == [()]
+    # nor can the best of the nearest pair, which is no token and itself
+    near = Component(2, lambda z: -z.diff(dim=-2).square().sum(dim=(-2, -1)), distinct=True)
+    assert [r.notes for r in readings([near], tokens)] == [()]
+
+
+def test_the_largest_size_is_one_of_both_ends():
+    """max |x0| + max x0 + min x0 by two heads; of three directions each counts."""
+    first = lambda x: x[..., 0]  # noqa: E731
+    parts = [single(lambda x: x[..., 0].abs()), single(first), single(first, extremum="min")]
+
+    def network(heads, x):
+        ends = [heads.read(0, "CLS", s * x[:, None, :, 0], x)[:, 0, 0] for s in (1, -1)]
+        return torch.maximum(ends[0], -ends[1]) + sum(ends)
+
+    found = check(Made(parts, lambda z: z.sum(dim=1), network, 1), 4, (2,))
+    assert found.verdict == "allowed by construction", found.why
+    three = [single(direction(index)) for index in range(3)]
+    made = Made(three, lambda z: z.sum(dim=1), None, 1)
+    assert asked(made, 4, (2,))[1].verdict == "excluded, proved"
+
+
+def test_two_tokens_are_the_ends_of_any_order():
+    """Of T = 2 two heads of one layer hold all; of three tokens they do not."""
+    g = lambda x, y: (x * y.roll(1, -1)).sum(dim=-1)  # noqa: E731
+    for n_tokens, verdict in ((2, "allowed by construction"), (3, "open")):
+        task = Target(components=(pair(g),), n_tokens=n_tokens, d_token=4, tokens="normal")
+        found = estimate(ModelShape((2,), (16,), n_tokens), task)
+        assert found.verdict == verdict, found.why
+    x, y = replace(task, n_tokens=2).sample(50, 0)
+    a, b = (Heads().read(0, "CLS", s * x[:, None, :, 0], x)[:, 0] for s in (1, -1))
+    every = torch.stack([g(*both) for both in itertools.product((a, b), repeat=2)])
+    assert torch.allclose(every.amax(dim=0), y[:, 0])
+
+
+def test_places_of_five_are_seen_to_be_turned():
+    """Of 120 orders 24 were tried, and a target and itself again were two (seed 5007)."""
+    forms = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(2))
+
+    def star(z):
+        return sum(((z[..., 0, :] @ a) * z[..., i + 1, :]).sum(-1) for i, a in enumerate(forms))
+
+    turned = lambda z: 2 * star(z[..., [3, 4, 2, 1, 0], :])  # noqa: E731
+    tokens = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0))
+    lists = readings([Component(5, star), Component(5, turned)], tokens)
+    assert [len(r.components) for r in lists] == [2, 1]
+    assert lists[1].notes == ("several scores put the tuples in the same order",)
 
 
 @pytest.mark.parametrize(("arity", "most"), [(1, 10), (2, 30)])

@@ -253,6 +253,16 @@ def test_a_copy_of_the_largest_makes_every_place_matter(heads):
     assert estimate(shape((1, 1), 12), task).verdict == "allowed by construction"
 
 
+def test_the_least_of_three_maxima_takes_three_heads():
+    """Two were open: inputs that decide by different maxima were put together by luck alone."""
+    task = target(*map(coordinate, range(3)), outer=lambda z: z.amin(dim=1, keepdim=True))
+    found = estimate(shape((2,), 32), task)
+    assert found.verdict == "excluded, proved", found.why
+    assert not verify_exclusion(found.witness, lambda rows: values_of(task, rows))
+    for heads in ((3,), (2, 1)):  # one after the other, too
+        assert estimate(shape(heads, 32), task).verdict == "allowed by construction"
+
+
 def test_the_chain_is_proved_out_for_one_head_and_allowed_for_two():
     """Whatever layer 2 has: h_1 = 2 is least, and no count says so."""
     task = load_task("best_tree", n_tokens=16)
