@@ -17,9 +17,9 @@ different tokens have probability zero), whatever the scores, values and feed-fo
   choices of heads stay, so that the answer is a function of m tokens there. The derivatives are
   along ``moved`` tokens, no farther than a quarter of the distance to any other token: differences
   at this step, a half, a quarter and an 8th of it agree with one another, forwards and backwards,
-  and with that of all moves at once. From values alone this is evidence down to an 8th of the step.
-  `estimate` draws the input, so that ties have probability zero, and finds the derivatives of the
-  best tuples themselves, which is the proof.
+  and with what the move changes beside all other moves. From values alone this is evidence down to
+  an 8th of the step. `estimate` draws the input, so that ties have probability zero, and finds the
+  derivatives of the best tuples themselves, which is the proof.
 * ``ties``: disjoint ``tuples`` of a tokens tie at ``input``, above all others, and hold more tokens
   than CLS can. The last choice of CLS looks at what it holds and at two tokens' states, which are
   fewer than 2 a tokens, and earlier choices look at less; so a choice sees all of one tuple at
@@ -234,12 +234,14 @@ def _check_smoothness(
     shares = [sign / 2**k for k in range(_HALVINGS) for sign in (1, -1)]
     moves = list(zip(places, moved))
     rows = [_move_tokens(base, [move], share) for move in moves for share in shares]
-    start, end, *others = map(
-        _numbers, values([list(base), _move_tokens(base, moves, shares[-2]), *rows])
-    )
-    changes = [[a - b for a, b in zip(value, start)] for value in others]
-    wrong, least = [], []
-    for number, place in enumerate(places):
+    # all tokens moved at once, and all but each of them
+    together = [moves, *[[other for other in moves if other != move] for move in moves]]
+    rows += [_move_tokens(base, some, shares[-2]) for some in together]
+    start, *others = map(_numbers, values([list(base), *rows]))
+    changes = [[a - b for a, b in zip(value, start)] for value in others[: -len(together)]]
+    end, *without = others[-len(together) :]
+    wrong = []
+    for number, (place, rest) in enumerate(zip(places, without)):
         own = changes[number * len(shares) : (number + 1) * len(shares)]
         # the output that moves most with this token
         column = max(range(len(start)), key=lambda c: abs(own[0][c]))
@@ -250,12 +252,9 @@ def _check_smoothness(
             wrong.append(f"differences by token {place} are no derivative: {steps}")
         if abs(steps[-1] + backwards[-1]) > _SLACK * abs(steps[-1]):
             wrong.append(f"differences by token {place} are not alike forwards and backwards")
-        least.append(own[-2])
-    # moved together, tokens must change the value by the sum of what each of them changes alone
-    for column, both in enumerate(zip(start, end)):
-        parts = [change[column] for change in least]
-        if abs(both[1] - both[0] - sum(parts)) > _SLACK * sum(map(abs, parts)):
-            wrong.append("the differences by single tokens do not add up to that by all")
+        # a token must change the value as much beside all other moves as it does alone
+        if abs(end[column] - rest[column] - steps[-1]) > _SLACK * abs(steps[-1]):
+            wrong.append(f"beside the other moves token {place} does not change what it does alone")
     return wrong
 
 

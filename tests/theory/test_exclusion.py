@@ -17,7 +17,7 @@ from infoflow_lens.tasks import Target
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate, phase_diagram
-from infoflow_lens.theory.exclusion import _ties, values_of
+from infoflow_lens.theory.exclusion import _ties, excluding, values_of
 from infoflow_lens.theory.samples import Samples
 from infoflow_lens.theory.shapes import ModelShape
 
@@ -77,6 +77,10 @@ def retrieval(outer, n_components=3, n_tokens=16):
         ),
         pytest.param(
             target(*[coordinate(0, rank=r) for r in (1, 2, 3)]), (1, 1), id="three largest"
+        ),
+        pytest.param(
+            target(Component(3, lambda x: x[..., 0].prod(dim=-1)), n_tokens=16), (2,),
+            id="product of three",
         ),
     ],
 )  # fmt: skip
@@ -193,6 +197,48 @@ def test_two_tokens_that_nearly_tie_prove_no_growth(gap, move):
     assert verify_exclusion(forged(gap, move), values)
 
 
+def test_a_long_move_makes_no_third_token_active():
+    """Beside the largest and the smallest: moved far enough, any token is one of them (T3)."""
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None]
+    document = forged(0, 0) | {
+        "n_heads": [2], "input": x.tolist(), "held": 2, "active": [0, 3, 7],
+        "moved": [[-1.001], [1000.0], [1.001]],
+    }  # fmt: skip
+    (said,) = verify_exclusion(document, extremes)
+    assert said == "token 3 moves by more than a quarter of the way to another one"
+
+
+def extremes(rows):
+    """The largest and the smallest first number of each sequence, added."""
+    return [max(r[0] for r in row) + min(r[0] for r in row) for row in rows]
+
+
+@pytest.mark.parametrize("steps", [(0.1, 0.1, 0.1), (0.1, 0.005, 0.005)])
+def test_tokens_whose_order_moves_exchange_are_no_three(steps):
+    """Each alone becomes the largest or the smallest; the others' steps hid in one 20 times theirs.
+
+    The second was accepted: together they change the value by nearly what each does alone.
+    """
+    x = [[1e-6 * i, float(i)] for i in range(8)]
+    document = forged(0, 0) | {
+        "n_heads": [2], "input": x, "held": 2, "active": [0, 3, 7],
+        "moved": [[x[i][0] + step, x[i][1]] for i, step in zip((0, 3, 7), steps, strict=True)],
+    }  # fmt: skip
+    said = verify_exclusion(document, extremes)
+    assert said
+    assert all("does not change what it does alone" in line for line in said)
+
+
+def test_a_kink_is_no_derivative():
+    """Of two that tie, steps of two sizes add up; backwards neither changes the value."""
+    document = forged(0, 0.04)
+    document["moved"][1][0] = document["input"][1][0] + 0.002
+    values = lambda rows: torch.tensor(rows, dtype=torch.float64)[..., 0].amax(1).tolist()  # noqa: E731
+    said = " ".join(verify_exclusion(document, values))
+    assert "differences by token 0 are not alike forwards and backwards" in said
+    assert "differences by token 1 are not alike forwards and backwards" in said
+
+
 def test_random_near_ties_prove_no_growth():
     values = lambda rows: torch.tensor(rows, dtype=torch.float64)[..., 0].amax(1).tolist()  # noqa: E731
     for seed in range(100):
@@ -210,6 +256,10 @@ def test_without_samples_nothing_is_proved():
 def test_allowed_says_where_a_score_jumps():
     task = load_task("kth_largest", n_tokens=32, k=3)
     assert "jumps" in estimate(shape((1, 1), 32), task).why
+    smallest = load_task("kth_largest", n_tokens=32, k=32)  # by the score -x
+    found = estimate(shape((1,), 32), smallest)
+    assert found.verdict == "allowed by construction"
+    assert "jumps" not in found.why
 
 
 @pytest.mark.parametrize(
@@ -232,6 +282,15 @@ def test_a_choice_must_see_two_whole_tuples(name, parameters, heads):
     more = [heads[0] + 1, *heads[1:]] if len(heads) > 1 else [heads[0], 1]
     assert "expected" in check(witness | {"n_heads": more})[0]
     assert check(witness | {"tuples": [*witness["tuples"][:-1], witness["tuples"][0]]})
+    # a step of more than a quarter of the way to another token
+    far, place = json.loads(json.dumps(witness)), witness["tuples"][0][0]
+    here = torch.tensor(witness["input"][place])
+    apart = min(
+        float((here - torch.tensor(t)).norm()) for t in witness["input"] if t != here.tolist()
+    )
+    step = torch.tensor(witness["moved"][0][0]) - here
+    far["moved"][0][0] = (here + 0.26 * apart * step / step.norm()).tolist()
+    assert f"token {place} moves by more than a quarter of the way" in " ".join(check(far))
     # tuples that do not tie, and one that is not the best
     lower = json.loads(json.dumps(witness))
     place, to = lower["tuples"][1][0], lower["moved"][1][0]
@@ -279,12 +338,16 @@ def rare(threshold):
     return target(coordinate(0), Component(1, bent), n_tokens=16)
 
 
-def test_a_proof_goes_before_samples_that_miss_what_is_rare():
+def test_a_proof_goes_before_samples_that_miss_what_is_rare(monkeypatch):
     """x1 > 3 in .135% of tokens: samples of the score show one order (T8)."""
     found = estimate(shape((1,), 16), rare(3.0), verify=100)
     assert found.verdict == "excluded, proved", found.why
     rarer = estimate(shape((1,), 16), rare(4.0), verify=100)
     assert "fails on less than 0.03 of all (95%)" in rarer.why or rarer.witness
+    # where few tokens are asked, a schedule is found, and holds in the few that it is run on
+    monkeypatch.setattr("infoflow_lens.theory.question._TOKENS", 64)
+    few = estimate(shape((1,), 16), rare(3.0), verify=5)
+    assert (few.verdict, few.schedule.size, few.verified) == ("excluded, proved", 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +371,23 @@ def test_verdicts_are_monotone_in_heads_and_tokens(name, parameters, heads, long
                 assert second == verdict, (h, t, other, longer)
             if second == "allowed by construction" and longer == t and fewer:
                 assert verdict == second, (h, t, other)
+
+
+def test_a_witness_serves_fewer_heads_and_longer_sequences(monkeypatch):
+    """Where the search finds one witness alone, of the most heads and the fewest tokens (T9)."""
+    found = []
+
+    def once(task, shape, *args):
+        if not found:
+            found.append(excluding(task, shape, *args))
+            return found[0]
+        return None
+
+    monkeypatch.setattr("infoflow_lens.theory.estimate.excluding", once)
+    task = load_task("d_retrieval", n_components=4)
+    rows = phase_diagram(task, ((2,), (3,), (1,)), (16, 12))
+    assert {row["verdict"] for row in rows} == {"excluded, proved"}
+    assert (found[0]["n_heads"], found[0]["n_tokens"]) == ([3], 12)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,31 @@ def test_equal_messages_are_one_head():
     assert asked(Component(3, CHAIN), (1, 1), 16).verdict != "allowed by construction"
 
 
+def test_a_message_that_several_scores_need_is_one_head():
+    """f(x, y) + g(y, z) and f(x, y) + h(y, w): y finds its best x once; it was found twice (T1)."""
+    generator = torch.Generator().manual_seed(7)
+    f, g, h = torch.randn(3, D, D, generator=generator)
+
+    def chain(b, turned):
+        """f and another form; where it is turned, its ends stand at each other's place."""
+        x, z = (2, 0) if turned else (0, 2)
+        return Component(3, lambda t: form(f, t[..., x, :], t[..., 1, :])
+                         + form(b, t[..., 1, :], t[..., z, :]))  # fmt: skip
+
+    two = Target(components=(chain(g, False), chain(h, True)), n_tokens=9, d_token=D)
+    for heads, allowed in (((3, 2), True), ((2, 2), False)):
+        found = estimate(ModelShape(heads, (32, 32), 9), two, verify=20)
+        assert (found.verdict == "allowed by construction") == allowed, found.why
+
+
+def test_the_papers_count_says_what_it_assumes_where_that_does_not_hold():
+    """It was "excluded by the paper's count", which counts the T^4 tuples of a circle (T1)."""
+    found = asked(Component(4, SCORES["circle"][1]), (2, 1), 8, verify=20)
+    assert (found.verdict, found.width) == ("open", 2)
+    assert "the paper's count says no, but what it assumes does not hold" in found.why
+    assert "treewidth 2, so that about T^3 comparisons are enough" in found.why
+
+
 def test_the_minimum_of_two_pairs_is_served_where_its_parts_are_declared():
     """Asked, one pair hides the order of the other; the run on samples tells."""
     score = SCORES["min of two pairs"][1]

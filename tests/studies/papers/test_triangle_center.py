@@ -61,6 +61,7 @@ def test_a_control_that_is_not_learnt_leaves_nothing_seen(controls):
     means = {8: (0.2, 0.22), 16: (0.8, 0.85), 32: (0.95, 1.0)}
     assert STUDY.verdict(frame(means)).passed
     assert not STUDY.verdict(frame(means, controls)).passed
+    assert broken(STUDY, frame(means, (0.31, 0.05))) == [3]  # below a third of the triples' .98
     without = frame(means)
     assert not STUDY.verdict(without[without["target"] != "pairs"]).passed
 
