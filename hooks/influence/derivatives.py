@@ -1,7 +1,8 @@
-"""Derivatives in many directions, by forward mode, which PyTorch has once for all threads."""
+"""Derivatives in many directions; by forward mode, which PyTorch has once for all threads."""
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,8 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _PATIENCE = 1.0  # seconds
+_UNKNOWN = ": an autograd kernel was not registered"  # what PyTorch says of an operation
 _one_at_a_time = threading.RLock()
 _is_ours = False  # the level of forward mode
 
@@ -57,6 +60,71 @@ def forward_derivatives(
     if not bool((tangents[-1] == 1).all()):
         raise DisturbedError("another thread has taken the tangents away")
     return values[:-1], tangents[:-1]
+
+
+def differentiate_along(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    start: Float[Tensor, "batch position d"],
+    directions: Float[Tensor, "direction batch position d"],
+    *,
+    by_forward: bool = True,
+) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
+    """Differentiate states in some directions, by forward mode if it is wanted and there is one.
+
+    Raises:
+        RuntimeError: as from PyTorch, where memory is short, or there is no second derivative.
+    """
+    if not by_forward:
+        return _differentiate_in_reverse(function, start, directions)
+    try:
+        return forward_derivatives(function, start, lambda one: one, directions)[1]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # also NotImplementedError
+        if "memory" in str(error):
+            raise
+        return _differentiate_in_reverse(function, start, directions)
+
+
+def _differentiate_in_reverse(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    start: Float[Tensor, "batch position d"],
+    directions: Float[Tensor, "direction batch position d"],
+) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
+    """Do the same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
+    # fused attention has no second derivative
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        source = start.detach().requires_grad_()
+        states = function(source)
+        towards = [torch.zeros_like(state, requires_grad=True) for state in states]
+        # J^T u is linear in u, so that its derivative is the same at u = 0
+        reached = [(u * state).sum() for u, state in zip(towards, states, strict=True)]
+        (back,) = torch.autograd.grad(
+            reached, source, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        if not back.requires_grad:  # no state depends on the sources
+            return tuple(u.new_zeros(len(directions), *u.shape) for u in towards)
+        moved = [
+            torch.autograd.grad(
+                back, towards, one, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for one in directions
+        ]
+    return tuple(torch.stack(column) for column in zip(*moved, strict=True))
+
+
+def find_missing_derivatives(
+    function: Callable[[Tensor], tuple[Tensor, ...]], start: Float[Tensor, "batch position d"]
+) -> str:
+    """Name operations without derivatives that a backward pass meets, as PyTorch warns of them."""
+    with torch.enable_grad(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        source = start.detach().requires_grad_()
+        states = [state.sum() for state in function(source) if state.requires_grad]
+        if states:
+            torch.autograd.grad(states, source, allow_unused=True)
+    said = [str(one.message) for one in warned]
+    return ", ".join(dict.fromkeys(one.split(_UNKNOWN)[0] for one in said if _UNKNOWN in one))
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from infoflow_lens.hooks.influence.base import (
     AskedStates,
@@ -12,7 +10,7 @@ from infoflow_lens.hooks.influence.base import (
     StateInfluence,
     StateName,
 )
-from infoflow_lens.hooks.influence.derivatives import forward_derivatives
+from infoflow_lens.hooks.influence.derivatives import differentiate_along
 from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, take_places
 
 
@@ -58,45 +56,9 @@ class GradientTimesInput(StateInfluence):
         found = torch.zeros(shape, dtype=torch.float32)
         alone = torch.eye(n_source, dtype=torch.bool, device=start.device)
         for sources in torch.arange(n_source).split(chunk):
-            moved = _differentiate_states(rerun, start, alone[sources])
+            directions = start[None] * alone[sources][:, None, :, None]
+            moved = differentiate_along(rerun, start, directions)
             for layer, change in enumerate(moved):  # [source, batch, pos, d_model]
                 norms = change.float().norm(dim=-1).permute(1, 2, 0)
                 found[layer, :, :, sources] = take_places(norms, place).cpu()
         return found, {}
-
-
-def _differentiate_states(
-    rerun: Rerun, start: Float[Tensor, "batch position d"], alone: Bool[Tensor, "source position"]
-) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
-    """Differentiate the states in the direction of each token, by forward mode if there is one."""
-
-    try:
-        return forward_derivatives(rerun, start, lambda one: start * one[None, :, None], alone)[1]
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # also NotImplementedError
-        if "memory" in str(error):
-            raise
-        return _differentiate_in_reverse(rerun, start, alone)
-
-
-def _differentiate_in_reverse(
-    rerun: Rerun, start: Float[Tensor, "batch position d"], alone: Bool[Tensor, "source position"]
-) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
-    """Do the same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
-    with torch.enable_grad():
-        source = start.detach().requires_grad_()
-        states = rerun(source)
-        towards = [torch.zeros_like(state, requires_grad=True) for state in states]
-        # J^T u is linear in u, so that its derivative is the same at u = 0
-        (back,) = torch.autograd.grad(states, source, towards, create_graph=True)
-        moved = [
-            torch.autograd.grad(
-                back, towards, start * chosen[None, :, None], retain_graph=True, allow_unused=True
-            )
-            for chosen in alone
-        ]
-    return tuple(
-        torch.stack([torch.zeros_like(u) if one is None else one for one in column])
-        for u, column in zip(towards, zip(*moved, strict=True), strict=True)
-    )

@@ -1,15 +1,18 @@
 """Jacobian influence equals PyTorch's own Jacobian, and finds what the model reads."""
 
 import math
+import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from infoflow_lens import InfoFlowError, JacobianInfluence, attach, run_probes
+from infoflow_lens import InfoFlowError, JacobianInfluence, attach, build_model, run_probes
 from infoflow_lens.hooks import GradientTimesInput, InfluenceResult, ResampleInfluence
 from infoflow_lens.hooks.influence.base import holding
+from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.theory import InformationSets
 from tests.conftest import N_TOKENS, make_model_without_masks, make_token_model
 from tests.reference import transformer as reference
@@ -597,32 +600,75 @@ def test_the_stated_error_covers_the_true_one():
         assert sum(covered) / len(covered) >= 0.95
 
 
+def _takes_away(module, how, monkeypatch):
+    """Take the derivative of a module away."""
+    plain = module.forward
+
+    def forward(*args, **kwargs):
+        with torch.set_grad_enabled(how != "no_grad"):
+            out = plain(*args, **kwargs)
+        if how == "no_grad":
+            return out
+        return out.detach() if isinstance(out, torch.Tensor) else (out[0].detach(), *out[1:])
+
+    monkeypatch.setattr(module, "forward", forward)
+
+
+MISSING = [
+    # how, which modules, what is named
+    ("detached", "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj", "detach"),
+    ("detached", "layers.1.self_attn$", "detach"),
+    ("detached", "layers.0.mlp$", "detach"),
+    ("no_grad", "layers.1.self_attn$", "detach"),
+    ("int8", "", "quantized::linear_dynamic"),
+    ("int8", r"layers.1.mlp.\w+_proj", "quantized::linear_dynamic"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:quantized")
-@pytest.mark.parametrize("pack", ["detached", "int8"])
-def test_what_has_no_derivative_is_refused(pack, monkeypatch):
-    """Influence of all other tokens was 0, in silence."""
+@pytest.mark.parametrize(("how", "where", "named"), MISSING)
+def test_what_has_no_derivative_is_refused(how, where, named, monkeypatch):
+    """Influence of other tokens was 0, or of a part of the model alone, in silence."""
     model, ids = zoo.build("llama"), torch.tensor([[5, 9, 7, 30], [8, 6, 40, 11]])
-    if pack == "int8":
+    chosen = {name: part for name, part in model.named_modules() if re.search(where, name)}
+    if how == "int8":
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             pytest.skip("PyTorch has no packed int8 weights on this machine")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+            packed = {name for name, part in chosen.items() if isinstance(part, torch.nn.Linear)}
+            spec = dict.fromkeys(packed, torch.ao.quantization.default_dynamic_qconfig)
+            model = torch.ao.quantization.quantize_dynamic(model, spec)
     else:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                plain = module.forward
-                monkeypatch.setattr(module, "forward", lambda x, plain=plain: plain(x).detach())
-    for measure in (
-        JacobianInfluence("resid_post"),
-        JacobianInfluence("resid_post", estimate=2, positions=(-1,)),
-        GradientTimesInput("resid_post"),
-    ):
-        with pytest.raises(InfoFlowError, match=r"derivative by all of them is 0: .*Resample"):
+        for part in chosen.values():
+            _takes_away(part, how, monkeypatch)
+    by_reverse = [JacobianInfluence("resid_post", estimate=2, positions=(-1,))]
+    by_forward = [JacobianInfluence("resid_post"), GradientTimesInput("resid_post")]
+    if how == "no_grad":  # which forward mode does not heed, so that it is right
+        for measure in by_forward:
+            (found,) = run_probes(model, ids, [measure], progress=False)
+            (right,) = run_probes(zoo.build("llama"), ids, [replace(measure)], progress=False)
+            torch.testing.assert_close(found.influence, right.influence)
+    for measure in by_reverse + (by_forward if how != "no_grad" else []):
+        with pytest.raises(InfoFlowError, match=rf"derivatives say: .*{named}.*Resample"):
             run_probes(model, ids, [measure], progress=False)
-    if pack == "detached":
+    if how == "detached":
         # nothing stands before the first token, so that 0 is right; int8 has one scale for all
         (found,) = run_probes(model, ids, [JacobianInfluence(positions=(0,))], progress=False)
         assert not found.influence[..., 1:].any()
     (found,) = run_probes(model, ids, [ResampleInfluence(ids.flip(0))], progress=False)
     assert float(found.influence[-1, 0, -1, :-1].min()) > 0
+
+
+@pytest.mark.parametrize("attention", ["softmax", "relu", "hardmax"])
+def test_edges_and_jumps_are_no_missing_derivative(attention):
+    """Of ReLU and hard maxima, at sharp scores and whatever the weights."""
+    for seed in range(3):
+        shape = Architecture((4, 4), 32, 2, 16, act_fn="relu", attention=attention)
+        model = build_model(shape, seed=seed)
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                weights *= 5 if name.endswith(("W_Q", "W_K")) else 1
+        x = torch.randn(1, 16, 2, generator=torch.Generator().manual_seed(seed))
+        (found,) = run_probes(model, x, [GradientTimesInput("resid_post")], progress=False)
+        assert found.influence.any()
