@@ -184,12 +184,14 @@ class StateFinder:
 
     def _find_mlp(self, op: Operation, mid: Tensor) -> None:
         block, same = self._block, {id(mid)}
+        n_attentions = 0  # behind the sum: two that run before it are one sublayer (DiffLlama)
         for later in self._operations[self._operations.index(op) + 1 :]:
+            n_attentions += later.attention is not None
             if later.name in SAME and later.inputs and id(later.inputs[0]) in same:
                 same |= {id(t) for t in later.outputs}
             if self._is_sum(later) and any(id(t) in same for t in later.inputs):
                 # with a second attention, the sum may be that of the other one
-                if len(self._attentions) > 1:
+                if n_attentions:
                     why = "several attentions in this block: the next sum is that of another one"
                     self._lack("mlp_out", why=why)
                     return

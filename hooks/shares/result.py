@@ -52,7 +52,10 @@ class Shares(Result):
 
     @property
     def distance(self) -> float:
-        """The readout minus the sum of all shares and constants: 0 but for rounding."""
+        """The readout minus the sum of all shares and constants: 0 but for rounding where sums and
+        norms alone stand behind what is written; else what a soft cap, an activation before the
+        logits or a part that is not shown does.
+        """
         return self.value - self.constants - float(self.values.sum())
 
     def by_writer(self) -> LabelledArray:
@@ -84,7 +87,11 @@ class Shares(Result):
         if not self.is_linear:
             return f"{sentence}; it is not linear, so these shares of its linear part do not add up"
         if abs(self.distance) > _SMALL * float(self.values.abs().sum()):
-            sentence += f"; {self.distance:+.3g} was written by none of these"
+            sentence += (
+                f"; {self.distance:+.3g} is no share: more than sums and norms stands behind what "
+                "is written, such as a soft cap, an activation before the logits, or a part that "
+                "is not shown, and shares go through it"
+            )
         return sentence
 
     def _repr_html_(self) -> str:

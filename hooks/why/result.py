@@ -59,7 +59,8 @@ class Why(Result):
     @property
     def distance(self) -> float:
         """The margin minus the pieces and what is added: 0 but for rounding where scores are sums
-        of products; else what the model does with these sums (a soft cap, say).
+        of products; else what the model does with these sums (a soft cap, say), or what parts of
+        layers before do that are not shown.
         """
         return self.margin - self.added - float(self.pieces.sum())
 
@@ -120,7 +121,10 @@ class Why(Result):
         if abs(self.added) > _SMALL * abs(self.margin):
             sentence += f"; the model itself adds {self.added:+.3g}, whatever the states are"
         if abs(self.distance) > _SMALL * float(self.pieces.abs().sum()):
-            sentence += f"; {self.distance:+.3g} is no sum of products of these parts"
+            sentence += (
+                f"; {self.distance:+.3g} is no sum of products of these parts, as with a soft cap, "
+                "or a part of a layer before that is not shown"
+            )
         return sentence
 
     def plot(self, *args: Any, **where: Any) -> "mpl.Figure":

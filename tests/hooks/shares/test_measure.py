@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from infoflow_lens import InfoFlowError, build_model, load_any, open_model
 from infoflow_lens.hooks import (
@@ -95,13 +96,34 @@ def test_shares_add_up_on_every_family(name, ids):
     found = measure_shares(model, ids, LogitDifference(7, 3, position=4))
     if name in ("bert", "gemma2"):  # an activation before the logits; a soft cap on them
         assert 1e-4 < misses(found) < 0.5
-        assert f"{found.distance:+.3g} was written by none of these" in found.summary()
+        assert f"{found.distance:+.3g} is no share: " in found.summary()
     else:
         assert misses(found) < 1e-4
     heads = [i for i, writer in enumerate(found.writers) if writer in found.heads]
     torch.testing.assert_close(
         found.by_key.sum(-1), found.values[heads].sum(-1), rtol=1e-4, atol=1e-4
     )
+
+
+def test_two_attentions_that_one_sum_adds_hide_no_mlp(ids):
+    """MLPs of DiffLlama were no writers, and shares of heads went through them."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = transformers.DiffLlamaConfig(vocab_size=50, initializer_range=0.3, **shape, **heads)
+    plain, kept = transformers.DiffLlamaForCausalLM(config).eval(), {}
+    plain.model.norm.register_forward_pre_hook(lambda _, args: kept.update(end=args[0]))
+    for layer, block in enumerate(plain.model.layers):
+        block.mlp.register_forward_hook(lambda _, args, out, n=layer: kept.update({n: out}))
+    with torch.no_grad():
+        plain(ids)
+        scale = (kept["end"][0, -1].square().mean() + plain.model.norm.variance_epsilon).rsqrt()
+        read = scale * plain.model.norm.weight * (plain.lm_head.weight[7] - plain.lm_head.weight[3])
+        expected = [float(kept[layer][0, -1] @ read) for layer in (0, 1)]
+    found = measure_shares(open_model(plain), ids, LogitDifference(7, 3))
+    shares = dict(zip(found.writers, found.by_writer().values.tolist(), strict=True))
+    assert [shares["MLP 0"], shares["MLP 1"]] == pytest.approx(expected, abs=1e-4)
+    assert misses(found) < 1e-4
 
 
 def test_shares_add_up_in_models_over_vectors():
