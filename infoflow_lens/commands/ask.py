@@ -95,19 +95,25 @@ def ask(
             asked |= {"instead": pair_of(asked["instead"], other)}
         run: dict[str, Any] = {"device": device, "dtype": dtype, "progress": not quiet}
         found = measure(**asked, units=units, resume=resume, **run)
-        if out is not None:
-            found.to_html(out, overwrite=overwrite)
-    if as_json:
-        tables = {
-            name: found.to_frame(name).to_dict("records")
-            for name in ("tokens", "replacements", "states", "heads", "paths", "looks")
-        }
-        about = {"summary": found.summary(), "value": found.value, "other": found.other_value}
-        say_json({**about, **tables})
-    else:
-        _print(found)
+        try:
+            if out is not None:
+                found.to_html(out, overwrite=overwrite)
+        finally:  # also where the page cannot be written, on a full disk
+            _show(found, as_json=as_json)
     if out is not None:
         say(f"page: {out}", err=as_json)
+
+
+def _show(found: Any, *, as_json: bool) -> None:
+    if not as_json:
+        _print(found)
+        return
+    tables = {
+        name: found.to_frame(name).to_dict("records")
+        for name in ("tokens", "replacements", "states", "heads", "paths", "looks")
+    }
+    about = {"summary": found.summary(), "value": found.value, "other": found.other_value}
+    say_json({**about, **tables})
 
 
 def _print(found: Any) -> None:

@@ -1,6 +1,6 @@
 """``infoflow-lens flow``: the picture of what can reach a state, and what does, as one page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -102,7 +102,14 @@ def flow(
             inputs[1] |= {} if with_model is None else {"model": with_model}
         flows = [make(**asked | one | run) for one in inputs]
         compared = compare_flows(flows[0], flows[1]) if is_comparison else None
-        (compared or flows[0]).to_html(out, overwrite=overwrite)
+        try:
+            (compared or flows[0]).to_html(out, overwrite=overwrite)
+        finally:  # also where the page cannot be written, on a full disk
+            _say_found(flows, compared)
+    say(f"page: {out}")
+
+
+def _say_found(flows: Sequence[Any], compared: Any) -> None:
     names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)
     for name, found in zip(names, flows, strict=True):
         say(name + found.summary())
@@ -113,4 +120,3 @@ def flow(
         name + note for name, found in zip(names, flows, strict=True) for note in found.notes
     ):
         say(note, err=True)
-    say(f"page: {out}")

@@ -288,8 +288,8 @@ def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         remedy = _REMEDIES.get(
             getattr(error, "errno", None) or 0,
-            "expected room on the disk and a folder that you may use; what was finished before is "
-            "kept: make room, and run the same again (a study with --resume)",
+            "expected room on the disk and a folder that you may use; make room, and run the same "
+            "again: what the folder of a run holds is kept (a study goes on with --resume)",
         )
         raise InfoFlowError(f"cannot {verb} {str(target)!r} ({reason}): {remedy}") from error
 

@@ -1,6 +1,8 @@
 """ask(): the front door, the command and the page of an answer."""
 
+import errno
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -185,6 +187,27 @@ def test_json_of_the_command_is_json(folder):
     assert shown.exit_code == 0, shown.output
     refuse = pytest.fail
     assert json.loads(shown.output, parse_constant=refuse)["heads"]
+
+
+@pytest.mark.parametrize("command", ["ask", "flow"])
+def test_what_was_measured_is_printed_where_the_page_cannot_be_written(
+    command, folder, tmp_path, monkeypatch
+):
+    """It was lost, and the error said that what was finished was kept."""
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    line = [command, str(folder), TEXT, "--quiet", "--out", str(tmp_path / "page.html")]
+    line += ["--answer", "w9", "--quick"] if command == "ask" else ["--influence", "none"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        shown = CliRunner().invoke(app, line)
+    assert shown.exit_code == 2
+    said = "The model says" if command == "ask" else "influence was not measured"
+    assert said in shown.stdout
+    assert "page:" not in shown.stdout
+    assert "No space left" in shown.stderr
 
 
 def test_answers_of_several_tokens_are_told_by_the_first_that_differs(folder):
