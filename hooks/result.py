@@ -81,6 +81,10 @@ class Result(Displayed, Savable):
         # the first has all axes, on which the others stand
         return frame_of(sorted(self.arrays.values(), key=lambda array: -len(array.dims)))
 
+    def sentences(self) -> list[str]:
+        """Say what was found, in sentences; none of a class that has nothing to say."""
+        return []
+
     def plot(self, *args: Any, **where: Any) -> "mpl.Figure":
         """Heat maps or bars of an array; the arguments are those of :meth:`array`."""
         array = self.array(*args, **where)
@@ -91,7 +95,8 @@ class Result(Displayed, Savable):
         head = self.to_frame() if self.small else None
         facts = {name: value for name, value in self._facts().items() if name != "notes"}
         more = "more: .to_frame(), .plot(), .save(path)"
-        return panel(type(self).__name__, facts, self.notes, more, head)
+        said = self.sentences() if self.small else []
+        return panel(type(self).__name__, facts, (*said, *self.notes), more, head)
 
     def _check_fields(self) -> None:
         self._check_places()

@@ -47,6 +47,7 @@ from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.rules import MaxPosition, Rule
 
 Head = tuple[int, int]
+_MOST_NAMED = 32  # heads in sentences
 WORTHIEST = 14  # heads whose label rests on passes of their own, and that are tried anew together
 _ABLATED = HEAD_IDEALS.index("ablated")
 _FIXED_SHARE = 0.05  # of a row's largest mean weight, from which on a key is a fixed one [chosen]
@@ -259,6 +260,26 @@ class HeadLabels(Result):
             }
         )
         return frame.sort_values("damage", ignore_index=True)
+
+    def sentences(self) -> list[str]:
+        """Say which heads have each label, of many how many, and how good labels are together."""
+        counts = ", ".join(f"{name} {n}" for name, n in self.counts().items())
+        lines = [f"{counts} of {len(self.labels)} heads"]
+        if len(self.labels) <= _MOST_NAMED:
+            frame = self.to_frame()
+            heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
+            lines = [
+                f"{name}: heads {' '.join(heads[frame['label'] == name])}" for name in self.counts()
+            ]
+        joint = dict(zip(self.assignments, self.damage.tolist(), strict=True))
+        ideals = {name: joint.get(f"every head {name}", nan) for name in _EVERYWHERE}
+        best = min(_EVERYWHERE[:4], key=lambda name: ideals[name])  # those of the theory's kind
+        return [
+            *lines,
+            f"all heads at once: {joint.get(OWN, nan):.3g} by their labels, {ideals[best]:.3g} by "
+            f"the best one ideal for all ({best}), {ideals['ablated']:.3g} without heads "
+            f"({self.metric})",
+        ]
 
     def thirds_frame(self) -> "pd.DataFrame":
         """Make a row for each third of the layers: heads of each label, and their share of worth.

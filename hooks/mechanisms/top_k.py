@@ -77,6 +77,14 @@ class TopKResult(NextTokenResult):
             found.append(least)
         return tuple(found)
 
+    def sentences(self) -> list[str]:
+        """Return the least k of every layer."""
+        *layers, together = self.least()
+        return [
+            f"top k: keys that keep the loss within {self.tolerance:.0%}, by layer: "
+            f"{' '.join(map(str, layers))}; all layers at once: {together} (of {self.n_pos})",
+        ]
+
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for what is kept, layer ("all" for all at once) and k that was looked at."""
         rise = self.rise()

@@ -80,6 +80,42 @@ class RecoveryResult(Result):
     control_fvu: tuple[Float[Tensor, "control _head rank"], ...] = ()
     accuracy: tuple[Float[Tensor, "_head rank"], ...] = ()
 
+    @property
+    def too_few_rows(self) -> tuple[int, ...]:
+        """List the layers whose maps had no more rows than features, so that any target fits.
+
+        None where a penalty keeps the maps from that.
+        """
+        if self.record.config.get("ridge") is not None:
+            return ()
+        pairs = zip(self.n_features, self.n_fit, strict=False)  # not known of older results
+        return tuple(layer for layer, (features, rows) in enumerate(pairs) if rows <= features)
+
+    def describe_too_few_rows(self) -> str:
+        """Say which layers' errors say nothing, and why; empty for none."""
+        layers = self.too_few_rows
+        if not layers:
+            return ""
+        return (
+            f"layers {', '.join(map(str, layers))}, where the maps were fitted on "
+            f"{min(self.n_fit[layer] for layer in layers)} rows, fewer than features, so that "
+            "their errors say nothing; give more sequences."
+        )
+
+    def sentences(self) -> list[str]:
+        """Name the head whose token is recovered with the smallest error."""
+        frame = self.to_frame().dropna(subset="fvu").sort_values("fvu")
+        frame = frame[~frame["layer"].isin(self.too_few_rows)]
+        if frame.empty and self.too_few_rows:
+            return [f"recovery: Not shown: {self.describe_too_few_rows()}"]
+        if frame.empty or frame["fvu"].iloc[0] >= 1:
+            return ["recovery: no head gives its token back better than the mean does"]
+        best = frame.iloc[0]
+        return [
+            f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank "
+            f"{best['rank']:.0f} leaves {best['fvu']:.1%} of the variance unexplained"
+        ]
+
     def apply(
         self,
         state: Float[Tensor, "*row feature"],

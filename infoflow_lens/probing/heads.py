@@ -9,7 +9,6 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import PositionsResult
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult
 from infoflow_lens.probing.findings import Findings
-from infoflow_lens.probing.parts.tokens import too_few_rows
 from infoflow_lens.report.charts import Table
 
 _EXAMPLES = 3
@@ -64,7 +63,7 @@ def heads_table(result: Findings) -> Table | None:
     recovery = result.recovery
     if result.positions is None and result.labels is None and recovery is None:
         return None
-    rows, unknown = [], too_few_rows(recovery) if recovery is not None else ()
+    rows, unknown = [], recovery.too_few_rows if recovery is not None else ()
     for head in per_head(result).to_dict("records"):
         label = None
         if result.labels is not None:

@@ -12,7 +12,7 @@ from infoflow_lens.hooks.passes.ranking import mark_sources
 from infoflow_lens.probing.findings import Findings, Rows
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.part import Part
-from infoflow_lens.probing.parts.tokens import RoutesComparison, RoutesPart
+from infoflow_lens.probing.parts.tokens import RoutesComparison
 from infoflow_lens.probing.picture import build_flow_view, find_reached
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section
@@ -128,10 +128,10 @@ def _say_strength(result: Findings) -> str:
 
 def _compare_baselines(result: Findings) -> str:
     """Say whether a baseline tells better than the set what the last states depend on."""
-    part, found = result.parts.get("routes"), result.found.get("routes")
-    if not isinstance(part, RoutesPart) or not isinstance(found, RoutesComparison):
+    found = result.found.get("routes")
+    if not isinstance(found, RoutesComparison):
         return ""
-    rank = next(iter(part.ranks(found)), None)
+    rank = next(iter(found.ranks()), None)
     if rank is None:
         return ""
     if rank.best == rank.size_of:

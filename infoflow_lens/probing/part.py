@@ -161,8 +161,8 @@ class Part:
         return ""
 
     def sentences(self, result: Any) -> Sequence[str]:
-        """Return the sentences that the terminal shows."""
-        return ()
+        """Return the sentences that the terminal shows; default, those of the result."""
+        return result.sentences() if isinstance(result, Result) else ()
 
     def facts(self, result: Any) -> Sequence[tuple[str, str]]:
         """Short statements for the head of the report, as (label, value)."""

@@ -17,7 +17,6 @@ from infoflow_lens import (
 from infoflow_lens.hooks import Probe
 from infoflow_lens.probing.own_settings import OwnSetting, apply_settings
 from infoflow_lens.probing.part import name_of
-from infoflow_lens.probing.parts.tokens import too_few_rows
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo
 
@@ -142,4 +141,4 @@ def test_maps_with_a_penalty_may_have_fewer_rows_than_features(folder):
             folder, zoo.tokens(5, 3), probes=("recovery",), ranks=(1,), setting=setting,
             progress=False,
         )  # fmt: skip
-        assert too_few_rows(found.recovery) == layers
+        assert found.recovery.too_few_rows == layers

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 from infoflow_lens.hooks import HeadLabels, label_heads
-from infoflow_lens.hooks.interventions.heads import COLOURS, OWN
+from infoflow_lens.hooks.interventions.heads import COLOURS
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.charts import Chart, Table
 from infoflow_lens.report.heads import by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
 
-_MOST_NAMED = 32  # heads in sentences
 _FEWEST = 4  # sequences: two for labels, two to judge them
 
 
@@ -72,27 +71,6 @@ class LabelsPart(Part):
             "layers: the heads of each label, and their share of what single heads are worth."
         )
 
-    def sentences(self, result: HeadLabels) -> Sequence[str]:
-        """Say which heads have each label, of many how many, and how good labels are together."""
-        counts = ", ".join(f"{name} {n}" for name, n in result.counts().items())
-        lines = [f"{counts} of {len(result.labels)} heads"]
-        if len(result.labels) <= _MOST_NAMED:
-            frame = result.to_frame()
-            heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
-            lines = [
-                f"{name}: heads {' '.join(heads[frame['label'] == name])}"
-                for name in result.counts()
-            ]
-        joint = result.joint_frame().set_index("all heads by")["damage"]
-        single = joint[[name for name in joint.index if name.startswith("every head")]]
-        theory = single.drop(["every head top 2", "every head top 4", "every head ablated"])
-        return (
-            *lines,
-            f"all heads at once: {joint[OWN]:.3g} by their labels, {theory.min():.3g} by the best "
-            f"one ideal for all ({theory.idxmin().removeprefix('every head ')}), "
-            f"{joint['every head ablated']:.3g} without heads ({result.metric})",
-        )
-
     def facts(self, result: HeadLabels) -> Sequence[tuple[str, str]]:
         """Count the heads of each label."""
         n = len(result.labels)
@@ -118,14 +96,6 @@ class TopKPart(Part):
         """Search k by bisection; go on after the last finished point."""
         options = context.options(checkpoint)
         return measure_top_k(context.model, context.detail, search=True, **options)
-
-    def sentences(self, result: TopKResult) -> Sequence[str]:
-        """Return the least k of every layer."""
-        *layers, together = result.least()
-        return (
-            f"top k: keys that keep the loss within {result.tolerance:.0%}, by layer: "
-            f"{' '.join(map(str, layers))}; all layers at once: {together} (of {result.n_pos})",
-        )
 
     def facts(self, result: TopKResult) -> Sequence[tuple[str, str]]:
         """Return the least k of all layers at once."""

@@ -115,17 +115,6 @@ class PositionsPart(Part):
 _WIDE, _SKETCH = 256, 64
 
 
-def too_few_rows(result: RecoveryResult) -> tuple[int, ...]:
-    """Return the layers whose maps had no more rows than features, so that they can fit any target.
-
-    None where a penalty keeps the maps from that.
-    """
-    if result.record.config.get("ridge") is not None:
-        return ()
-    pairs = zip(result.n_features, result.n_fit, strict=False)  # not known of older results
-    return tuple(layer for layer, (features, rows) in enumerate(pairs) if rows <= features)
-
-
 class RecoveryPart(Part):
     """Linear maps from states to attended tokens, and their errors."""
 
@@ -167,34 +156,14 @@ class RecoveryPart(Part):
         )
         labels = {rank: f"rank {rank}" for rank in result.ranks}
         wide = wide.reset_index().rename(columns=labels)
-        wide.loc[wide["layer"].isin(too_few_rows(result)), list(labels.values())] = math.nan
+        wide.loc[wide["layer"].isin(result.too_few_rows), list(labels.values())] = math.nan
         titles = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
         return by_head(wide, titles, most=1.0)
 
     def remarks(self, result: RecoveryResult) -> str:
         """Return the layers that are not shown because their maps fit any target."""
-        layers = too_few_rows(result)
-        if not layers:
-            return ""
-        return (
-            f"Not shown: layers {', '.join(map(str, layers))}, where the maps were fitted on "
-            f"{min(result.n_fit[layer] for layer in layers)} rows, fewer than features, so that "
-            "their errors say nothing; give more sequences."
-        )
-
-    def sentences(self, result: RecoveryResult) -> Sequence[str]:
-        """Return the head whose token is recovered with the smallest error."""
-        frame = result.to_frame().dropna(subset="fvu").sort_values("fvu")
-        frame = frame[~frame["layer"].isin(too_few_rows(result))]
-        if frame.empty and too_few_rows(result):
-            return (f"recovery: {self.remarks(result)}",)
-        if frame.empty or frame["fvu"].iloc[0] >= 1:
-            return ("recovery: no head gives its token back better than the mean does",)
-        best = frame.iloc[0]
-        return (
-            f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank "
-            f"{best['rank']:.0f} leaves {best['fvu']:.1%} of the variance unexplained",
-        )
+        said = result.describe_too_few_rows()
+        return said and f"Not shown: {said}"
 
 
 _LEFT_OUT = "gradient x input, and attention flow of more than two layers, are left out: "
@@ -208,6 +177,16 @@ _COLUMNS = {
     "share_inside": ("share inside", "share of the influence of other tokens inside its set"),
     "spearman": ("Spearman", "rank correlation of its scores with measured influence"),
 }
+
+
+class Rank(NamedTuple):
+    """The AUROC of a set, and the method of the largest AUROC among sets of the same sizes."""
+
+    states: str
+    size_of: str
+    own: float
+    best: str
+    most: float
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -227,6 +206,28 @@ class RoutesComparison(Result):
         """Return one row for each size, layer and method."""
         return pd.DataFrame(list(self.rows))
 
+    def sentences(self) -> list[str]:
+        """Return the best method of the last layer, at the sizes of each set."""
+        return [
+            f"routes: {rank.states}: sets {rank.size_of} have AUROC {rank.own:.3f}; best at their "
+            f"size: {rank.best}, {rank.most:.3f}"
+            for rank in self.ranks()
+        ]
+
+    def ranks(self) -> Sequence[Rank]:
+        """Rank each set in the last layer, at its own sizes."""
+        frame = self.to_frame()
+        last = frame[(frame["layer"] == frame["layer"].max()) & (frame["kind"] != "control")]
+        found = []
+        for size_of, rows in last.dropna(subset="auroc").groupby("size_of", sort=False):
+            best = rows.sort_values("auroc", ascending=False).iloc[0]
+            own = rows[rows["method"] == size_of].iloc[0]
+            states = f"{own['positions']}, layer {own['layer']}"
+            found.append(
+                Rank(states, str(size_of), own["auroc"], str(best["method"]), best["auroc"])
+            )
+        return found
+
     def plot(self, metric: str = "auroc") -> "mpl.Figure":
         """Return a metric of every method by layer, a panel for each set that gives the sizes."""
         frame = self.to_frame()
@@ -240,16 +241,6 @@ class RoutesComparison(Result):
             axes.set(xlabel="layer", ylabel=metric, title=f"sizes of {size_of}")
         grid[-1].legend(fontsize="small")
         return figure
-
-
-class Rank(NamedTuple):
-    """The AUROC of a set, and the method of the largest AUROC among sets of the same sizes."""
-
-    states: str
-    size_of: str
-    own: float
-    best: str
-    most: float
 
 
 class RoutesPart(Part):
@@ -327,25 +318,3 @@ class RoutesPart(Part):
     def remarks(self, result: RoutesComparison) -> str:
         """Say what was left out, and why."""
         return " ".join(f"{begin_sentence(note)}." for note in result.notes)
-
-    def sentences(self, result: RoutesComparison) -> Sequence[str]:
-        """Return the best method of the last layer, at the sizes of each set."""
-        return [
-            f"routes: {rank.states}: sets {rank.size_of} have AUROC {rank.own:.3f}; best at their "
-            f"size: {rank.best}, {rank.most:.3f}"
-            for rank in self.ranks(result)
-        ]
-
-    def ranks(self, result: RoutesComparison) -> Sequence[Rank]:
-        """Rank each set in the last layer, at its own sizes."""
-        frame = result.to_frame()
-        last = frame[(frame["layer"] == frame["layer"].max()) & (frame["kind"] != "control")]
-        found = []
-        for size_of, rows in last.dropna(subset="auroc").groupby("size_of", sort=False):
-            best = rows.sort_values("auroc", ascending=False).iloc[0]
-            own = rows[rows["method"] == size_of].iloc[0]
-            states = f"{own['positions']}, layer {own['layer']}"
-            found.append(
-                Rank(states, str(size_of), own["auroc"], str(best["method"]), best["auroc"])
-            )
-        return found

@@ -153,6 +153,11 @@ def test_the_head_that_is_known_to_read_the_previous_token_is_called_so(labelled
     assert found.forwards <= 60
     assert found.measured.sum() == 14
     assert sum(found.counts().values()) == 16
+    *heads, joint = found.sentences()
+    assert any(line.startswith("fixed: heads ") and " 0.6" in line for line in heads)
+    damage = dict(zip(found.assignments, found.damage.tolist(), strict=True))
+    assert f"{damage['every head ablated']:.3g} without heads (kl)" in joint
+    assert joint in found._repr_html_()
 
 
 def test_heads_replaced_by_their_labels_lose_less_than_by_one_ideal_for_all(labelled):

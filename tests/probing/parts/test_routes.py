@@ -84,7 +84,7 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
     ).to_frame()
     expected["positions"] = "all positions"  # in words, as they were measured
     pd.testing.assert_frame_equal(table, expected, rtol=1e-3, atol=1e-3, check_dtype=False)
-    lines = found.parts["routes"].sentences(found.found["routes"])
+    lines = found.found["routes"].sentences()
     assert "layer 1: sets k=1 have AUROC" in lines[0]
     own = expected[expected["layer"] == expected["layer"].max()].query("size_of == 'k=1'")
     shown = found.parts["routes"].figures(found.found["routes"])[0]
