@@ -52,13 +52,16 @@ def test_files_of_no_numbers_are_refused(model, tmp_path):
         read_data(model, str(tmp_path / "words.npy"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per|The PyTorch API of nested|TypedStorage")
+@pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per|The PyTorch API of nested|TypedStorage|Validating sparse"
+)
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_tensors_of_unusual_kinds_are_refused_in_files(model, kind, tmp_path):
     torch.save(UNUSUAL[kind](), tmp_path / "x.pt")
     with pytest.raises(InfoFlowError, match=r"x.pt' cannot be read as a tensor .*expected") as e:
         read_data(model, str(tmp_path / "x.pt"))
-    assert "ordinary numbers" in str(e.value)
+    # since torch 2.15 some are not loaded at all
+    assert "ordinary numbers" in str(e.value) or "Unsupported global" in str(e.value)
 
 
 def test_a_window_that_the_model_does_not_take_is_refused_by_the_name_of_the_data(model, tmp_path):
