@@ -60,6 +60,20 @@ class Verification(Displayed):
 
 
 @checked
+def check_trainable(task: Any, *, epochs: Count = 40, seeds: Count = 1) -> None:
+    """Refuse what :func:`verify_design` cannot train, before anything is designed.
+
+    Raises:
+        InfoFlowError: for numbers below 1, or a task over token ids.
+    """
+    if not isinstance(task, VectorTask):
+        raise InfoFlowError(
+            f"task {getattr(task, 'name', None)!r} has token ids: expected one over vector tokens; "
+            "the studies varying_depth and varying_heads train models over token ids"
+        )
+
+
+@checked
 def verify_design(
     design: Design,
     task: Any,
@@ -99,11 +113,7 @@ def verify_design(
             f"the design is for {design.target!r} with d_token {design.d_token}, and task is "
             f"{task!r}: expected the task that was designed for"
         )
-    if not isinstance(task, VectorTask):
-        raise InfoFlowError(
-            f"task {name!r} has token ids: expected one over vector tokens; the experiments "
-            "varying_depth and varying_heads train models over token ids"
-        )
+    check_trainable(task, epochs=epochs, seeds=seeds)
     small = set_length(task, design.n_tokens[0] if n_tokens is None else n_tokens)
     # data of one scale for all models, so that their errors can be compared
     scale = small.sample(20_000, derive_seed("verify scale", seed))

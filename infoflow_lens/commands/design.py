@@ -51,6 +51,10 @@ def design(config: Callable[[], Question], as_json: AsJson = False, quiet: Quiet
         # only tasks of ours take a seed
         seed = asked.seed if asked.task in list_tasks() else None
         target = task_by_options(asked.task, None, asked.d_token, asked.components, seed)
+        if asked.verify:
+            from infoflow_lens.verification import check_trainable
+
+            check_trainable(target, epochs=asked.epochs, seeds=asked.seeds)
         components = tuple(getattr(target, "components", ()))
         # for the bar alone: what lies beyond is refused by the design itself
         most = min(asked.max_layers, 6), min(asked.max_heads, 64)
@@ -141,6 +145,11 @@ def _print_design(result: Any) -> None:
                 "-" if n.exponent is None else f"{n.exponent:.3g}",
             )
         out.print(table)
+    else:
+        out.print(
+            "Just below: nothing has fewer heads or layers than one layer of one head; of less "
+            "width nothing is excluded, it costs parameters."
+        )
     print_lines("Not weighed", result.left_out)
 
 

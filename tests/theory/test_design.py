@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.cli import app
-from infoflow_lens.tasks import Target
+from infoflow_lens.tasks import Target, list_tasks
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.cost import exponent
 from infoflow_lens.theory.design import design
@@ -157,6 +159,47 @@ def test_bad_values_are_named(settings, message):
         design(load_task("d_retrieval"), (16,), **settings)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["d_retrieval", "--seeds", "0"], "seeds is 0: expected an integer of at least 1"),
+        (["d_retrieval", "--epochs", "0"], "epochs is 0: expected an integer of at least 1"),
+        (["in_context_qa"], "has token ids: expected one over vector tokens"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_design(arguments, message, monkeypatch):
+    """Each was refused once the design was done."""
+    monkeypatch.setattr("infoflow_lens.theory.design.design", lambda *_, **__: pytest.fail("done"))
+    result = CliRunner().invoke(app, ["design", *arguments, "--verify", "--quiet"])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "known-results.md"
+ROWS = re.findall(r"^\| `design (.*?)` \| (.*) \|$", PAGE.read_text(), flags=re.MULTILINE)
+
+
+def test_the_table_of_designs_has_every_task():
+    assert {command.split()[0] for command, _ in ROWS} == set(list_tasks())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "row"), ROWS)
+def test_the_table_of_designs_is_what_the_command_says(command, row):
+    """What is recommended, and what is known of that below it; errors are of trainings."""
+    arguments = ["design", *command.replace(" --verify", "").split(), "--json"]
+    values = json.loads(CliRunner().invoke(app, arguments).stdout)
+    heads = lambda design: f"({', '.join(map(str, design['n_heads']))})"  # noqa: E731
+    recommended, _, learnt, below, predicted, *_ = row.split(" | ")
+    best = values["recommended"]
+    assert recommended == f"{heads(best)}, E = {best['d_model']}"
+    if not values["neighbours"]:
+        assert below == "none: one layer of one head"
+        return
+    assert (below, predicted) in [(heads(n), n["verdict"]) for n in values["neighbours"]]
+    assert ("--verify" in command) == (learnt in ("yes", "no"))
+
+
 def test_the_command_prints_the_front_and_what_is_below():
     arguments = ["design", "d_retrieval", "--components", "2", "--tokens", "16", "--quiet"]
     result = CliRunner().invoke(app, arguments)
@@ -164,6 +207,10 @@ def test_the_command_prints_the_front_and_what_is_below():
     assert "just below" in result.output
     values = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert values["recommended"]["n_heads"] == [2]
+    least = CliRunner().invoke(app, ["design", "global_mean", "--tokens", "8", "--quiet"])
+    assert "nothing has fewer heads or layers than one layer of one head" in " ".join(
+        least.output.split()
+    )
     absurd = CliRunner().invoke(app, ["design", "d_retrieval", "--components", "99999999"])
     assert absurd.exit_code == 2
     assert "expected 1 to 256" in absurd.output
