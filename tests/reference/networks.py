@@ -440,7 +440,27 @@ def functioned(rng, d):
     return Made(inner.components, lambda z: g(inner.outer(z)), network, inner.arity)
 
 
-KINDS = [*FAMILIES, masked, composed, composed, functioned]
+def either(rng, d):
+    """The larger of two scores at two different tokens: one token's, whatever the other is."""
+    f, g, grown = linear(rng, d), linear(rng, d), GROWING[rng.choice(list(GROWING))]
+    either = pair(lambda x, y: torch.maximum(grown(f(x)), g(y)), distinct=True)
+    best = lambda x: torch.maximum(grown(f(x)), g(x))  # noqa: E731
+    return Made([either], lambda z: z[:, 0], one_head(best, best))
+
+
+def sizes(rng, d):
+    """The largest size along a direction, and what is largest and smallest: two tokens."""
+    f, weights = linear(rng, d), [rng.uniform(0.5, 2) for _ in range(3)]
+    parts = [single(lambda x: f(x).abs()), single(f), single(f, extremum="min")]
+
+    def network(heads, x):
+        high, low = (f(heads.read(0, "CLS", s * f(x)[:, None], x)[:, 0]) for s in (1, -1))
+        return sum(w * v for w, v in zip(weights, (torch.maximum(high, -low), high, low)))
+
+    return Made(parts, lambda z: (z * torch.tensor(weights)).sum(dim=1), network, 1)
+
+
+KINDS = [*FAMILIES, masked, composed, composed, functioned, either, sizes]
 
 
 def make(seed):
