@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -103,15 +104,21 @@ class LayerScores:
         made, at = self.k.made, keys.to(self.scores.device)
         picked = self.scores.gather(-1, at)
         margins = picked[..., 0] - picked[..., 1]
-        by_part = []
+        each = torch.eye(n_pos, dtype=margins.dtype, device=margins.device)
+        by_place: dict[tuple[int, ...], list[int]] = {}
         for head in range(n_heads):
-            place = self.k.place(head, n_heads)
-            each = torch.eye(n_pos, dtype=margins.dtype, device=margins.device)
-            (weights,) = differentiate(margins[head], [made], each)  # [query, pos, ...]
-            weights = weights[_index(slice(None), 0, slice(None), *place)].double()
-            of_keys = self._keys_of_parts(place)  # [part, pos, d_head]
-            by_part.append(torch.einsum("qkd,pkd->qp", weights, of_keys))
-        return torch.stack(by_part)
+            by_place.setdefault(self.k.place(head, n_heads), []).append(head)
+        by_part: dict[int, Tensor] = {}
+        # heads with keys of their own are differentiated at once, as none reads those of another
+        for heads in zip_longest(*by_place.values()):
+            chosen = [head for head in heads if head is not None]
+            (weights,) = differentiate(margins[chosen].sum(0), [made], each)  # [query, pos, ...]
+            for head in chosen:
+                place = self.k.place(head, n_heads)
+                of_head = weights[_index(slice(None), 0, slice(None), *place)].double()
+                of_keys = self._keys_of_parts(place)  # [part, pos, d_head]
+                by_part[head] = torch.einsum("qkd,pkd->qp", of_head, of_keys)
+        return torch.stack([by_part[head] for head in range(n_heads)])
 
     def _keys_of_parts(self, place: tuple[int, ...]) -> Float[Tensor, "part pos d_head"]:
         """Split all keys of a head, or of the group that shares them, over their parts."""

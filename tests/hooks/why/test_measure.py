@@ -10,6 +10,7 @@ import torch
 
 from infoflow_lens import InfoFlowError, build_model, load_any, open_model
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
+from infoflow_lens.hooks.why import scoring
 from infoflow_lens.hooks.why.measure import find_sinks
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.studies.constructions import build_construction
@@ -421,3 +422,12 @@ def test_places_that_are_not_there_are_refused(settings, message, token_model, t
 def test_several_sequences_are_refused(token_model, token_inputs):
     with pytest.raises(InfoFlowError, match="expected one"):
         measure_why(token_model, token_inputs[:2], 1, 0)
+
+
+def test_heads_with_keys_of_their_own_are_differentiated_at_once(monkeypatch):
+    """Each took derivatives of all heads: 100 tokens of 96 heads took five times as long."""
+    seen, plain = [], scoring.differentiate
+    monkeypatch.setattr(scoring, "differentiate", lambda *a: seen.append(a) or plain(*a))
+    measure_why_all(open_model(zoo.build("llama")), zoo.tokens(1, 6))
+    # four heads read two heads of keys, in two layers
+    assert len(seen) == 2 * 2
