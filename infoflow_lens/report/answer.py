@@ -24,6 +24,11 @@ _NAMES = {
     "readout": "score",
     "estimate": "estimated change",
 }
+# in Hebrew, Arabic and their like, before a place; or the fields of a form
+_TURNED = re.compile(
+    "<textarea.*?</textarea>|<input[^>]*>|([\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]+)(?=@\\d)",
+    re.DOTALL,
+)
 _BAR = 60  # the width of the largest effect
 
 
@@ -111,7 +116,15 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         against=_against(answer),
         record=json.dumps(answer.record.to_dict(), indent=2),
     )
-    return add_policy(page, "'none'" if form is None else "'self'")
+    return add_policy(_isolate_places(page), "'none'" if form is None else "'self'")
+
+
+def _isolate_places(page: str) -> str:
+    """Isolate words that are written from right to left, so that @3 and numbers stay behind them.
+
+    What somebody has typed into the form stays as it is.
+    """
+    return _TURNED.sub(lambda at: at[0] if at[1] is None else f"&#x2068;{at[1]}&#x2069;", page)
 
 
 def _tabulate(answer: AnswerNumbers, what: str) -> Any:

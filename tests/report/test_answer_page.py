@@ -148,3 +148,29 @@ def test_units_are_the_columns_of_the_picture_and_the_ends_of_lines(show, width)
     assert said.startswith(f"{answer.span_words[0]} (0), layer 0: ")
     picture.locator('a[href="#line-1"] circle').click()
     assert page.locator("tr:target").text_content().startswith(f"1. {lines[0][0]}")
+
+
+def test_places_stand_behind_words_that_are_written_from_right_to_left(show, found):
+    """3@ and the numbers behind stood before the word."""
+    word = "\u05e9\u05dc\u05d5\u05dd"
+    turned = replace(found, tokens=(word,) * len(found.tokens))
+    form = Form(f"{word}@3", answer=f"{word}@4")
+    page = show(render_answer(turned, form), 1280, 800)
+    lefts = page.evaluate(
+        """word => { const walk = document.createTreeWalker(document.querySelector("main"), 4);
+          const found = [];
+          while (walk.nextNode()) {
+            const text = walk.currentNode.data, at = text.search(word + "\u2069?@");
+            if (at < 0 || walk.currentNode.parentNode.closest("textarea")) continue;
+            const box = place => { const range = document.createRange();
+              range.setStart(walk.currentNode, place); range.setEnd(walk.currentNode, place + 1);
+              return range.getBoundingClientRect(); };
+            const [end, sign] = [box(at + word.length - 1), box(text.indexOf("@", at))];
+            if (end.width && end.top === sign.top) found.push([end.left, sign.left]); }
+          return found; }""",
+        word,
+    )
+    assert lefts
+    assert all(letter < at for letter, at in lefts)
+    assert page.locator("textarea").first.input_value() == form.text
+    assert page.locator("input[name=answer]").input_value() == form.answer
