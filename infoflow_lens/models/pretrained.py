@@ -78,12 +78,14 @@ def config_of(name: str) -> Any:
     """Read the config of a name or folder.
 
     Its attention is what transformers chooses, fused where the class has it, or eager where the
-    file says so. No file chooses another, whose code may be compiled, or fetched.
+    file says so, and for scores with a soft cap, which fused attention of transformers 5.20 leaves
+    out in silence. No file chooses another, whose code may be compiled, or fetched.
     """
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    is_eager = config._attn_implementation == "eager"
+    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    is_eager = has_cap or config._attn_implementation == "eager"
     config._attn_implementation = "eager" if is_eager else None  # of its parts, too
     return config
 

@@ -572,11 +572,11 @@ def _read_tensor(path: Path) -> Iterator[Tensor]:
         if isinstance(found, Tensor) and found.nbytes > found.untyped_storage().nbytes():
             raise ValueError(f"it says {found.numel()} numbers, of which its file holds fewer")
     except Exception as error:
-        reason, *more = str(error).splitlines() or [type(error).__name__]
         # torch says in many lines what a file holds that it does not load, at their end
-        named = [line for line in more if "Unsupported" in line]
+        named = [line.strip() for line in str(error).splitlines() if "Unsupported" in line]
+        reason = named[0] if named else first_line(error)
         raise InfoFlowError(
-            f"{str(path)!r} cannot be read as a tensor ({(named or [reason])[0].strip()}): "
+            f"{str(path)!r} cannot be read as a tensor ({reason}): "
             "expected token ids [n, pos] or vector tokens [n, pos, d_token]"
         ) from error
     if not isinstance(found, (Tensor, np.ndarray)):
