@@ -56,8 +56,9 @@ class JacobianInfluence(StateInfluence):
             probe's, on tensors of torch.func.
 
     Raises:
-        InfoFlowError: for settings that make no sense, an unknown state, layer or position, or a
-            model whose forward pass cannot be repeated from its hooks.
+        InfoFlowError: for settings that make no sense, an unknown state, layer or position, a
+            model whose forward pass cannot be repeated from its hooks, or one of which a part has
+            no derivatives.
     """
 
     differentiates: ClassVar[bool] = True

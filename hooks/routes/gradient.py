@@ -38,8 +38,8 @@ class GradientTimesInput(StateInfluence):
         positions: whose states; default all. Negative ones count from the end of each sequence.
 
     Raises:
-        InfoFlowError: for an unknown state, layer or position, or a model whose forward pass cannot
-            be repeated from its hooks.
+        InfoFlowError: for an unknown state, layer or position, a model whose forward pass cannot be
+            repeated from its hooks, or one of which a part has no derivatives.
     """
 
     differentiates: ClassVar[bool] = True
