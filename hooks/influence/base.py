@@ -318,7 +318,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
 
         One state of each layer of one sequence is looked at, along two directions of all other
         tokens. Of a function with derivatives, what these do not foresee of a change goes with the
-        change; what an operation without derivatives hides stays the same.
+        change; what an operation without derivatives hides stays the same. At a kink, as of a ReLU
+        of 0 in weights that are set by hand, it stays as well, and is another one backwards.
 
         Returns:
             Whether other tokens move it, so that one look has said enough of the model.
@@ -336,7 +337,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         others = (sources != at)[:, None].to(start.device)
         directions = torch.stack([only.roll(k, dims=-1) * others for k in (1, 2)])
         changed = [only + sign * h * d for h in _STEPS for sign in (1, -1) for d in directions]
-        values = rerun(torch.cat(changed), chosen.expand(len(changed)))
+        values = rerun(torch.cat([only, *changed]), chosen.expand(1 + len(changed)))
         if influence.masked_fill(sources == place[..., None].cpu(), 0).any():
             try:
                 foreseen = differentiate_along(
@@ -352,17 +353,18 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         moves = False
         for value, derivative in zip(values, foreseen, strict=True):
             along = derivative[:, 0, at].float().flatten()
+            plain, each = value[0, at].float(), value[1:, at].float().view(2, 2, 2, -1)
             large, small = (
                 ((up - down) / (2 * h)).flatten() - along
-                for h, (up, down) in zip(
-                    _STEPS, value[:, at].float().view(2, 2, 2, -1), strict=True
-                )
+                for h, (up, down) in zip(_STEPS, each, strict=True)
             )
             moves |= bool((small + along).any())
             if small.norm() <= _HIDDEN * (small + along).norm():
                 continue
             stays = 0.8 < small.norm() / large.norm() < 1.25
             stays = stays and bool(torch.cosine_similarity(small, large, dim=0) > 0.9)
+            up, down = each[1]
+            stays = stays and bool((up + down - 2 * plain).norm() <= _HIDDEN * (up - down).norm())
             named = find_missing_derivatives(lambda moved: rerun(moved, chosen), only)
             if named or stays:
                 raise InfoFlowError(
