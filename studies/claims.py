@@ -160,6 +160,8 @@ def say_range(numbers: Numbers) -> str:
 
 
 def _number(number: float) -> str:
+    if math.isnan(number):
+        return "no number"
     return f"{number:.0f}" if 1000 <= abs(number) < math.inf else f"{number:.3g}"
 
 
@@ -190,8 +192,8 @@ def deciding_number(claims: Sequence[Claim], results: "pd.DataFrame") -> tuple[s
     if not found:
         return "no numbers", "-"
     _, claim, number, label = min(found, key=lambda each: each[0])
-    known = "no number" if math.isnan(number) else "never" if math.isinf(number) else ""
-    what = f"{claim.name}: {known or _number(number)}".removeprefix(": ")
+    known = "never" if math.isinf(number) else _number(number)
+    what = f"{claim.name}: {known}".removeprefix(": ")
     return f"{what} ({label})" if label else what, claim.bound_in_words()
 
 

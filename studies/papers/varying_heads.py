@@ -165,7 +165,10 @@ class VaryingHeads(tokens.TokenStudy):
             ),
             Claim(
                 f"{alike} fastest seed takes " + "{bound}" + f" times the {epochs} of one head",
-                lambda r: _like_one_head(r, lambda one, rows: _fastest(rows) / one),
+                # nothing can be said of heads by one head that never gets there
+                lambda r: _like_one_head(
+                    r, lambda one, rows: math.nan if math.isinf(one) else _fastest(rows) / one
+                ),
                 "within",
                 (0.5, 2),
                 name="epochs over those of one head",

@@ -187,6 +187,18 @@ def test_a_share_of_one_does_not_decide():
     assert bound == "at least 5"
 
 
+def test_a_number_that_does_not_exist_is_said_in_words():
+    """A page had "nan", and 0 where one head never gets there."""
+    numbers = {"a": 0.5, "b": float("nan")}
+    verdict = Claim("an error is {bound}", lambda rows: numbers, "<", 1).judge(pd.DataFrame())
+    assert verdict.reasons == ("an error is below 1: **no**, 1 of 2 (a: 0.5; b: no number)",)
+    study, path = RUNS["varying_heads"]
+    claim = next(c for c in study.claims() if c.name == "epochs over those of one head")
+    found = claim.numbers(run_of(study, path).finished)
+    assert all(math.isnan(found[f"generalization, heads {n}"]) for n in ("1 1", "2 2", "4 4"))
+    assert found["reasoning, heads 2 2"] == 1
+
+
 def test_what_came_is_said_by_its_ends():
     assert say_range({"a": 40.04, "b": 70.6}) == "40 to 71"
     assert say_range({"a": 0.9470, "b": 0.9473}) == "0.95"
