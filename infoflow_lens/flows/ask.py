@@ -255,7 +255,7 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 "what was measured is kept; ask the same with "
-                f"resume={os.fspath(folder)!r} to go on"
+                f"resume={os.fspath(folder)!r} (--resume in the command) to go on"
             ) from None
         finally:
             if last:

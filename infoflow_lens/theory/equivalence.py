@@ -113,7 +113,7 @@ def readings(
         for splits in (False, True):
             notes = list(before)
             kept = [part for c in chosen for part in split(c, notes)] if splits else chosen
-            kept = _unserved(_different(kept, tokens, notes), tokens, notes)
+            kept = _drop_needless(_different(kept, tokens, notes), tokens, notes)
             other = Reading(tuple(kept), tuple(dict.fromkeys(notes)), tokens)
             if notes and other.notes not in [reading.notes for reading in found]:
                 found.append(other)
@@ -214,7 +214,7 @@ def _one_serves(
     tokens: Float[Tensor, "sample d_token"],
     signs: Sequence[float],
 ) -> list[float]:
-    """Of 1 and -1, list those by which the outer function is largest at one tuple for a group.
+    """List those of 1 and -1 by which the outer function is largest at one tuple for a group.
 
     Which of two tuples is better may not change with the rest. Seen on a few tuples first, then on
     20,000.
@@ -471,7 +471,7 @@ def _different(
     return [component for component, _ in kept]
 
 
-def _unserved(
+def _drop_needless(
     components: Sequence[Component], tokens: Float[Tensor, "sample d_token"], notes: list[str]
 ) -> list[Component]:
     """Leave out scores of single tokens whose best token is always the best one by another score.
@@ -492,20 +492,20 @@ def _unserved(
         best = dict(
             zip(plain, [score(x[:, :, None]).argmax(dim=1) for score in scores], strict=True)
         )
-        asked = [number for number in asked if _is_served(number, best)]
+        asked = [number for number in asked if _another_serves(number, best)]
         if not asked:
             return list(components)
         chosen.append(best)
     found = {number: torch.cat([best[number] for best in chosen]) for number in plain}
     # one after the other, as some may serve each other
     for number in asked:
-        if _is_served(number, found):
+        if _another_serves(number, found):
             del found[number]
     notes.append("the best token by one score is always the best by one of the others")
     return [c for number, c in enumerate(components) if number in found or number not in plain]
 
 
-def _is_served(number: int, best: Mapping[int, Int[Tensor, " sequence"]]) -> bool:
+def _another_serves(number: int, best: Mapping[int, Int[Tensor, " sequence"]]) -> bool:
     """Say whether each best token by a score is that by another one, too."""
     others = torch.stack([tokens for other, tokens in best.items() if other != number])
     return bool((others == best[number]).any(dim=0).all())

@@ -390,14 +390,14 @@ def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
     # an active token of each of several inputs, in a context in which it is active
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples.seed))
     drawn = order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES].tolist()
-    for rows in itertools.chain(drawn, _suited(x, active, task, n_places, order.tolist())):
+    for rows in itertools.chain(drawn, _choose_inputs(x, active, task, n_places, order.tolist())):
         for around in (_active_alone, _all_but_some):
             document = _assemble(rows, x, active, shape, samples, around)
             if document is not None:
                 yield document
 
 
-def _suited(
+def _choose_inputs(
     x: Float[Tensor, "sequence pos d_token"],
     active: Bool[Tensor, "sequence pos"],
     task: Any,

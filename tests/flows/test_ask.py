@@ -289,7 +289,7 @@ def test_a_question_goes_on_in_its_folder(folder, found, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Question, "_read", stopping)
     given = (TEXT, "w9", "w23", OTHER)
-    with pytest.raises(KeyboardInterrupt, match=r"ask the same with resume='.*kept' to go on"):
+    with pytest.raises(KeyboardInterrupt, match=r"ask the same with resume='.*kept' \(--resume"):
         ask(folder, *given, progress=False, resume=place)
     again = ask(folder, *given, progress=False, resume=place)
     assert again.token_mean.equal(found.token_mean)
