@@ -106,7 +106,6 @@ class JacobianInfluence(StateInfluence):
                 self._expect_groups(first // together, groups, each)
                 energy = self._reverse(here, targets, chunk, errors)
             parts.append(energy)
-        self._by_forward = self.estimate is None and by_forward and not lacking
         more = {"errors": errors, "lacks_forward_mode": lacking}
         return torch.cat(parts, dim=1).sqrt().float(), more
 

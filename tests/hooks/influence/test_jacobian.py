@@ -3,7 +3,6 @@
 import math
 import re
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -600,34 +599,17 @@ def test_the_stated_error_covers_the_true_one():
         assert sum(covered) / len(covered) >= 0.95
 
 
-def _takes_away(module, how, monkeypatch):
-    """Take the derivative of a module away."""
-    plain = module.forward
-
-    def forward(*args, **kwargs):
-        with torch.set_grad_enabled(how != "no_grad"):
-            out = plain(*args, **kwargs)
-        if how == "no_grad":
-            return out
-        return out.detach() if isinstance(out, torch.Tensor) else (out[0].detach(), *out[1:])
-
-    monkeypatch.setattr(module, "forward", forward)
-
-
 MISSING = [
-    # how, which modules, what is named
-    ("detached", "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj", "detach"),
-    ("detached", "layers.1.self_attn$", "detach"),
-    ("detached", "layers.0.mlp$", "detach"),
-    ("no_grad", "layers.1.self_attn$", "detach"),
+    # how, which modules, what is said
+    ("detached", "_proj", "derivative by all of them is 0"),
     ("int8", "", "quantized::linear_dynamic"),
     ("int8", r"layers.1.mlp.\w+_proj", "quantized::linear_dynamic"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:quantized")
-@pytest.mark.parametrize(("how", "where", "named"), MISSING)
-def test_what_has_no_derivative_is_refused(how, where, named, monkeypatch):
+@pytest.mark.parametrize(("how", "where", "said"), MISSING)
+def test_what_has_no_derivative_is_refused(how, where, said, monkeypatch):
     """Influence of other tokens was 0, or of a part of the model alone, in silence."""
     model, ids = zoo.build("llama"), torch.tensor([[5, 9, 7, 30], [8, 6, 40, 11]])
     chosen = {name: part for name, part in model.named_modules() if re.search(where, name)}
@@ -641,16 +623,14 @@ def test_what_has_no_derivative_is_refused(how, where, named, monkeypatch):
             model = torch.ao.quantization.quantize_dynamic(model, spec)
     else:
         for part in chosen.values():
-            _takes_away(part, how, monkeypatch)
-    by_reverse = [JacobianInfluence("resid_post", estimate=2, positions=(-1,))]
-    by_forward = [JacobianInfluence("resid_post"), GradientTimesInput("resid_post")]
-    if how == "no_grad":  # which forward mode does not heed, so that it is right
-        for measure in by_forward:
-            (found,) = run_probes(model, ids, [measure], progress=False)
-            (right,) = run_probes(zoo.build("llama"), ids, [replace(measure)], progress=False)
-            torch.testing.assert_close(found.influence, right.influence)
-    for measure in by_reverse + (by_forward if how != "no_grad" else []):
-        with pytest.raises(InfoFlowError, match=rf"derivatives say: .*{named}.*Resample"):
+            plain = part.forward
+            monkeypatch.setattr(part, "forward", lambda x, plain=plain: plain(x).detach())
+    for measure in (
+        JacobianInfluence("resid_post"),
+        JacobianInfluence("resid_post", estimate=2, positions=(-1,)),
+        GradientTimesInput("resid_post"),
+    ):
+        with pytest.raises(InfoFlowError, match=rf"{said}.*Resample"):
             run_probes(model, ids, [measure], progress=False)
     if how == "detached":
         # nothing stands before the first token, so that 0 is right; int8 has one scale for all
