@@ -224,6 +224,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             states = AskedStates(start.clone(), expected, place)
+            if self.differentiates and not self._is_checked:
+                self._check_operations(rerun, start)
             influence, more = self._measure(rerun, states)
             if self.differentiates:
                 self._check_derivatives(rerun, states, influence)
@@ -302,6 +304,21 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     "takes the tokens alone and gives the rest itself"
                 )
 
+    def _check_operations(self, rerun: Rerun, start: Tensor) -> None:
+        """Refuse operations without derivatives that PyTorch knows of, as of packed weights.
+
+        Raises:
+            InfoFlowError: naming them.
+        """
+        one = torch.zeros(1, dtype=torch.int64, device=start.device)
+        if named := find_missing_derivatives(lambda moved: rerun(moved, one), start[:1]):
+            raise InfoFlowError(
+                f"the {kind_of(rerun.model)} computes with {named}, of which there are no "
+                "derivatives, so that influence would be that of its other parts: expected "
+                "operations that have them; load it in float32, or take ResampleInfluence"
+            )
+        self._is_checked = True
+
     @torch.no_grad()
     def _check_derivatives(
         self,
@@ -309,27 +326,16 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         states: AskedStates,
         influence: Float[Tensor, "layer batch asked source"],
     ) -> None:
-        """Refuse a model with operations that have no derivative.
+        """Refuse a model that other tokens move although the derivative by all of them is 0.
 
-        PyTorch says which it knows, as of packed weights. What takes derivatives away in silence,
-        such as ``detach()``, is seen where nothing is left of other tokens: in a part of a model it
-        cannot be told from a kink, as of a ReLU of 0 in weights that are set by hand.
+        So it is where ``detach()`` takes it away. In a part of a model that cannot be told from a
+        kink, as of a ReLU of 0 in weights that are set by hand.
 
         Raises:
             InfoFlowError: naming what lacks derivatives.
         """
         start, expected, place = states
         sources = torch.arange(start.shape[1])
-        if not self._is_checked:
-            one = torch.zeros(1, dtype=torch.int64, device=start.device)
-            named = find_missing_derivatives(lambda moved: rerun(moved, one), start[:1])
-            if named:
-                raise InfoFlowError(
-                    f"the {kind_of(rerun.model)} computes with {named}, of which there are no "
-                    "derivatives, so that influence would be that of its other parts: expected "
-                    "operations that have them; load it in float32, or take ResampleInfluence"
-                )
-            self._is_checked = True
         if influence.masked_fill(sources == place[..., None].cpu(), 0).any():
             return
         # a model that reads its own position alone is right: then a small change of all other
