@@ -78,14 +78,12 @@ def config_of(name: str) -> Any:
     """Read the config of a name or folder.
 
     Its attention is what transformers chooses, fused where the class has it, or eager where the
-    file says so, and for scores with a soft cap, which fused attention of transformers 5.20 leaves
-    out in silence. No file chooses another, whose code may be compiled, or fetched.
+    file says so. No file chooses another, whose code may be compiled, or fetched.
     """
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    is_eager = has_cap or config._attn_implementation == "eager"
+    is_eager = config._attn_implementation == "eager"
     config._attn_implementation = "eager" if is_eager else None  # of its parts, too
     return config
 
@@ -134,6 +132,9 @@ def transformers_model(name: str, config: Any, place: Place, **options: Any) -> 
     Raises:
         InfoFlowError: if the files lack other weights, which transformers would draw at random.
     """
+    # fused attention of transformers 5.20 leaves a soft cap of the scores out, in silence
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"
     # what is missing would be random
     model, info = find_class(config).from_pretrained(
         name,
