@@ -78,7 +78,7 @@ class TopKResult(NextTokenResult):
         return tuple(found)
 
     def sentences(self) -> list[str]:
-        """Return the least k of every layer."""
+        """Say the least k of every layer, and of all at once."""
         *layers, together = self.least()
         return [
             f"top k: keys that keep the loss within {self.tolerance:.0%}, by layer: "

@@ -166,7 +166,7 @@ def _join_components(
                 found := _one_serves(outer, values, components, (*group, index), tokens, both)
             ):  # fmt: skip
                 group.append(index)
-                signs[index] = found
+                signs[index] = [found]
                 break
         else:
             groups.append([index])
@@ -213,8 +213,8 @@ def _one_serves(
     group: Sequence[int],
     tokens: Float[Tensor, "sample d_token"],
     signs: Sequence[float],
-) -> list[float]:
-    """List those of 1 and -1 by which the outer function is largest at one tuple for a group.
+) -> float | None:
+    """Find the first sign by which the outer function is largest at one tuple for a group.
 
     Which of two tuples is better may not change with the rest. Seen on a few tuples first, then on
     20,000.
@@ -251,7 +251,7 @@ def _one_serves(
         )
 
     found = (sign for sign in signs if all(holds(sign, n) for n in (200, 50 * ASKED)))
-    return list(itertools.islice(found, 1))
+    return next(found, None)
 
 
 def _best_of(

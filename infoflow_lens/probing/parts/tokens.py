@@ -207,7 +207,7 @@ class RoutesComparison(Result):
         return pd.DataFrame(list(self.rows))
 
     def sentences(self) -> list[str]:
-        """Return the best method of the last layer, at the sizes of each set."""
+        """Name the best method of the last layer, at the sizes of each set."""
         return [
             f"routes: {rank.states}: sets {rank.size_of} have AUROC {rank.own:.3f}; best at their "
             f"size: {rank.best}, {rank.most:.3f}"
