@@ -81,7 +81,7 @@ class TopKResult(NextTokenResult):
         """Say the least k of every layer, and of all at once."""
         *layers, together = self.least()
         return [
-            f"top k: keys that keep the loss within {self.tolerance:.0%}, by layer: "
+            f"top k: keys that keep the loss within {100 * self.tolerance:.3g}%, by layer: "
             f"{' '.join(map(str, layers))}; all layers at once: {together} (of {self.n_pos})",
         ]
 
@@ -105,7 +105,7 @@ class TopKResult(NextTokenResult):
             ("layer",),
             {"layer": [*range(self.losses.shape[1] - 1), "all at once"]},
         )
-        return least.plot(f"The least k that keeps the loss within {self.tolerance:.0%}")
+        return least.plot(f"The least k that keeps the loss within {100 * self.tolerance:.3g}%")
 
 
 @takes_model

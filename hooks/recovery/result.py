@@ -108,7 +108,9 @@ class RecoveryResult(Result):
         frame = frame[~frame["layer"].isin(self.too_few_rows)]
         if frame.empty and self.too_few_rows:
             return [f"recovery: Not shown: {self.describe_too_few_rows()}"]
-        if frame.empty or frame["fvu"].iloc[0] >= 1:
+        if frame.empty:
+            return ["recovery: no error is known, as no token that a head attends to changes"]
+        if frame["fvu"].iloc[0] >= 1:
             return ["recovery: no head gives its token back better than the mean does"]
         best = frame.iloc[0]
         return [

@@ -253,6 +253,17 @@ def keys(model, tokens):
     return measure_top_k(model, tokens, control=True, progress=False)
 
 
+def test_a_small_tolerance_is_said_as_it_is(keys):
+    """It was 0%."""
+    *layers, together = keys.least()
+    (said,) = replace(keys, tolerance=0.001).sentences()
+    assert "within 0.1%, by layer: " in said
+    (said,) = keys.sentences()
+    assert said.endswith(
+        f"within 1%, by layer: {' '.join(map(str, layers))}; all layers at once: {together} (of 10)"
+    )
+
+
 @pytest.mark.parametrize("k", [10, 9])  # the last row, of 10 keys, predicts nothing
 def test_all_keys_are_the_model_itself(model, tokens, k):
     found = measure_top_k(model, tokens, ks=(k,), control=True, progress=False)

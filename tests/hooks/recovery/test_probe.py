@@ -195,6 +195,8 @@ def test_a_target_that_never_changes_has_no_variance_to_explain(size):
     with model.hooks(fwd_hooks=hooks):
         (result,) = run_probes(model, x, [RecoveryProbe()], batch_size=size, progress=False)
     assert all(fvu.isnan().all() for fvu in result.fvu)
+    # it said that no head gives its token back better than the mean does
+    assert result.sentences()[0].endswith("no token that a head attends to changes")
 
 
 def test_rows_left_out_are_counted(token_inputs):
