@@ -15,7 +15,12 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
-from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
+from infoflow_lens.hooks.model.call import (
+    call,
+    catching,
+    restore_module_tensors,
+    without_user_hooks,
+)
 from infoflow_lens.hooks.model.inputs import check_accepts_padding, has_positions_first
 from infoflow_lens.hooks.model.points import hook_points, kind_of, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
@@ -29,7 +34,8 @@ StateName = Literal["post_attention", "resid_post"]
 Layers = Annotated[tuple[Index, ...], MinLen(1), Distinct()]
 Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
 
-_SMALL = 0.01  # change of a source, relative to it, that a derivative would foresee [chosen]
+# what all layers compute from the sources, and so must have derivatives by them
+_COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mlp_out", ".hook_resid_post")
 _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
 
 
@@ -227,8 +233,6 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             if self.differentiates and not self._is_checked:
                 self._check_operations(rerun, start)
             influence, more = self._measure(rerun, states)
-            if self.differentiates:
-                self._check_derivatives(rerun, states, influence)
         # rows of padding, and positions that a sequence lacks, have no influence
         exists = mark_existing(place, lengths, n_source)
         influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
@@ -305,54 +309,29 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 )
 
     def _check_operations(self, rerun: Rerun, start: Tensor) -> None:
-        """Refuse operations without derivatives that PyTorch knows of, as of packed weights.
+        """Refuse operations without derivatives that PyTorch knows of, and parts cut off from them.
 
         Raises:
             InfoFlowError: naming them.
         """
         one = torch.zeros(1, dtype=torch.int64, device=start.device)
-        if named := find_missing_derivatives(lambda moved: rerun(moved, one), start[:1]):
+        parts = [
+            name
+            for name in hook_points(rerun.model)
+            if name.endswith(_COMPUTED) and (layer_of(name) or 0) >= (self.source_layer or 0)
+        ]
+        with catching(rerun.model, parts, keep_graph=True) as caught:
+            named = find_missing_derivatives(lambda moved: rerun(moved, one), start[:1])
+        # all that a layer computes hangs on the sources
+        cut = [name for name, value in caught.activations.items() if not value.requires_grad]
+        if named or cut:
+            lacks = f"computes with {named}" if named else f"cuts {', '.join(cut)} off (detach)"
             raise InfoFlowError(
-                f"the {kind_of(rerun.model)} computes with {named}, of which there are no "
+                f"the {kind_of(rerun.model)} {lacks}, of which there are no "
                 "derivatives, so that influence would be that of its other parts: expected "
                 "operations that have them; load it in float32, or take ResampleInfluence"
             )
         self._is_checked = True
-
-    @torch.no_grad()
-    def _check_derivatives(
-        self,
-        rerun: Rerun,
-        states: AskedStates,
-        influence: Float[Tensor, "layer batch asked source"],
-    ) -> None:
-        """Refuse a model that other tokens move although the derivative by all of them is 0.
-
-        So it is where ``detach()`` takes it away. In a part of a model that cannot be told from a
-        kink, as of a ReLU of 0 in weights that are set by hand.
-
-        Raises:
-            InfoFlowError: naming what lacks derivatives.
-        """
-        start, expected, place = states
-        sources = torch.arange(start.shape[1])
-        if influence.masked_fill(sources == place[..., None].cpu(), 0).any():
-            return
-        # a model that reads its own position alone is right: then a small change of all other
-        # sources leaves one asked state of each sequence as it is
-        at = place.amax(dim=1).cpu()
-        others = (sources != at[:, None]).to(start.device)
-        changed = start + _SMALL * start.roll(1, dims=-1)
-        values = rerun(torch.where(others[..., None], changed, start))
-        row = (at >= 0).nonzero().flatten()
-        for value, state in zip(values, expected, strict=True):
-            gap = (value - state)[row, at[row]].float().norm(dim=-1)
-            if (gap > 0.1 * tolerance(state) * state[row, at[row]].float().norm(dim=-1)).any():
-                raise InfoFlowError(
-                    f"other tokens move the states of the {kind_of(rerun.model)}, and the "
-                    "derivative by all of them is 0: expected operations that have derivatives, "
-                    "which detach() takes away; load it without that, or take ResampleInfluence"
-                )
 
     def compute(self) -> InfluenceResult:
         """Join all batches."""
