@@ -34,6 +34,13 @@ _MOST_LABELS = 1000  # that a model may name without weights for them
 _MOST_LAYERS = 1000  # that may share their weights
 # in the names of whole numbers that are no size
 _NO_SIZES = ("theta", "base", "token_id", "seed", "max_length", "param")
+# fields of a GGUF file's head that transformers does not read, and where its configs have them
+_LEFT_OUT = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+}
+_LAYERS_OF_27B = 46  # of Gemma 2
 _loading = threading.RLock()
 
 
@@ -92,19 +99,53 @@ def config_of_gguf(path: Path) -> Any:
     """Read the config of transformers that the head of a GGUF file stands for.
 
     Raises:
-        InfoFlowError: without the package that reads it, and for a file that is none.
+        InfoFlowError: without the package that reads it, for a file that is none, and for one whose
+            rotary positions are scaled, which transformers leaves out.
     """
     import_optional("gguf", "gguf", f"the model {path.name!r}")
     from transformers import AutoConfig
 
     check_regular(path)
     try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
+        scaled = _read_what_is_left_out(path, config)
     except Exception as error:  # of many kinds, as the file is read without checks
         raise InfoFlowError(
             f"{str(path)!r} cannot be read ({first_line(error)}): expected a GGUF file of a model "
             "that transformers has; download it again"
         ) from error
+    if scaled:
+        raise InfoFlowError(
+            f"{str(path)!r} scales rotary positions ({', '.join(scaled)}), and transformers reads "
+            "none of that, so that attention would be another: expected a file without, or the "
+            "folder of safetensors that it was made from"
+        )
+    return config
+
+
+def _read_what_is_left_out(path: Path, config: Any) -> list[str]:
+    """Set what transformers leaves out of the head of a GGUF file; name what scales positions."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    kind = str(reader.fields["general.architecture"].contents())
+    head = {
+        name.removeprefix(f"{kind}."): field.contents() for name, field in reader.fields.items()
+    }
+    for name, own in _LEFT_OUT.items():
+        if name in head and hasattr(config, own):
+            setattr(config, own, head[name])
+    if kind == "gemma2":  # no head says it: llama.cpp knows the one of 27B by its layers
+        is_27b = config.num_hidden_layers == _LAYERS_OF_27B
+        width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = width if is_27b else config.head_dim
+    if kind == "gpt-oss":  # of which transformers reads the scale
+        return []
+    factors = [n for n in ("rope.scaling.factor", "rope.scale_linear") if head.get(n, 1) != 1]
+    tables = [t.name for t in reader.tensors if t.name.startswith("rope_") and (t.data != 1).any()]
+    return [f"{kind}.{name}" for name in factors] + tables
 
 
 def find_class(config: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, probe, run_probes
+from infoflow_lens.models import pretrained
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.named import NamedModel
@@ -21,10 +22,26 @@ def for_rotation(weight, n_heads):
     return weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def write(path, model, *, n_layers=None, tokenizer=True, rounded=False):
-    """What llama.cpp's converter writes of a Llama; in float32, or with parts in eight bits."""
+def write(path, model, *, n_layers=None, tokenizer=True, rounded=False, head=None):
+    """What llama.cpp's converter writes of a Llama or Gemma 2; or with parts in eight bits.
+
+    Args:
+        path, model, n_layers, tokenizer, rounded: what is written where.
+        head: of more fields, floats by their names; an array is a tensor.
+    """
     config, n_heads = model.config, model.config.num_attention_heads
-    writer = gguf.GGUFWriter(path, "llama")
+    is_gemma = config.model_type == "gemma2"
+    writer = gguf.GGUFWriter(path, config.model_type)
+    for name, value in (head or {}).items():
+        if np.ndim(value):
+            writer.add_tensor(name, value)
+        else:
+            writer.add_float32(name, value)
+    if is_gemma:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_key_length(config.head_dim)
     writer.add_name("tiny")
     writer.add_block_count(n_layers or config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -33,7 +50,8 @@ def write(path, model, *, n_layers=None, tokenizer=True, rounded=False):
     writer.add_head_count(n_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
+    if not is_gemma:
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     if tokenizer:
@@ -49,13 +67,21 @@ def write(path, model, *, n_layers=None, tokenizer=True, rounded=False):
         "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
     }  # fmt: skip
+    if is_gemma:  # the unembedding is the embedding
+        names.pop("output")
+        parts |= {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+        }  # fmt: skip
     for layer in range(config.num_hidden_layers):
         for theirs, ours in parts.items():
             names[f"blk.{layer}.{theirs}"] = f"model.layers.{layer}.{ours}"
     state = model.state_dict()
     for theirs, ours in names.items():
         weight = state[f"{ours}.weight"]
-        if theirs.endswith(("attn_q", "attn_k")):
+        if is_gemma and theirs.endswith("norm"):
+            weight = weight + 1
+        if not is_gemma and theirs.endswith(("attn_q", "attn_k")):
             q = theirs.endswith("q")
             weight = for_rotation(weight, n_heads if q else config.num_key_value_heads)
         numbers = weight.numpy().astype(np.float32)
@@ -85,6 +111,35 @@ def test_a_file_is_the_model_that_was_written(file):
     (positions,) = run_probes(found.model, ids, [PositionsProbe()], progress=False)
     for ours, pattern in zip(positions.argmax, expected.attentions, strict=True):
         assert ours.equal(pattern.argmax(-1).to(ours.dtype))
+
+
+@pytest.mark.parametrize("is_27b", [False, True])
+def test_caps_and_scales_of_gemma_2_are_those_of_the_file(is_27b, tmp_path, monkeypatch):
+    """They were 50, 30 and 256 in silence; llama.cpp knows the scale of 27B by its layers."""
+    monkeypatch.setattr(pretrained, "_LAYERS_OF_27B", zoo.N_LAYERS if is_27b else 46)
+    alone, ids = zoo.build("gemma2"), zoo.tokens(3, 9)
+    config = alone.config
+    config._attn_implementation, config.head_dim = "eager", 2 * zoo.D_HEAD
+    config.attn_logit_softcapping, config.final_logit_softcapping = 1.5, 2.5
+    width = config.hidden_size // config.num_attention_heads
+    config.query_pre_attn_scalar = width if is_27b else config.head_dim
+    torch.manual_seed(0)
+    alone = type(alone)(config).eval()
+    found = load_any(write(tmp_path / "tiny.gguf", alone)).model
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids), alone(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_positions_that_a_file_scales_are_refused(tmp_path):
+    """As those of Llama 3.1: transformers reads none of it, and attention was another."""
+    half = np.full(zoo.D_HEAD // 2, 8, np.float32)
+    scaled = {"llama.rope.scaling.factor": 4.0}, {"rope_freqs.weight": half}
+    for head in scaled:
+        file = write(tmp_path / "tiny.gguf", zoo.build("llama"), head=head)
+        with pytest.raises(InfoFlowError, match=rf"scales rotary positions \({next(iter(head))}"):
+            load_any(file)
+    write(file, zoo.build("llama"), head={"llama.rope.scaling.factor": 1.0})
+    assert load_any(file).source == "file"
 
 
 def test_weights_in_eight_bits_are_the_numbers_that_they_stand_for(tmp_path):
