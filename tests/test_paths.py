@@ -327,7 +327,7 @@ def test_folders_in_one_another_that_are_too_many_are_named(name, made, home):
     zoo_folder[:] = [made["folder"]]
     end, call = FILES.get(name, ("", None))
     call = call or FOLDERS.get(name) or (lambda m, p: READERS[name][1](str(p)))
-    with pytest.raises(InfoFlowError, match=r"is no path \(200\d folders in one another\)"):
+    with pytest.raises(InfoFlowError, match=r"is no path \(2\d{3} folders in one another\)"):
         call(made, Path.cwd() / DEEP / f"x{end}")
     assert list(Path.cwd().iterdir()) == []
 
