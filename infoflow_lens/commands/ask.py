@@ -15,7 +15,7 @@ from infoflow_lens.commands.common import (
     Model,
     Overwrite,
     Quiet,
-    Second,
+    SecondText,
     Text,
     console,
     pair_of,
@@ -50,6 +50,27 @@ class Question:
     quick: Annotated[bool, "No tokens, no strips, ten heads: some 40 passes."] = False
     exact: Annotated[bool, "Measure all heads."] = False
     seed: DrawingSeed = 0
+    second: SecondText = None
+    instead_second: Annotated[
+        str | None, "The second text of the other pair; default, that of the first pair."
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the function, in which pairs of texts are one.
+
+        Raises:
+            InfoFlowError: for half of a second pair.
+        """
+        asked = dict(vars(self))
+        second, other = asked.pop("second"), asked.pop("instead_second")
+        if other is not None and (second is None or self.instead is None):
+            raise InfoFlowError(
+                "--instead-second is given without a pair: expected --second and --instead, too"
+            )
+        asked["text"] = pair_of(self.text, second)
+        if self.instead is not None:
+            asked["instead"] = pair_of(self.instead, second if other is None else other)
+        return asked
 
 
 @options_of(Question, arguments=("model", "text"))
@@ -57,11 +78,6 @@ def ask(
     config: Callable[[], Question],
     out: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     overwrite: Overwrite = False,
-    second: Second = None,
-    instead_second: Annotated[
-        str | None,
-        typer.Option(help="The second text of the other pair; default, that of the first pair."),
-    ] = None,
     units: Annotated[
         str | None, typer.Option(help="words or sentences: tokens of each are replaced at once.")
     ] = None,
@@ -84,17 +100,8 @@ def ask(
         # heavy libraries load only once the options are known to be right
         from infoflow_lens.flows.ask import ask as measure
 
-        asked: dict[str, Any] = vars(config())
-        if instead_second is not None and (second is None or asked["instead"] is None):
-            raise InfoFlowError(
-                "--instead-second is given without a pair: expected --second and --instead, too"
-            )
-        asked |= {"text": pair_of(asked["text"], second)}
-        if asked["instead"] is not None:
-            other = second if instead_second is None else instead_second
-            asked |= {"instead": pair_of(asked["instead"], other)}
         run: dict[str, Any] = {"device": device, "dtype": dtype, "progress": not quiet}
-        found = measure(**asked, units=units, resume=resume, **run)
+        found = measure(**config().arguments(), units=units, resume=resume, **run)
         try:
             if out is not None:
                 found.to_html(out, overwrite=overwrite)

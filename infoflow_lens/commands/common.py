@@ -30,9 +30,7 @@ def folder(text: str) -> Path:
 # Options that several commands have; the first ones with a text as help, for classes of options
 Model = Annotated[str, "A name such as stdlib-2l or gpt2, owner/name, or a folder."]
 Text = Annotated[str, "The text that the model reads."]
-Second = Annotated[
-    str | None, typer.Option(help="The second text, where the model reads pairs of texts.")
-]
+SecondText = Annotated[str | None, "The second text, where the model reads pairs of texts."]
 DrawingSeed = Annotated[int, "Seed of all random draws."]
 TokenSize = Annotated[int | None, "Dimension of a token, d."]
 Components = Annotated[int | None, "Number of retrieved components, D."]

@@ -15,7 +15,7 @@ from infoflow_lens.commands.common import (
     Model,
     Overwrite,
     Quiet,
-    Second,
+    SecondText,
     pair_of,
     report_errors,
     say,
@@ -49,6 +49,7 @@ class FlowOptions:
     ] = ()
     max_length: Annotated[int | None, "Cut texts to so many tokens."] = None
     seed: DrawingSeed = 0
+    second: SecondText = None
 
 
 @options_of(FlowOptions, arguments=("model", "text"))
@@ -57,7 +58,6 @@ def flow(
     with_text: Annotated[
         str | None, typer.Option("--with", help="Another text, to stand beside the one given.")
     ] = None,
-    second: Second = None,
     with_model: Annotated[
         str | None, typer.Option(help="Another model, to stand beside the one given.")
     ] = None,
@@ -76,8 +76,8 @@ def flow(
         from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make
 
-        asked: dict[str, Any] = vars(config())
-        texts, position = list(asked["text"]), asked["position"]
+        asked: dict[str, Any] = dict(vars(config()))
+        texts, position, second = list(asked["text"]), asked["position"], asked.pop("second")
         # a second text, a second model, or both stand beside the first
         is_comparison = with_text is not None or with_model is not None
         if is_comparison and len(texts) > 1:

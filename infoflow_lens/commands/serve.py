@@ -43,9 +43,10 @@ def serve(
         def measure(form: Form) -> Answer:
             asked = replace(
                 question, text=form.text, answer=form.answer or None, against=form.against or None,
-                instead=form.instead or None, at=place_of(form.at),
+                instead=form.instead or None, at=place_of(form.at), second=form.second or None,
+                instead_second=form.instead_second or None,
             )  # fmt: skip
-            return ask(**vars(asked) | {"model": loaded}, progress=not quiet)
+            return ask(**asked.arguments() | {"model": loaded}, progress=not quiet)
 
         def cut(found: Answer, lines: tuple[int, ...]) -> float:
             return cut_lines(loaded, found, lines)
@@ -56,6 +57,7 @@ def serve(
                 loaded = load_any(question.model, device=device, dtype=dtype, backend="opened")
             place = "" if question.at is None else str(question.at)
             words = (question.answer or "", question.against or "", question.instead or "")
-            first = Form(question.text, *words, place)
+            pair = (question.second or "", question.instead_second or "")
+            first = Form(question.text, *words, place, *pair)
             seconds = None if idle is None else 60 * idle
             server.run(first, lambda: say(f"open {server.address} (Ctrl-C ends it)"), seconds)

@@ -12,7 +12,7 @@ from infoflow_lens.commands.common import (
     Device,
     Dtype,
     Model,
-    Second,
+    SecondText,
     Text,
     console,
     pair_of,
@@ -35,6 +35,7 @@ class WhyOptions:
     keys: Annotated[
         tuple[int, ...] | None, "Positions of the two keys, such as 4,2; default, the two best."
     ] = None
+    second: SecondText = None
 
 
 @options_of(WhyOptions, arguments=("model", "text"))
@@ -43,7 +44,6 @@ def why(
     rows: Annotated[
         int, typer.Option(help="Number of parts that are shown, the strongest first.")
     ] = 8,
-    second: Second = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",
@@ -55,8 +55,8 @@ def why(
         from infoflow_lens.foundation.settings import Count, check
 
         check(rows, Count, "--rows")
-        asked: dict[str, Any] = vars(config())
-        asked |= {"text": pair_of(asked["text"], second)}
+        asked: dict[str, Any] = dict(vars(config()))
+        asked["text"] = pair_of(asked["text"], asked.pop("second"))
         found = ask(**asked, device=device, dtype=dtype, backend=backend)
     if as_json:
         tables = {f"by_{by}": found.table(by).to_dict("records") for by in ("key", "query")}

@@ -246,13 +246,13 @@ class AnswerServer:
 
             def post(self) -> None:
                 # a browser writes line ends as on Windows
-                fields = ("text", "answer", "against", "instead", "at")
+                fields = ("text", "answer", "against", "instead", "at", "second", "instead_second")
                 given = [self.get_body_argument(name, "", strip=False) for name in fields]
                 form = Form(*(text.replace("\r\n", "\n") for text in given))
                 if place := self.get_body_argument("press", ""):  # on a token
-                    form = Form(form.text, at=place)
+                    form = Form(form.text, at=place, second=form.second)
                 elif guess := self.get_body_argument("further", "", strip=False):
-                    form = Form(form.text + guess)
+                    form = Form(form.text + guess, second=form.second)
                 # the page from which the form comes, whose answer may be cut or gone on from
                 before, answer = server._pages[self._number()]
                 if self.get_body_argument("do", "") == "cut" and server._cut is not None:

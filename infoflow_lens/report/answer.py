@@ -38,6 +38,7 @@ class Form:
 
     Attributes:
         text, answer, against, instead, at: as for ``ask``.
+        second, instead_second: the second texts, where pairs are asked.
         note: a sentence above the form.
         waits: whether this is being measured: the page is loaded again, and nothing is typed.
         cut: numbers of lines that are to be cut at once.
@@ -48,6 +49,8 @@ class Form:
     against: str = ""
     instead: str = ""
     at: str = ""
+    second: str = ""
+    instead_second: str = ""
     note: str = ""
     waits: bool = False
     cut: tuple[int, ...] = ()

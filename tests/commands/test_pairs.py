@@ -1,14 +1,20 @@
 """Pairs of texts in commands: a model of two texts reads both, with their types."""
 
 import json
+import time
+from threading import Thread
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 import transformers
+from markupsafe import escape
 from typer.testing import CliRunner
 
-from infoflow_lens import flow, why
+from infoflow_lens import ask, flow, why
 from infoflow_lens.cli import app
+from infoflow_lens.flows.serve import AnswerServer
 from tests.reference import zoo
 
 FIRST, SECOND, OTHER = "w5 w6", "w7 w8", "w9 w8"
@@ -82,3 +88,31 @@ def test_a_reason_is_of_the_pair(folder):
     found, expected = json.loads(call(*line)), why(folder, (FIRST, SECOND), 1, 0)
     assert found["tokens"] == list(expected.tokens)
     assert found["margin"] == pytest.approx(expected.margin, abs=1e-5)
+
+
+def test_a_served_page_asks_of_pairs(folder, monkeypatch):
+    """Of the one that was given, and of those that are typed."""
+    pytest.importorskip("tornado", reason="the extra serve is not installed")
+    run, pages = AnswerServer.run, []
+    typed = {"text": OTHER, "second": SECOND, "instead": FIRST, "instead_second": SECOND}
+
+    def run_and_ask(server, first, ready, idle):
+        def ask_again():
+            try:
+                pages.append(urlopen(server.address).read().decode())
+                page = urlopen(Request(server.address, urlencode(typed).encode()))
+                while "It is being measured" in (said := urlopen(page.url).read().decode()):
+                    time.sleep(0.02)
+                pages.append(said)
+            finally:
+                server.stop()
+
+        run(server, first, Thread(target=ask_again).start, idle)
+
+    monkeypatch.setattr(AnswerServer, "run", run_and_ask)
+    call("serve", folder, FIRST, "--second", SECOND, "--quick", "--quiet")
+    pairs = ((FIRST, SECOND), None), ((OTHER, SECOND), (FIRST, SECOND))
+    for page, (pair, other) in zip(pages, pairs, strict=True):
+        found = ask(folder, pair, instead=other, quick=True, progress=False)
+        assert escape(found.summary()) in page
+        assert f"\n{SECOND}</textarea>" in page
