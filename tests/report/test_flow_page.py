@@ -1,8 +1,10 @@
 """The interactive picture in a real browser: what lights up is what theory propagates."""
 
+import json
 import math
 import re
 from dataclasses import replace
+from importlib.resources import files
 from xml.etree import ElementTree
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from PIL import Image
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.report.flow import render_flow
+from infoflow_lens.report.flow import picture_data, render_flow
 from infoflow_lens.report.flow_view import (
     FlowView,
     ViewedInput,
@@ -92,6 +94,17 @@ def inputs():
 @pytest.fixture(scope="module")
 def html(inputs):
     return render_flow(FlowView("Three inputs", inputs, notes=["A note."]))
+
+
+def test_a_page_holds_what_its_script_reads():
+    """A field that is named otherwise is undefined in JavaScript, which says nothing."""
+    packed = json.loads(picture_data(FlowView("one", [make_input()])))["inputs"][0]
+    scripts = sorted((files("infoflow_lens.report") / "assets/flow").glob("*.js"))
+    read = {
+        name for script in scripts for name in re.findall(r"\binput\.(\w+)", script.read_text())
+    }
+    assert len(read) > 10
+    assert read <= set(packed) | set(packed["arrays"])
 
 
 def lit(page, nth=0):

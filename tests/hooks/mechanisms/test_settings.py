@@ -147,25 +147,30 @@ OTHERS = {
     "other inputs": lambda x: {"inputs": x.flip(0)},
     "other last": lambda x: {"last": 3},
     "other seed": lambda x: {"seed": 7},
+    "other tolerance": lambda x: {"tolerance": 0.3},
+    "other control": lambda x: {"control": True},
+    "other ks": lambda x: {"ks": (1, 3)},
+    "other draws": lambda x: {"draws": 2},
+    "other budgets": lambda x: {"budgets": (3, 6)},
 }
 MEASURES = {
     "top_k": (
         measure_top_k,
         lambda m, x: (m, x[4:]),
         {"ks": (1, 2)},
-        ("other inputs", "other last"),
+        ("other inputs", "other last", "other tolerance", "other control", "other ks"),
     ),
     "sufficiency": (
         measure_sufficiency,
         lambda m, x: (m, x[4:], measure_mechanisms(m, x[:4], progress=False)),
         {"draws": 1},
-        ("other inputs", "other last", "other seed"),
+        ("other inputs", "other last", "other seed", "other draws"),
     ),
     "edge budget": (
         measure_edge_budget,
         lambda m, x: (m, x[4:], x[:4]),
         {"budgets": (3, 5), "draws": 1},
-        ("other inputs", "other seed"),
+        ("other inputs", "other seed", "other draws", "other budgets"),
     ),
 }
 

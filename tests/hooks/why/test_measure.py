@@ -67,6 +67,8 @@ def test_pieces_are_what_scores_lose_when_parts_are_taken_out():
         key_parts, pieces = with_one_row_of_constants(key_parts, pieces.T)
         pieces = pieces.T
         assert (found.query_parts, found.key_parts) == (query_parts, key_parts)
+        named = found.arrays["pieces"].coords
+        assert (named["query_part"], named["key_part"]) == (query_parts, key_parts)
         torch.testing.assert_close(found.pieces, pieces, rtol=1e-4, atol=1e-5)
         assert found.margin == pytest.approx(float(pieces.sum()), abs=1e-5)
     torch.testing.assert_close(found.by_key().values, pieces.sum(0), rtol=1e-4, atol=1e-5)
