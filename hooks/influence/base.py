@@ -322,8 +322,14 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         ]
         with catching(rerun.model, parts, keep_graph=True) as caught:
             named = find_missing_derivatives(lambda moved: rerun(moved, one), start[:1])
-        # all that a layer computes hangs on the sources
-        cut = [name for name, value in caught.activations.items() if not value.requires_grad]
+        # all that a layer computes hangs on the sources, unless it is a constant, such as 0
+        values = caught.activations
+        cut = [name for name, value in values.items() if not value.requires_grad]
+        if cut:
+            with torch.no_grad(), catching(rerun.model, cut) as caught:
+                rerun(start[:1].roll(1, dims=-1), one)
+            moved = caught.activations
+            cut = [name for name in cut if name in moved and not moved[name].equal(values[name])]
         if named or cut:
             lacks = f"computes with {named}" if named else f"cuts {', '.join(cut)} off (detach)"
             raise InfoFlowError(

@@ -639,6 +639,15 @@ def test_what_has_no_derivative_is_refused(how, where, said, monkeypatch):
     assert float(found.influence[-1, 0, -1, :-1].min()) > 0
 
 
+def test_a_part_that_gives_a_constant_has_a_derivative(monkeypatch):
+    """As of a model from which an MLP was taken out, or replaced by its mean."""
+    model, ids = zoo.build("llama"), zoo.tokens(2, 5)
+    mean = torch.ones(zoo.D_MODEL)
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: mean.expand_as(x))
+    (found,) = run_probes(model, ids, [GradientTimesInput("resid_post")], progress=False)
+    assert found.influence[:, :, -1].all()
+
+
 @pytest.mark.parametrize("attention", ["softmax", "relu", "hardmax"])
 def test_edges_and_jumps_are_no_missing_derivative(attention):
     """Of ReLU and hard maxima, at sharp scores and whatever the weights."""
