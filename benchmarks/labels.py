@@ -39,7 +39,7 @@ import torch
 
 from benchmarks.depth import read_texts
 from infoflow_lens import label_heads, load_any, run_probes
-from infoflow_lens.foundation.versions import package_versions
+from infoflow_lens.foundation.packages import package_versions
 from infoflow_lens.hooks import HeadLabels, MeanPatternsProbe
 from tests.reference.real_models import FOLDER
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.timing import paired
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.studies.demo import DemoConfig
 from infoflow_lens.studies.together import train_together

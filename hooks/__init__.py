@@ -2,7 +2,7 @@
 
 import typing
 
-from infoflow_lens.foundation import names
+from infoflow_lens.foundation import naming
 from infoflow_lens.hooks.arrays import LabelledArray as LabelledArray
 from infoflow_lens.hooks.attended import AttendedProbe as AttendedProbe
 from infoflow_lens.hooks.attended import AttendedResult as AttendedResult
@@ -92,7 +92,7 @@ if typing.TYPE_CHECKING:
     from infoflow_lens.hooks.passes.attach import attach as attach
 
 _LATE = ("AttachedProbes", "attach")
-__all__ = sorted([*names.list_public(globals()), *_LATE])
+__all__ = sorted([*naming.list_public(globals()), *_LATE])
 
 
 def __getattr__(name: str) -> typing.Any:

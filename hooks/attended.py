@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.lazy import mpl, pd
-from infoflow_lens.foundation.memory import to_host
+from infoflow_lens.foundation.modules import to_host
 from infoflow_lens.foundation.settings import Share
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.passes.view import Pass

@@ -13,9 +13,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from typing_extensions import TypeVar, dataclass_transform
 
-from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError, refuse_names
-from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.record import RunRecord, code_digest, fingerprint, is_own
 from infoflow_lens.foundation.saving import convert
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes

@@ -12,7 +12,7 @@ from infoflow_lens.foundation.display import Displayed, brief, panel
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.lazy import mpl, pd
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import Savable, describe_remedy, files_of
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of

@@ -143,7 +143,7 @@ def __getattr__(name: str) -> Any:
     if name in _IN_STUDIES:
         return getattr(import_module(f"{__name__}.studies"), name)
     if name == "__version__":
-        from infoflow_lens.foundation.versions import find_version
+        from infoflow_lens.foundation.packages import find_version
 
         return find_version()
     if name in _rooms():

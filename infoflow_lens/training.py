@@ -15,16 +15,15 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import keep_modes
+from infoflow_lens.foundation.modules import SeededRandom, derive_seed, keep_modes
+from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import (
     RunRecord,
     configuration_fingerprint,
     fingerprint,
 )
-from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import (
     Count,
     Index,
@@ -35,7 +34,6 @@ from infoflow_lens.foundation.settings import (
     settings,
 )
 from infoflow_lens.foundation.state import read_state, write_state
-from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.objectives import (
     Data,
     LabelScores,

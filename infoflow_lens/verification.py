@@ -6,8 +6,8 @@ from typing import Any
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.progress import Advance
-from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.theory.comparison import Component, best_tuples, pair_scores
 from infoflow_lens.theory.roles import choose_roles, roles_of

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 
 Word: TypeAlias = Literal["seen", "fails its rule", "undecided"]  # of a verdict
 Comparison: TypeAlias = Literal["<", "<=", ">", ">=", "within"]

@@ -10,10 +10,11 @@ from annotated_types import Ge
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
-from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_json, write_text
+from infoflow_lens.foundation.memory import check_device
+from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import (
@@ -25,7 +26,6 @@ from infoflow_lens.foundation.settings import (
     Seed,
     settings,
 )
-from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks import (
     JacobianInfluence,
     PositionsProbe,

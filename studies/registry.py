@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.studies.language_model.edge_budget import EdgeBudget
 from infoflow_lens.studies.language_model.graded_sets import GradedSetsStudy
 from infoflow_lens.studies.language_model.induction import Induction

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.objectives import Data

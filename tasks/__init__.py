@@ -2,7 +2,7 @@
 
 import typing
 
-from infoflow_lens.foundation import names
+from infoflow_lens.foundation import naming
 from infoflow_lens.tasks.aggregation import GlobalMean as GlobalMean
 from infoflow_lens.tasks.aggregation import PositionSum as PositionSum
 from infoflow_lens.tasks.card import dataset_card as dataset_card
@@ -24,7 +24,7 @@ from infoflow_lens.tasks.tuples import DepthSeparation as DepthSeparation
 from infoflow_lens.tasks.tuples import IntrinsicDimension as IntrinsicDimension
 from infoflow_lens.tasks.tuples import TriangleCenter as TriangleCenter
 
-__all__ = names.list_public(globals())
+__all__ = naming.list_public(globals())
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Positions
 from infoflow_lens.tasks.target import Outer, OuterName, RetrievalTask
 from infoflow_lens.tasks.task import check_positions

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Remedy
 from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.tokens import RESPONSE, WORD, TokenTask, numbers

@@ -12,10 +12,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from infoflow_lens.foundation import plugins
+from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
-from infoflow_lens.foundation.names import check_known, nearest
+from infoflow_lens.foundation.naming import check_known, nearest
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.kth_largest import KthLargest
@@ -53,7 +53,7 @@ def list_tasks() -> tuple[str, ...]:
     Raises:
         InfoFlowError: if two packages add the same name.
     """
-    return (*_TASKS, *plugins.find_entry_points(GROUP, _TASKS))
+    return (*_TASKS, *packages.find_entry_points(GROUP, _TASKS))
 
 
 def parameter_names(task: Task | type[Task]) -> tuple[str, ...]:
@@ -64,10 +64,10 @@ def parameter_names(task: Task | type[Task]) -> tuple[str, ...]:
 def _task_of(name: str) -> type[Task]:
     if name in _TASKS:
         return _TASKS[name]
-    others = plugins.find_entry_points(GROUP, _TASKS)
+    others = packages.find_entry_points(GROUP, _TASKS)
     if name not in others:
         raise InfoFlowError(f"unknown task {name!r}{nearest(name, list_tasks())}")
-    task: type[Task] = plugins.load_class(others[name], Task)
+    task: type[Task] = packages.load_class(others[name], Task)
     return task
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.lazy import datasets
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.sequences import check_vectors
 from infoflow_lens.foundation.settings import (
     Count,

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Positive
 from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.target import RetrievalTask, Target

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, flow, load_task
-from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.modules import SeededRandom
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.host import build_model, build_token_model
 from infoflow_lens.probing.config import ProbingConfig

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, train
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.state import read_state
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.host import build_token_model

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.code import code_digest
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.record import RunRecord, code_digest
 from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import Circuit, Node, Path, cut_together, find_circuit
 from infoflow_lens.hooks.answer.predicted import predict_tokens

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.processes import bind_to_thread
+from infoflow_lens.foundation.modules import bind_to_thread
 from infoflow_lens.hooks.answer.question import Change, Question, edits_of, keep_shown
 from infoflow_lens.hooks.model.call import (
     HookFunction,

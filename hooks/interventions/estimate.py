@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.edits import split_heads
 from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients

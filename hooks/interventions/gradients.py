@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns
 from infoflow_lens.hooks.model.call import call

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
-from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.modules import derive_seed, eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
-from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
 from infoflow_lens.hooks.attended import AttendedResult
 from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.record import hash_values, is_same
-from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.probe import Intervention
 from infoflow_lens.hooks.model.identity import HOOKS, model_identity

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import (
     Count,
     Distinct,

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
 from infoflow_lens.hooks.interventions.next_token import NextTokenLoss

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.lazy import mpl, pd
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.seeds import derive_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.edits import Edit

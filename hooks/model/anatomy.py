@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode, modules_of
+from infoflow_lens.foundation.modules import SeededRandom, eval_mode, modules_of
 from infoflow_lens.hooks.model.attentions import read_attention
 from infoflow_lens.hooks.model.ends import End, Start, read_end, read_start
 from infoflow_lens.hooks.model.log import ModuleCall, PassLog, first_tensor, tensors_in

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode, modules_of
-from infoflow_lens.foundation.processes import bind_to_thread
+from infoflow_lens.foundation.modules import bind_to_thread, eval_mode, modules_of
 from infoflow_lens.hooks.model.inputs import Batch, example_input
 from infoflow_lens.hooks.model.points import (
     TOKENS,

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from infoflow_lens.foundation.code import code_digest
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import (
     behaviour,
+    code_digest,
     configuration_fingerprint,
     model_fingerprint,
 )

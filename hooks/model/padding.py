@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.modules import SeededRandom, eval_mode
 from infoflow_lens.hooks.model.anatomy import Anatomy
 from infoflow_lens.hooks.model.call import mark_own_call
 from infoflow_lens.hooks.model.log import first_tensor

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.processes import bind_to_thread
+from infoflow_lens.foundation.modules import bind_to_thread
 from infoflow_lens.hooks.model.points import layer_of
 
 AXES = (0, 1, 2)  # of batch, position and width in the states of blocks that may be left out

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.memory import to_host
+from infoflow_lens.foundation.modules import to_host
 from infoflow_lens.foundation.settings import BothEnds, Ranks
 from infoflow_lens.hooks.model.points import attention_kind
 from infoflow_lens.hooks.passes.ranking import check_rank_support

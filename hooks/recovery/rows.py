@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.memory import to_host
+from infoflow_lens.foundation.modules import to_host
 from infoflow_lens.hooks.model.points import position_count
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.recovery.buffer import Rows

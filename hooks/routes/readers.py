@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.processes import bind_to_thread
+from infoflow_lens.foundation.modules import bind_to_thread, eval_mode
 from infoflow_lens.hooks.model.call import call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
 from infoflow_lens.hooks.model.parts import Norm, is_norm

@@ -16,7 +16,7 @@ from typing import Any
 from infoflow_lens.flows.answer import Answer
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, panics_as_errors
-from infoflow_lens.foundation.extras import import_optional
+from infoflow_lens.foundation.packages import import_optional
 from infoflow_lens.report.answer import Form, render_answer
 
 HOST = "127.0.0.1"  # nobody else reaches it

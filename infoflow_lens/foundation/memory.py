@@ -1,23 +1,14 @@
 """How much memory is free, and amounts of it in words."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on the CPU; the host waits once for the device that they lie on."""
-    flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
-    parts = torch.cat(flat).cpu().split([len(part) for part in flat]) if flat else ()
-    return [
-        # a copy: a view may start at an address that its dtype does not allow
-        part.clone().view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
 
 
 def free_on(device: str) -> int | None:
@@ -110,3 +101,24 @@ def format_bytes(n_bytes: int) -> str:
     if n_bytes < 2**30:
         return f"{n_bytes / 2**20:.0f} MiB"
     return f"{n_bytes / 2**30:.1f} GiB"
+
+
+def check_device(device: Any, name: str = "device") -> str:
+    """`device`, if numbers can be put on it.
+
+    Raises:
+        InfoFlowError: with what it answered.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+        kind = torch.device(device).type
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise InfoFlowError(
+            f"{name} is {device!r}, which does not answer ({first_line(error)}): expected "
+            "cpu, or an accelerator that this PyTorch sees, such as cuda:0"
+        ) from error
+    if kind == "meta":
+        raise InfoFlowError(f"{name} 'meta' holds no numbers: expected cpu, or an accelerator")
+    return str(device)

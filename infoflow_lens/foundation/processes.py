@@ -1,12 +1,10 @@
 """Threads and worker processes."""
 
-import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -70,16 +68,3 @@ def _exists(process: int) -> bool:
     except PermissionError:  # of another user
         pass
     return True
-
-
-def bind_to_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
-    """Make a hook act on passes of the current thread only; or on those of all others."""
-    own_thread = threading.get_ident()
-
-    @functools.wraps(hook_fn)
-    def acts(*args: Any, **kwargs: Any) -> Any:
-        if (threading.get_ident() == own_thread) == elsewhere:
-            return None
-        return hook_fn(*args, **kwargs)
-
-    return acts

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen, MinLen
 from typing_extensions import dataclass_transform
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 
 T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import read_json, user_path
+from infoflow_lens.foundation.packages import import_optional
 from infoflow_lens.models.weights import read_shapes
 
 ADAPTER = "adapter_config.json"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
-from infoflow_lens.foundation.names import check_known
+from infoflow_lens.foundation.naming import check_known
 from infoflow_lens.foundation.settings import (
     Count,
     Index,

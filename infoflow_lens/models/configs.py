@@ -3,8 +3,7 @@
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import GGUF, find_model
+from infoflow_lens.foundation.naming import GGUF, find_model, nearest
 from infoflow_lens.models.pretrained import config_of_gguf
 from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of

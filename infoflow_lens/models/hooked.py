@@ -30,7 +30,7 @@ from transformer_lens.utilities import (
 )
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import check_known
+from infoflow_lens.foundation.naming import check_known
 from infoflow_lens.models.blocks import Attention, Block, LayerNorm, PositionalEmbed, Unembed
 from infoflow_lens.models.named_parts import find_directions, sum_biases
 

@@ -27,7 +27,6 @@ from infoflow_lens.foundation.documents import (
     kind_by_digest,
     kind_of_tensors,
 )
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     add_digest,
@@ -36,6 +35,7 @@ from infoflow_lens.foundation.files import (
     user_path,
     writable_folder,
 )
+from infoflow_lens.foundation.modules import SeededRandom
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.sequences import check_token_ids, check_vectors
 from infoflow_lens.foundation.settings import Count, Seed, checked

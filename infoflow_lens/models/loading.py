@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import (
     InfoFlowError,
@@ -21,9 +20,9 @@ from infoflow_lens.foundation.errors import (
     panics_as_errors,
 )
 from infoflow_lens.foundation.files import read_json, temporary_folder
+from infoflow_lens.foundation.memory import check_device
 from infoflow_lens.foundation.modules import outside_inference_mode
-from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import GGUF, find_model
+from infoflow_lens.foundation.naming import GGUF, find_model, nearest
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.adapters import ADAPTER, add_adapter, find_base
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER

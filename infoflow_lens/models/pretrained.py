@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.display import printable
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, first_line
-from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import check_regular, read_json
+from infoflow_lens.foundation.modules import SeededRandom
 from infoflow_lens.foundation.naming import GGUF
+from infoflow_lens.foundation.packages import import_optional
 from infoflow_lens.models.weights import read_shapes
 
 SAVE_AGAIN = "expected what save_pretrained writes; save or download it again"

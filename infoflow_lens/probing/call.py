@@ -14,8 +14,7 @@ from torch import nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import make_temporary_folder
-from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import is_path
+from infoflow_lens.foundation.naming import is_path, nearest
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.sharded import ShardedResult

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import find_model, find_named
+from infoflow_lens.foundation.naming import find_model, find_named, nearest
 from infoflow_lens.foundation.settings import (
     BothEnds,
     Count,

@@ -26,8 +26,7 @@ from infoflow_lens.foundation.files import (
     read_tensors,
     temporary_folder,
 )
-from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import Named, find_named
+from infoflow_lens.foundation.naming import Named, find_named, nearest
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import (

@@ -8,7 +8,7 @@ from typing import Any
 from infoflow_lens.agreement import compare_by_position
 from infoflow_lens.foundation.files import write_text
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.versions import versions_identity
+from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import data_identity
 from infoflow_lens.probing.findings import Findings

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.foundation.settings import plain
 
 if TYPE_CHECKING:

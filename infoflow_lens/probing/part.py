@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
-from infoflow_lens.foundation import plugins
+from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE, config_value
@@ -227,10 +227,10 @@ def load_part(name: str) -> Part:
         module = import_module(f"infoflow_lens.probing.parts.{room}")
         made: Part = getattr(module, kind_name)()
         return made
-    others = plugins.find_entry_points(registry.GROUP, registry.PARTS)
+    others = packages.find_entry_points(registry.GROUP, registry.PARTS)
     if name not in others:
         raise InfoFlowError(f"there is no probe {name!r}{nearest(name, registry.part_names())}")
-    kind = plugins.load_class(others[name], Part, Probe)
+    kind = packages.load_class(others[name], Part, Probe)
     try:
         part: Part = kind() if issubclass(kind, Part) else ProbePart(kind(), name)
     except Exception as error:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from infoflow_lens.foundation import plugins
+from infoflow_lens.foundation import packages
 
 GROUP = "infoflow_lens.probes"  # of entry points
 
@@ -42,7 +42,7 @@ def part_names() -> tuple[str, ...]:
     Raises:
         InfoFlowError: if two packages add the same name.
     """
-    return (*PARTS, *plugins.find_entry_points(GROUP, PARTS), *registered.get({}))
+    return (*PARTS, *packages.find_entry_points(GROUP, PARTS), *registered.get({}))
 
 
 def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
@@ -51,9 +51,9 @@ def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
     Args:
         names: of parts; None for all.
     """
-    points = plugins.find_entry_points(GROUP, PARTS)
+    points = packages.find_entry_points(GROUP, PARTS)
     return {
-        name: plugins.path_of_code(point)
+        name: packages.path_of_code(point)
         for name, point in points.items()
         if names is None or name in names
     }

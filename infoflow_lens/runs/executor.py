@@ -24,8 +24,8 @@ from annotated_types import Interval
 from filelock import FileLock, Timeout
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.extras import import_optional
 from infoflow_lens.foundation.files import naming_file
+from infoflow_lens.foundation.packages import import_optional
 from infoflow_lens.foundation.processes import exit_with_parent, threads
 from infoflow_lens.foundation.settings import Count, check
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import digest_of, read_signed, write_signed
+from infoflow_lens.foundation.packages import package_versions
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.foundation.versions import package_versions
 from infoflow_lens.runs.folder import RunFolder
 
 FINISHED = "finished.json"

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.memory import format_bytes, free_on
+from infoflow_lens.foundation.memory import check_device, format_bytes, free_on
 
 _WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
 _FLOAT = 4

@@ -1,6 +1,6 @@
 """What InfoFlow says, without any model: sets of input positions, comparisons, costs and bounds."""
 
-from infoflow_lens.foundation import names
+from infoflow_lens.foundation import naming
 from infoflow_lens.theory.comparison import ComparisonProfile as ComparisonProfile
 from infoflow_lens.theory.comparison import ComparisonTree as ComparisonTree
 from infoflow_lens.theory.comparison import Component as Component
@@ -18,4 +18,4 @@ from infoflow_lens.theory.schedule import learns as learns
 from infoflow_lens.theory.schedule import run_schedule as run_schedule
 from infoflow_lens.theory.search import search as search
 
-__all__ = names.list_public(globals())
+__all__ = naming.list_public(globals())

@@ -22,7 +22,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.theory.comparison import best_inside, best_tuples
 from infoflow_lens.theory.jobs import Job, Max, Routed

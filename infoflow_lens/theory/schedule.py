@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Seed, checked
 from infoflow_lens.theory.comparison import Component

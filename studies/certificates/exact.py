@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import lapack
 
-from infoflow_lens.foundation.extras import import_optional
+from infoflow_lens.foundation.packages import import_optional
 
 _PRIME = 2**61 - 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import check_known, nearest
+from infoflow_lens.foundation.naming import check_known, nearest
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.studies.constructions.attention_only import AttentionOnly

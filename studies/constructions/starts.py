@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import NonNegative, Seed, checked
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.models.host import TokenTransformer

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.tokens import END_OF_TEXT_ID
 

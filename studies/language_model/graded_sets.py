@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import SeededRandom, derive_seed
 from infoflow_lens.hooks import (
     GradedSetsProbe,
     JacobianInfluence,

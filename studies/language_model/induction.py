@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed, eval_mode
 from infoflow_lens.hooks import IDEALS, RecoveryProbe, measure_mechanisms, run_probes, substituted
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook

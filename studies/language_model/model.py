@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import SeededRandom, derive_seed
 from infoflow_lens.studies.language_model.config import LanguageModelConfig
 from infoflow_lens.studies.language_model.tokens import END_OF_TEXT_ID
 

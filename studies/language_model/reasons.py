@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.batches import repeat_random

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks import (
     Edit,
     EditsOfPass,

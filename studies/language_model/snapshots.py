@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import temporary_folder
+from infoflow_lens.foundation.modules import SeededRandom
 from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.pretrained import Stored, check_config, find_class

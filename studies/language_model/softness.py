@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook

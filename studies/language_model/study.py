@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.data import read_texts
 from infoflow_lens.probing.windows import spread_windows, token_stream

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
+from infoflow_lens.foundation.memory import check_device
+from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.state import read_state, write_state
-from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.studies.language_model.batches import (
     repeat_random,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.studies.papers.agreement_over_training import AgreementOverTraining
 from infoflow_lens.studies.papers.attention_maps import AttentionMaps
 from infoflow_lens.studies.papers.cost_law import CostLaw

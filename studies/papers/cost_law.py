@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import SeededRandom, derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import nmse

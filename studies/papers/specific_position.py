@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import SeededRandom, derive_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model

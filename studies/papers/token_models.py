@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.host import TokenTransformer, build_token_model
 from infoflow_lens.runs.memory import run_bytes
 from infoflow_lens.studies.constructions import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.papers import token_models as tokens

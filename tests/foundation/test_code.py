@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from infoflow_lens.foundation.code import code_digest, is_own
+from infoflow_lens.foundation.record import code_digest, is_own
 from infoflow_lens.hooks import PositionsProbe
 
 SOURCE = '''

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.modules import SeededRandom
 
 X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
 DRAWS = {

@@ -6,7 +6,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.flows.serve import AnswerServer
-from infoflow_lens.foundation.extras import import_optional
+from infoflow_lens.foundation.packages import import_optional
 from infoflow_lens.studies.certificates.separability import dependence, one_layer_certificate
 from infoflow_lens.studies.sweep import run_study
 from tests.studies.studies_for_tests import Squares

@@ -30,10 +30,9 @@ EVALUATES = {
         "infoflow_lens/cli.py": "the commands of studies, where they are installed",
         "studies/__init__.py": "the public names, from a table in the file",
         "studies/language_model/training.py": "the version of a package",
-        "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
         "infoflow_lens/foundation/lazy.py": "three libraries, named in the file",
-        "infoflow_lens/foundation/plugins.py": "entry points of installed packages",
-        "infoflow_lens/foundation/versions.py": "versions of packages",
+        "infoflow_lens/foundation/packages.py": "versions, entry points, and packages that the "
+        "callers name in the source",
         "infoflow_lens/models/hooked.py": "transformer_lens, which two versions arrange otherwise",
         "infoflow_lens/models/loading.py": "transformer_lens, as before",
         "infoflow_lens/probing/part.py": "parts of ours, from a table in the file",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from infoflow_lens.foundation import versions
+from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.runs.finished import FINISHED, read_output, write_output
 from infoflow_lens.runs.folder import RunFolder
@@ -96,7 +96,7 @@ def test_what_no_run_writes_is_never_printed(run, changed):
 def test_other_settings_and_versions_lead_to_an_ordinary_start(run, monkeypatch):
     out, sources = run
     assert read_output(out, {**ASKED, "threshold": 0.1}, sources) is None
-    now = {**versions.package_versions(), "torch": "1.0"}
+    now = {**packages.package_versions(), "torch": "1.0"}
     monkeypatch.setattr("infoflow_lens.runs.finished.package_versions", lambda: now)
     assert read_output(out, ASKED, sources) is None
 

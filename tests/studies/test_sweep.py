@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation import versions
+from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.studies.papers import STUDIES, find_study
@@ -238,8 +238,8 @@ def test_a_full_disk_is_one_error_and_finished_runs_stay(tmp_path, monkeypatch):
 
 def test_runs_of_another_version_are_not_mixed(tmp_path, monkeypatch):
     run(Squares(), tmp_path, preset="smoke")
-    now = {**versions.package_versions(), "infoflow-lens": "0.0.9"}
-    monkeypatch.setattr(versions, "package_versions", lambda: now)
+    now = {**packages.package_versions(), "infoflow-lens": "0.0.9"}
+    monkeypatch.setattr(packages, "package_versions", lambda: now)
     with pytest.raises(InfoFlowError, match=r"versions \(infoflow-lens\) changed"):
         run(Squares(), tmp_path, preset="smoke", resume=True)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks import IDEALS
 from infoflow_lens.models.shipped import find_package_folder
 from infoflow_lens.studies.language_model.batches import repeat_random

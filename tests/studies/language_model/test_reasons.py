@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks import measure_why
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.studies.language_model.batches import repeat_random

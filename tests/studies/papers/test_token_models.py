@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from infoflow_lens.foundation.seeds import derive_seed
+from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.studies.papers.token_models import (
     ADAMW,
