@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import depth
 from infoflow_lens import JacobianInfluence, baselines, run_probes
 from infoflow_lens.hooks import ResampleInfluence
-from infoflow_lens.hooks.influence.rerun import Rerun
+from infoflow_lens.hooks.influence.base import Rerun
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.studies import attributions

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from benchmarks.depth import read_texts
 from infoflow_lens import ask, load_any
-from infoflow_lens.hooks.answer.other_text import _embeddings, _find_unlike, choose_likely_text
+from infoflow_lens.hooks.answer.measure import _embeddings, _find_unlike, choose_likely_text
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.answer.steps import guess_tokens, measure_tokens
 from infoflow_lens.hooks.readouts import LogitDifference

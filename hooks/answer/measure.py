@@ -1,20 +1,20 @@
-"""measure_answer(): the steps of an answer, one after the other."""
+"""measure_answer(): the steps of an answer, one after the other; and the other text, if none is
+given: a word of the text is replaced by one that is like it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, code_digest
-from infoflow_lens.hooks.answer.other_text import choose_likely_text
 from infoflow_lens.hooks.answer.paths import Circuit, Node, Path, cut_together, find_circuit
-from infoflow_lens.hooks.answer.predicted import predict_tokens
 from infoflow_lens.hooks.answer.question import Question, Span
 from infoflow_lens.hooks.answer.result import KINDS, ORDERS, AnswerNumbers
 from infoflow_lens.hooks.answer.steps import (
@@ -33,6 +33,7 @@ from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import check_one_device, is_causal
 from infoflow_lens.hooks.model.texts import readable_spans, readable_tokens
+from infoflow_lens.hooks.passes.run import run_probes
 from infoflow_lens.hooks.readouts import (
     LogitDifference,
     Readout,
@@ -41,7 +42,169 @@ from infoflow_lens.hooks.readouts import (
     name_choice,
     take_ids,
 )
+from infoflow_lens.hooks.routes.graded import GradedSetsProbe
+from infoflow_lens.hooks.routes.powers import PowerRollout
 from infoflow_lens.hooks.shares.measure import measure_shares
+
+
+def predict_tokens(
+    model: nn.Module, text: Batches, position: int
+) -> tuple[Float[Tensor, "order pos"], list[str]]:
+    """Predict how strongly the last state of a position holds each token, by :data:`ORDERS`.
+
+    NaN where it cannot be said: of tokens that the state does not see, and of models whose states
+    cannot be decomposed.
+
+    Args:
+        model: what ``open_model`` gives.
+        text: of which each token is scored.
+        position: that is read.
+
+    Returns:
+        The scores, and what a reader must know.
+    """
+    n_pos = text.longest or 0
+    last = position % n_pos
+    scores = torch.full((len(ORDERS), n_pos), torch.nan, dtype=torch.float64)
+    notes: list[str] = []
+    probes = PowerRollout(positions=(last,)), GradedSetsProbe(positions=(last,))
+    for row, probe in enumerate(probes):
+        try:
+            (found,) = run_probes(model, text, [probe], progress=False)
+        except InfoFlowError as error:
+            notes.append(f"the order of tokens by {ORDERS[row]} is not predicted: {error}")
+            continue
+        scores[row] = found.values[-1, 0, 0].double().cpu()
+        notes += [note for note in found.notes if note not in notes]
+    scores[2] = -(last - torch.arange(n_pos)).abs()
+    # nearness alone says nothing of what a state sees, so the two others decide
+    sees = scores[:2].nan_to_num(0).amax(dim=0) > 0
+    return scores.masked_fill(~sees, torch.nan), notes
+
+
+_PLACES, _FIRST = 4, 3  # places whose tokens move the readout most, and guesses at each
+_BEST, _MORE = 2, 6  # of these places, those with the best texts, and more guesses at each
+_POOL = 15  # guesses at a place that are thought of, by each kind of nearness
+_NEARNESS = 20.0  # nats that a guess with the same embedding is worth, beside one at right angles
+_LIKENESS = 10.0  # the same of a text that was run
+_BLANKS = "\u0120\u2581"  # what stands for a blank in the names of tokens
+_MARGIN = 1.0  # how far below 0 the readout is to fall
+_SHORT = 5.0  # nats that each logit less costs
+_COMMON = 0.5  # of the nats by which the commoner one of the two tokens is rare
+
+
+def choose_likely_text(
+    question: Question, effect: Float[Tensor, " pos"]
+) -> Int[Tensor, " pos"] | None:
+    """Choose a text that reads like the one that is asked about, and of which `against` is said.
+
+    At the places that move the readout most the model's guesses are ordered by their probability
+    and by how near their embeddings come to that of the token in their place, as they are and
+    without their mean. A word with a blank before it is not replaced by one without, which would
+    join the word before. The first ones are run, then more at the places with the best texts, whose
+    probability there counts half: nothing but the first words stands before an early place. The
+    best is the most probable text with `against` behind it, with the nearest token, under which the
+    model prefers `against`. A token that the model finds probable at many places of the text is a
+    common one, such as "the", and is neither replaced nor put anywhere where rarer ones serve.
+
+    Args:
+        question: of which only the text is known.
+        effect: of each token, by which places are chosen; those of a unit have that of the unit.
+
+    Returns:
+        Token ids, or None of models that predict no next token, or have no table of embeddings.
+    """
+    embeddings = _embeddings(question)
+    if embeddings is None:
+        return None
+    clean, guesses = question.clean.tokens[0], guess_tokens(question).log()
+    likeness = _find_cosines(embeddings, clean)
+    guesses = guesses.masked_fill(_find_unlike(question, len(embeddings)), -torch.inf)
+    # parts of rare words lie near one another, and all on one side of the mean
+    apart = _find_cosines(embeddings - embeddings.mean(dim=0), clean)
+    is_near = torch.zeros_like(guesses, dtype=torch.bool)
+    for worth in (guesses + _LIKENESS * likeness, guesses + _NEARNESS * apart):
+        is_near.scatter_(1, worth.topk(min(_POOL, len(embeddings)), dim=1).indices, True)
+    guesses = guesses.masked_fill(~is_near, -torch.inf)
+    common = question.clean.logits.float().cpu().log_softmax(-1).median(dim=0).values.double()
+    tried: dict[tuple[int, int], float] = {}
+
+    def try_guesses(places: list[int], weight: float, n: int) -> None:
+        pairs = []
+        for place in places:
+            worth = weight * guesses[place] + _NEARNESS * likeness[place]
+            # what was run already is not run again
+            worth[[token for at, token in tried if at == place]] = -torch.inf
+            best = worth.topk(min(n, len(worth)))
+            pairs += [(place, token) for token in best.indices[best.values.isfinite()].tolist()]
+        if not pairs:
+            return
+        at, tokens = torch.tensor(pairs).T
+        texts = clean.repeat(len(pairs), 1)
+        texts[range(len(pairs)), at.to(clean.device)] = tokens.to(clean)
+        change, gain, chance = question.score_texts(texts)
+        # a readout that is below 0 already has to fall by the margin all the same
+        short = (max(question.clean.value, 0.0) + change + _MARGIN).clamp(min=0)
+        commoner = torch.maximum(common[clean.cpu()[at]], common[tokens])
+        scores = gain + chance + _LIKENESS * likeness[at, tokens].double() - _SHORT * short
+        tried.update(zip(pairs, (scores - _COMMON * commoner).tolist(), strict=True))
+
+    # the first token is not predicted; of those of a unit the rarer ones come first
+    rare = 1 + common[clean.cpu()[1:]].argsort(stable=True)
+    sizes, order = effect[rare].abs().nan_to_num(-1).sort(descending=True, stable=True)
+    places = rare[order[sizes >= 0][:_PLACES]]
+    try_guesses(places.tolist(), 1.0, _FIRST)
+    best = sorted(tried, key=tried.__getitem__, reverse=True)
+    try_guesses(list(dict.fromkeys(place for place, _ in best))[:_BEST], 0.5, _MORE)
+    if not tried:
+        return None
+    place, token = max(tried, key=tried.__getitem__)
+    chosen = clean.clone()
+    chosen[place] = token
+    return chosen
+
+
+def _find_cosines(
+    table: Float[Tensor, "token d_model"], tokens: Int[Tensor, " pos"]
+) -> Float[Tensor, "pos token"]:
+    """Find the cosines of some embeddings with all."""
+    sizes = table.norm(dim=1).float().clamp(min=1e-6)
+    return ((table[tokens] @ table.T).float() / (sizes[tokens, None] * sizes)).cpu()
+
+
+def _find_unlike(question: Question, n_tokens: int) -> Bool[Tensor, "pos token"]:
+    """Find the tokens that cannot stand in a place: special ones, and parts of words for words."""
+    tokenizer: Any = getattr(question.model, "tokenizer", None)
+    clean = question.clean.tokens[0].cpu()
+    config = getattr(getattr(question.model, "original_model", None), "config", None)
+    special = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
+    has_blank, joins, is_special = torch.zeros(3, n_tokens, dtype=torch.bool)
+    if tokenizer is not None:
+        special += list(tokenizer.all_special_ids)
+        known = range(min(n_tokens, len(tokenizer)))
+        for token, name in enumerate(map(str, tokenizer.convert_ids_to_tokens(list(known)))):
+            has_blank[token] = name[:1] in tuple(_BLANKS)
+            joins[token] = name[:1].isalnum() and not has_blank[token]
+    for number in special:
+        if isinstance(number, int) and 0 <= number < n_tokens:
+            is_special[number] = True
+    return has_blank[clean, None] & joins | is_special
+
+
+def _embeddings(question: Question) -> Float[Tensor, "token d_model"] | None:
+    """Find the table of embeddings of a model that predicts the next token."""
+    original: Any = getattr(question.model, "original_model", question.model)
+    logits, n_pos = question.clean.logits, question.n_pos
+    if not (isinstance(question.readout, LogitDifference) and is_causal(question.model)):
+        return None
+    if logits.ndim != 2 or len(logits) != n_pos or question.end != n_pos - 1:
+        return None
+    try:
+        table = original.get_input_embeddings().weight.detach()
+    except (AttributeError, NotImplementedError):
+        return None
+    return table if table.shape[0] == logits.shape[1] else None
+
 
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
 _QUICK = 10  # heads that are measured in a quick answer

@@ -18,15 +18,16 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import bind_to_thread
 from infoflow_lens.hooks.answer.question import Change, Question, edits_of, keep_shown
 from infoflow_lens.hooks.model.call import (
+    AXES,
     HookFunction,
     NamedHook,
     call,
     catching,
+    is_stream,
     mark_own_call,
 )
 from infoflow_lens.hooks.model.points import hook_points
 from infoflow_lens.hooks.model.sites import rebuild
-from infoflow_lens.hooks.model.starts import AXES, is_stream
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
 _LINEAR = 1e-4  # of a derivative: how much of it may point elsewhere where scores are not capped

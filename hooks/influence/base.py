@@ -1,8 +1,11 @@
 """Which inputs a state does depend on: the result, the sets it gives, and what its probes share."""
 
+import threading
+import time
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -10,23 +13,289 @@ import torch
 from annotated_types import Gt, Le, MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
-from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
-from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import (
     call,
     catching,
     restore_module_tensors,
     without_user_hooks,
 )
-from infoflow_lens.hooks.model.inputs import check_accepts_padding, has_positions_first
-from infoflow_lens.hooks.model.points import hook_points, kind_of, layer_count, layer_of
-from infoflow_lens.hooks.model.semantics import state_hooks
+from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, has_positions_first
+from infoflow_lens.hooks.model.points import (
+    config_value,
+    hook_name,
+    hook_points,
+    kind_of,
+    layer_count,
+    layer_of,
+    reads_vectors,
+    token_hook,
+)
+from infoflow_lens.hooks.model.semantics import state_hooks, state_sum
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
 from infoflow_lens.theory.information_sets import InformationSets
+
+# numbers in the largest tensor of a pass: on a CPU, larger passes leave the caches and are slower
+_ROOM_CPU, _ROOM_GPU = 2**21, 2**26
+
+
+def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.device) -> int:
+    """Choose how many sequences of this length a pass has, by the size of its largest tensor."""
+    heads = config_value(model, "n_heads") or 8
+    room = _ROOM_CPU if device.type == "cpu" else _ROOM_GPU
+    return max(1, room // (n_pos * max(4 * d_model, int(heads) * n_pos)))
+
+
+def start_point(model: nn.Module, source_layer: int | None) -> str:
+    """Return the hook point where sources enter."""
+    if source_layer is None and reads_vectors(model):
+        return token_hook(model)
+    return hook_name(model, f"blocks.{source_layer or 0}.hook_resid_pre")
+
+
+@dataclass(frozen=True, eq=False)
+class Rerun:
+    """States as a function of what enters at the sources.
+
+    Attributes:
+        model: the model.
+        source_layer: None for the tokens, else the layer whose resid_pre is the source.
+        layers: whose states are wanted.
+        state: "post_attention" or "resid_post".
+        batch: what the model read, for models that run whole; None if unknown.
+    """
+
+    model: nn.Module
+    source_layer: int | None
+    layers: tuple[int, ...]
+    state: str
+    batch: Batch | None = None
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"] | None:
+        """The mask of positions, False on padding; None where nothing is padded."""
+        if self.batch is None or self.batch.lengths is None:
+            return None
+        return self.batch.mask()
+
+    def __call__(
+        self,
+        start: Float[Tensor, "row position d_source"],
+        sequences: Int[Tensor, " row"] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the states of all wanted layers.
+
+        Args:
+            start: what enters at the sources.
+            sequences: of which sequence each row is a copy; default, all in their order.
+        """
+        wanted = [state_hooks(self.model, layer, self.state) for layer in self.layers]
+        names = dict.fromkeys(name for names in wanted for name in names)
+        batch = self.batch
+        # a model that starts at its residual stream looks at the tokens' shape alone
+        if batch is None:
+            batch = Batch(torch.zeros(start.shape[:2], dtype=torch.long))
+        elif sequences is not None:
+            batch = batch.take(sequences)
+        caught = call(
+            self.model,
+            batch,
+            tuple(names),
+            start=(start_point(self.model, self.source_layer), start),
+            keep_graph=True,
+            may_end=True,
+        ).activations
+        return tuple(state_sum(caught, names) for names in wanted)
+
+
+def take_places(
+    values: Float[Tensor, "batch pos d"], place: Int[Tensor, "batch asked"]
+) -> Float[Tensor, "batch asked d"]:
+    """Take the rows at these positions; anything where they are negative."""
+    index = place.clamp(min=0).to(values.device)[:, :, None]
+    return values.gather(1, index.expand(-1, -1, values.shape[2]))
+
+
+_PATIENCE = 1.0  # seconds
+_UNKNOWN = ": an autograd kernel was not registered"  # what PyTorch says of an operation
+_one_at_a_time = threading.RLock()
+_is_ours = False  # the level of forward mode
+
+
+class DisturbedError(RuntimeError):
+    """Another thread of the program does forward-mode differentiation."""
+
+
+def forward_derivatives(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    start: Float[Tensor, "..."],
+    towards: Callable[[Tensor], Float[Tensor, "..."]],
+    directions: Float[Tensor, "direction ..."],
+) -> tuple[tuple[Tensor, ...], tuple[Float[Tensor, "direction ..."], ...]]:
+    """Return the values of a function at `start`, and its derivatives in many directions.
+
+    A number goes along whose derivative is 1. It is read last, so where it is right no thread has
+    taken tangents away, which PyTorch would count as zeros.
+
+    Args:
+        function: gives several tensors.
+        start: where.
+        towards: makes a direction in the space of `start` from a row of `directions`.
+        directions: one for each derivative.
+
+    Raises:
+        DisturbedError: if other threads differentiate by forward mode.
+        RuntimeError: as from PyTorch, where the function has no forward mode, or memory is short.
+    """
+
+    def along(direction: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        # a constant whose derivative must be 1: another thread may take the tangents away
+        witness = start.new_ones(())
+        values, tangents = torch.func.jvp(
+            lambda start, witness: (*function(start), witness),
+            (start, witness),
+            (towards(direction), witness),
+        )[:2]
+        return values, tangents
+
+    with _level():
+        values, tangents = torch.func.vmap(along, out_dims=(None, 0))(directions)  # type: ignore[arg-type]
+    if not bool((tangents[-1] == 1).all()):
+        raise DisturbedError("another thread has taken the tangents away")
+    return values[:-1], tangents[:-1]
+
+
+def differentiate_along(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    start: Float[Tensor, "batch position d"],
+    directions: Float[Tensor, "direction batch position d"],
+) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
+    """Differentiate states in some directions, by forward mode if there is one.
+
+    Raises:
+        RuntimeError: as from PyTorch, where memory is short, or there is no second derivative.
+    """
+    try:
+        return forward_derivatives(function, start, lambda one: one, directions)[1]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # also NotImplementedError
+        if "memory" in str(error):
+            raise
+        return _differentiate_in_reverse(function, start, directions)
+
+
+def _differentiate_in_reverse(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    start: Float[Tensor, "batch position d"],
+    directions: Float[Tensor, "direction batch position d"],
+) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
+    """Do the same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
+    # fused attention has no second derivative
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        source = start.detach().requires_grad_()
+        states = function(source)
+        towards = [torch.zeros_like(state, requires_grad=True) for state in states]
+        # J^T u is linear in u, so that its derivative is the same at u = 0
+        reached = [(u * state).sum() for u, state in zip(towards, states, strict=True)]
+        (back,) = torch.autograd.grad(
+            reached, source, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        if not back.requires_grad:  # no state depends on the sources
+            return tuple(u.new_zeros(len(directions), *u.shape) for u in towards)
+        moved = [
+            torch.autograd.grad(
+                back, towards, one, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for one in directions
+        ]
+    return tuple(torch.stack(column) for column in zip(*moved, strict=True))
+
+
+def find_missing_derivatives(
+    function: Callable[[Tensor], tuple[Tensor, ...]], start: Float[Tensor, "batch position d"]
+) -> str:
+    """Name operations without derivatives that a backward pass meets, as PyTorch warns of them."""
+    # a pass that fails says nothing of them: that it does is for the measurement to say
+    with (
+        torch.enable_grad(),
+        warnings.catch_warnings(record=True) as warned,
+        suppress(RuntimeError),
+    ):
+        warnings.simplefilter("always")
+        source = start.detach().requires_grad_()
+        states = [state.sum() for state in function(source) if state.requires_grad]
+        if states:
+            torch.autograd.grad(states, source, allow_unused=True)
+    said = [str(one.message) for one in warned]
+    return ", ".join(dict.fromkeys(one.split(_UNKNOWN)[0] for one in said if _UNKNOWN in one))
+
+
+@contextmanager
+def _level() -> Iterator[None]:
+    """The level of PyTorch's forward mode, held by this thread until nobody uses it.
+
+    The level belongs to the process. Where two threads are inside ``torch.func.jvp``, the first to
+    come makes it for both, and takes all tangents away when it leaves, also while the other reads
+    them. So nobody is inside when this block makes it, and nobody when it takes it away.
+
+    Raises:
+        DisturbedError: if other threads stay inside.
+    """
+    global _is_ours
+    with _one_at_a_time:
+        if not _is_ours:
+            _make()
+            _is_ours = True
+        try:
+            yield
+        finally:
+            if _take_away():  # else the level stays for those inside, and for the next block
+                _is_ours = False
+
+
+# Between a look at the two numbers and torch's own level no other thread may come in. Python gives
+# way at calls and at jumps back, so what is to be one step calls nothing but the last function.
+
+
+def _make() -> None:
+    """Make the level as soon as nobody is inside, so that torch.func.jvp makes none of its own."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        # nobody differentiates by forward mode now, so this level is the outermost
+        if eager_transforms.JVP_NESTING == 0 and forward_ad._current_level == -1:
+            eager_transforms.JVP_NESTING = 1
+            forward_ad._current_level = 0
+            try:
+                torch._C._enter_dual_level()
+                return
+            except RuntimeError:  # made by a thread that has not said so yet
+                eager_transforms.JVP_NESTING = 0
+                forward_ad._current_level = -1
+        if time.monotonic() > end:
+            raise DisturbedError("another thread differentiates by forward mode")
+        time.sleep(1e-4)
+
+
+def _take_away() -> bool:
+    """Take the level away as soon as this thread alone is inside; whether that has come."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        if eager_transforms.JVP_NESTING == 1 and forward_ad._current_level == 0:
+            eager_transforms.JVP_NESTING = 0
+            forward_ad._current_level = -1
+            torch._C._exit_dual_level(level=0)
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(1e-4)
+
 
 _RERUN_TOLERANCE = 1e-3
 _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import Share
-from infoflow_lens.hooks.influence.base import AskedStates, MeasuredInfluence, StateInfluence
-from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, start_point
+from infoflow_lens.hooks.influence.base import (
+    AskedStates,
+    MeasuredInfluence,
+    Rerun,
+    StateInfluence,
+    rows_at_once,
+    start_point,
+)
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import check_inputs

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import NamedHook
+from infoflow_lens.hooks.model.call import NamedHook, first_layer
 from infoflow_lens.hooks.model.points import hook_name, pattern_hook
-from infoflow_lens.hooks.model.starts import first_layer
 from infoflow_lens.hooks.passes.view import Pass
 
 Change: TypeAlias = Callable[[Tensor], Tensor]

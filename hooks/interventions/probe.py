@@ -16,11 +16,9 @@ from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Count
-from infoflow_lens.hooks.influence.base import tolerance
-from infoflow_lens.hooks.influence.rerun import start_point
-from infoflow_lens.hooks.interventions.damage import Damage, Metric, Read, metric_of
+from infoflow_lens.hooks.influence.base import start_point, tolerance
+from infoflow_lens.hooks.interventions.damage import Damage, Metric, NextTokenLoss, Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit, stack_edits
-from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.passes import (
     check_edits_reach,
     entering_point,

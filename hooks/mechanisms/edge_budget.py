@@ -29,11 +29,10 @@ from infoflow_lens.foundation.settings import (
     checked,
 )
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.interventions.damage import Read, metric_of
+from infoflow_lens.hooks.interventions.damage import NextTokenLoss, Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
-from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import fill_with_mean
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
 from infoflow_lens.hooks.mechanisms.driver import (

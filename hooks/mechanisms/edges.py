@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
-from infoflow_lens.hooks.interventions.damage import Damage
-from infoflow_lens.hooks.interventions.gradients import differentiable, directions, gradients
-from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
+from infoflow_lens.hooks.interventions.damage import Damage, NextTokenLoss
+from infoflow_lens.hooks.interventions.estimate import differentiable, directions, gradients
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.routes.base import within_one
 from infoflow_lens.hooks.routes.contributions import Parts, find_additions, gap_in, needs_of_parts
-from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.theory.propagation import BEST, Path, Semiring, add_own, propagate_back
 
 EdgeMethod = Literal[

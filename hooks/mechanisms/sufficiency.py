@@ -21,10 +21,10 @@ from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
+from infoflow_lens.hooks.interventions.damage import NextTokenLoss
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
-from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
 from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult

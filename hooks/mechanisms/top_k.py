@@ -19,9 +19,9 @@ from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
+from infoflow_lens.hooks.interventions.damage import NextTokenLoss
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.next_token import NextTokenLoss
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
 from infoflow_lens.hooks.interventions.probe import EditsOfPass
 from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again

@@ -6,7 +6,7 @@ call of a module, and reads from that log, by the identity of tensors:
 - blocks: for each attention the innermost call that is an element of a list, maps the stream to its
   own shape and adds attention and something more; elements of the same list without attention
   (Mamba, convolution) are blocks, too; a module that runs twice is two blocks;
-- the states of each block (``states.py``);
+- the states of each block (:class:`StateFinder`);
 - what stands before the first and behind the last: embedding, positions, final norm, unembedding.
 
 No name of an architecture and no field of a config is read. What is not there has a sentence in
@@ -15,7 +15,7 @@ No name of an architecture and no field of a config is read. What is not there h
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,285 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import SeededRandom, eval_mode, modules_of
-from infoflow_lens.hooks.model.attentions import read_attention
-from infoflow_lens.hooks.model.ends import End, Start, read_end, read_start
-from infoflow_lens.hooks.model.log import ModuleCall, PassLog, first_tensor, tensors_in
-from infoflow_lens.hooks.model.parts import Block
+from infoflow_lens.hooks.model.log import (
+    SAME,
+    UNCHANGED,
+    ModuleCall,
+    Operation,
+    PassLog,
+    StateFinder,
+    count_sums,
+    first_tensor,
+    is_among,
+    share_memory,
+    tensors_in,
+)
+from infoflow_lens.hooks.model.parts import (
+    Attention,
+    Block,
+    Norm,
+    Place,
+    Projection,
+    is_linear,
+    is_plain_norm,
+)
 from infoflow_lens.hooks.model.points import check_gives_numbers, check_one_device
-from infoflow_lens.hooks.model.states import StateFinder, count_sums
-from infoflow_lens.hooks.model.tap import AttentionCall, split_heads
+from infoflow_lens.hooks.model.tap import ADDITIONS, PRODUCTS, AttentionCall, split_heads
+
+
+def read_attention(log: PassLog, call: ModuleCall, seen: AttentionCall, batch: int) -> Attention:
+    """Read what an attention is from the log of its pass.
+
+    Args:
+        log: of the pass.
+        call: of its block.
+        seen: the attention.
+        batch: sequences in the pattern.
+    """
+    operations = log.operations[call.start : call.end]
+    pattern, v = (split_heads(seen.seen[site], batch) for site in ("pattern", "v"))
+    n_heads, n_kv_heads = pattern.shape[1], v.shape[1]
+    q = seen.seen.get("q")
+    made = [out for op in operations if op.name in ("linear", "addmm") for out in op.outputs]
+    # queries that no linear map has given were changed on the way: rotated, normed or scaled
+    is_rotated = q is None or not any(_contains(out, split_heads(q, batch)) for out in made)
+    is_single = seen.n_products == 1 and q is not None and _count_products(operations, q) == 1
+    product = seen.product
+    # products are counted from the beginning of a pass; a block that runs alone counts its own
+    if seen.how == "softmax" and product is not None:
+        product = product - call.n_products if is_single else None
+    # keys behind the query; seen by none, the attention is causal
+    later = torch.ones(pattern.shape[-2:], dtype=torch.bool, device=pattern.device).triu(1)
+    return Attention(
+        number=seen.number - call.n_attentions,
+        how=seen.how,
+        n_heads=n_heads,
+        n_kv_heads=_count_distinct_heads(v) if n_kv_heads == n_heads else n_kv_heads,
+        d_head=v.shape[-1],
+        sinks=seen.sinks,
+        product=product,
+        is_rotated=is_rotated,
+        is_causal=not bool((seen.visible() & later).any()),
+        distance=seen.distance,
+        output=_output(operations, seen, call),
+    )
+
+
+def _count_products(operations: list[Operation], q: Tensor) -> int:
+    """Count the products that read q's memory; with several, an edit at one is half an edit."""
+    return sum(
+        op.name in PRODUCTS and any(share_memory(t, q) for t in op.inputs) for op in operations
+    )
+
+
+def _contains(out: Tensor, q: Tensor) -> bool:
+    """Say whether q's numbers at the last position, where a rotation shows, stand in a tensor."""
+    return bool(torch.isin(q[0, :, -1], out).all())
+
+
+def _count_distinct_heads(v: Tensor) -> int:
+    """Count the heads whose values differ, where each is repeated for a group."""
+    n_heads = v.shape[1]
+    for n in range(1, n_heads):
+        repeat = n_heads // n
+        if n_heads % n == 0 and torch.equal(v[:, ::repeat].repeat_interleave(repeat, 1), v):
+            return n
+    return n_heads
+
+
+def _output(
+    operations: list[Operation], seen: AttentionCall, block: ModuleCall
+) -> Projection | None:
+    """Find the matrix that reads z, and nothing else."""
+    # tensors with the numbers of z: the matrix reads one of them
+    same = [seen.seen["z"]]
+    start = next(i for i, op in enumerate(operations) if op.attention is seen)
+    same += operations[start].outputs
+    for op in operations[start + 1 :]:
+        if not any(is_among(t, same) for t in op.inputs):
+            continue
+        # the innermost module that reads z alone, and linearly, is the output matrix
+        for call in reversed(list(op.call.enclosing()) if op.call else []):
+            read = [t for t in call.inputs if t.is_floating_point()]
+            reads_z = call.start > block.start + start and len(read) == 1
+            if reads_z and is_among(read[0], same) and is_linear(call.module, read[0]):
+                return Projection(call.path, read[0].shape[-1])
+        weight = next((t for t in op.inputs if isinstance(t, nn.Parameter)), None)
+        if weight is not None:  # read past its module, as nn.MultiheadAttention does
+            return _projection_of(block, weight)
+        if op.name in UNCHANGED:
+            same += op.outputs
+        elif any(is_among(t, same) for t in op.outputs):
+            return None  # written in place: more than z is read
+    return None
+
+
+def _projection_of(block: ModuleCall, weight: Tensor) -> Projection | None:
+    """Find the module of a matrix."""
+    for path, module in block.module.named_modules():
+        if getattr(module, "weight", None) is weight and weight.ndim == 2:
+            width = weight.shape[1]
+            if is_linear(module, torch.zeros(1, width).to(weight)):
+                return Projection(f"{block.path}.{path}", width)
+    return None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What stands before the first block.
+
+    Attributes:
+        embed: the path of the module that reads token ids.
+        within: the path of the module that calls it for them; it may be called for others, too.
+        d_vocab: so many of them it knows.
+        pos_embed: where positions are added to what it gives, if they are.
+        n_ctx: positions that have a vector, where those are looked up in a table.
+        is_turned: whether it gives [pos, batch, width], as in XLNet.
+    """
+
+    embed: str | None = None
+    within: str = ""
+    d_vocab: int | None = None
+    pos_embed: Place | None = None
+    n_ctx: int | None = None
+    is_turned: bool = False
+
+
+@dataclass(frozen=True)
+class End:
+    """What stands behind the last block.
+
+    Attributes:
+        norm: what reads the last state, if that is a norm.
+        unembed: the matrix that reads the norm, or the last state.
+        gives_output: whether the model's output is what that gives, neither scaled nor capped.
+    """
+
+    norm: Norm | None = None
+    unembed: Projection | None = None
+    gives_output: bool = False
+
+
+def read_start(log: PassLog, given: Sequence[Tensor], since: int, first: int) -> Start:
+    """Find the embedding, which reads the ids that were given, and what adds positions to it.
+
+    Args:
+        log: of the pass.
+        given: tensors of its example.
+        since: operations before the end of another stack, whose embedding is another.
+        first: operations before the first block.
+    """
+    # token ids are the only integers [batch, pos] among what was given
+    ids = next((t for t in given if not t.is_floating_point() and t.ndim == 2), None)
+    calls = [call for call in log.module_calls() if call.start >= since]
+    call = next((c for c in calls if ids is not None and _embeds(c, ids)), None)
+    if ids is None or call is None:
+        return Start()
+    within = call.parent.path if call.parent else ""
+    weight = getattr(call.module, "weight", None)
+    d_vocab = len(weight) if isinstance(weight, Tensor) else None
+    stream = call.outputs[0]
+    # the embedding, and what is the same with other axes or precision, up to the sum with positions
+    same, number = [stream], 0
+    for op in log.operations[call.end : first]:
+        if not any(is_among(t, same) for t in op.inputs):
+            continue
+        if op.name in SAME:
+            same += op.outputs
+        # other summands, such as token types, may come before positions do
+        elif op.name in ADDITIONS and op.outputs[0].shape == stream.shape and len(op.inputs) == 2:
+            added = op.inputs[1 if is_among(op.inputs[0], same) else 0]
+            if _is_of_positions(added, stream):
+                place = Place("sum", number=number)
+                return Start(call.path, within, d_vocab, place, _table_length(log, added))
+            same, number = [*same, *op.outputs], number + 1
+    # some models turn ids to [pos, batch] first
+    is_turned = call.inputs[0].equal(ids.T) and not call.inputs[0].equal(ids)
+    return Start(call.path, within, d_vocab, is_turned=is_turned)
+
+
+def _embeds(call: ModuleCall, ids: Tensor) -> bool:
+    """Say whether a call is the innermost that reads the ids, known by value, and gives vectors."""
+    if call.children or not call.inputs or not call.outputs:
+        return False
+    reads, gives = call.inputs[0], call.outputs[0]
+    return (
+        not reads.is_floating_point()
+        and gives.is_floating_point()
+        and gives.ndim == 3
+        and torch.equal(reads.flatten().sort().values, ids.flatten().sort().values)
+    )
+
+
+def _is_of_positions(added: Tensor, stream: Tensor) -> bool:
+    """Say whether a summand is the same in all sequences, and differs between positions."""
+    try:
+        vectors = added.expand(stream.shape)
+    except RuntimeError:
+        return False
+    return torch.equal(vectors[0], vectors[-1]) and not torch.equal(vectors[:, 0], vectors[:, -1])
+
+
+def _table_length(log: PassLog, added: Tensor) -> int | None:
+    """Count the positions of the table that a summand was looked up in, if it was."""
+    for op in reversed(log.operations):
+        if is_among(added, op.outputs):
+            if op.name == "embedding":
+                indices, table = op.inputs[:2]
+                # some tables, as OPT's, have rows in front of that of position 0
+                return len(table) - int(indices.min())
+            if op.name not in UNCHANGED:
+                return None
+            added = op.inputs[0]  # the same, where nothing had to be moved
+    return None
+
+
+def read_end(log: PassLog, output: Sequence[Tensor], last: ModuleCall) -> End:
+    """Find the norm that reads the last state, and the matrix that reads that norm.
+
+    Args:
+        log: of the pass.
+        output: tensors that the model gave.
+        last: the call of the last block.
+    """
+    stream = last.stream()
+    assert stream is not None  # the block has states
+    state, norm = stream[1], None
+    # a norm behind the last block is the final norm; some models have none
+    call = _reader(log, state, last.end, lambda call: is_plain_norm(call.module, call.inputs[0]))
+    start = last.end
+    if call is not None:
+        norm = Norm(call.path, state.shape[-1])
+        state, start = call.outputs[0], call.end
+    # what reads the norm, or the state itself, and gives an output is the unembedding
+    call = _reader(log, state, start, lambda call: is_linear(call.module, call.inputs[0]))
+    if call is None or not any(t.shape == call.outputs[0].shape for t in output):
+        return End(norm)  # a head of several layers
+    same = list(call.outputs)
+    # casts and shifts by a constant do not change which matrix it is
+    for op in log.operations[call.end :]:
+        if op.name in UNCHANGED and any(is_among(t, same) for t in op.inputs):
+            same += op.outputs
+    gives_output = any(is_among(t, same) for t in output)
+    return End(norm, Projection(call.path, state.shape[-1]), gives_output)
+
+
+def _reader(
+    log: PassLog, tensor: Tensor, start: int, fits: Callable[[ModuleCall], bool]
+) -> ModuleCall | None:
+    """Find the first call of a module that reads a tensor, moved perhaps, and fits."""
+    same = [tensor]
+    calls = [call for call in log.module_calls() if call.start >= start]
+    # one step more than operations: a call may begin behind the last of them
+    for number, op in enumerate([*log.operations[start:], None], start):
+        for call in (c for c in calls if c.start == number):
+            read = [t for t in call.inputs if t.is_floating_point()]
+            if len(read) == 1 and is_among(read[0], same) and fits(call):
+                return call
+        if op is not None and op.inputs and is_among(op.inputs[0], same):
+            # transformers cuts positions out (logits_to_keep) before the unembedding reads them
+            same += op.outputs if op.name in {*UNCHANGED, "__getitem__"} else []
+    return None
 
 
 @dataclass(eq=False)

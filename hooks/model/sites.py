@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import modules_of
 from infoflow_lens.hooks.model.anatomy import Anatomy
-from infoflow_lens.hooks.model.log import tensors_in
+from infoflow_lens.hooks.model.log import SAME, has_shape, tensors_in
 from infoflow_lens.hooks.model.parts import Attention, Block, NormNumbers, Place
-from infoflow_lens.hooks.model.states import SAME, has_shape
 from infoflow_lens.hooks.model.tap import (
     ADDITIONS,
     NOTED,

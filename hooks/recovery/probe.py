@@ -16,25 +16,29 @@ from infoflow_lens.hooks.model.points import check_finite, position_count
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe, describe_setting
-from infoflow_lens.hooks.recovery.errors import Ratio
 from infoflow_lens.hooks.recovery.maps import (
     ACCURACY_ROWS,
     Maps,
     Measured,
+    Ratio,
     measure_maps,
     merge_layers,
 )
-from infoflow_lens.hooks.recovery.regression import Ridge
 from infoflow_lens.hooks.recovery.result import RecoveryResult
-from infoflow_lens.hooks.recovery.rows import LayerRows, RowMaker, move_valid, parts_of, rows_of
-from infoflow_lens.hooks.recovery.targets import (
+from infoflow_lens.hooks.recovery.rows import (
     CONTROLS,
     Control,
+    LayerRows,
+    RowMaker,
     Source,
     Target,
     TargetOfMaps,
+    move_valid,
+    parts_of,
+    rows_of,
     sketch_matrix,
 )
+from infoflow_lens.hooks.recovery.statistics import Ridge
 from infoflow_lens.hooks.states import combined, latest, summed
 
 _BLOCKS, _BLOCK_BYTES = 8, 2**28  # the default, if the blocks need at most this memory

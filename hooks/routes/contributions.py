@@ -15,9 +15,15 @@ from infoflow_lens.hooks.model.parts import Norm, NormNumbers
 from infoflow_lens.hooks.model.points import cache_by_mode, layer_count
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.base import RoutesProbe
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
-from infoflow_lens.hooks.routes.readers import Read, find_norm, run_example
+from infoflow_lens.hooks.routes.base import (
+    Edges,
+    Places,
+    Read,
+    RoutesProbe,
+    Scores,
+    find_norm,
+    run_example,
+)
 from infoflow_lens.theory.propagation import Semiring, propagate_edges
 
 Combine = Literal["widest", "rollout"]

@@ -14,7 +14,14 @@ from infoflow_lens.hooks.interventions.heads import HeadLabels
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.base import RoutesProbe, RoutesResult
+from infoflow_lens.hooks.routes.base import (
+    Edges,
+    Places,
+    RoutesProbe,
+    RoutesResult,
+    Scores,
+    within_one,
+)
 from infoflow_lens.hooks.routes.contributions import (
     Addition,
     Parts,
@@ -22,7 +29,6 @@ from infoflow_lens.hooks.routes.contributions import (
     gap_in,
     needs_of_parts,
 )
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, within_one
 from infoflow_lens.theory.information_sets import GradedSets
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_edges
 

@@ -13,7 +13,15 @@ from infoflow_lens.hooks.model.call import without_user_hooks
 from infoflow_lens.hooks.model.parts import Norm, NormNumbers
 from infoflow_lens.hooks.model.points import cache_by_mode, layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.base import RoutesProbe, RoutesResult
+from infoflow_lens.hooks.routes.base import (
+    Edges,
+    Places,
+    RoutesProbe,
+    RoutesResult,
+    Scores,
+    find_norm,
+    run_example,
+)
 from infoflow_lens.hooks.routes.contributions import (
     Addition,
     Parts,
@@ -21,8 +29,6 @@ from infoflow_lens.hooks.routes.contributions import (
     gap_in,
     needs_of_parts,
 )
-from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
-from infoflow_lens.hooks.routes.readers import find_norm, run_example
 from infoflow_lens.hooks.states import summed
 from infoflow_lens.theory.propagation import propagate_edges
 

@@ -23,8 +23,8 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
 from infoflow_lens.hooks.model.call import mark_own_call
+from infoflow_lens.hooks.model.capabilities import takes_padding
 from infoflow_lens.hooks.model.log import first_tensor
-from infoflow_lens.hooks.model.padding import takes_padding
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
 from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache

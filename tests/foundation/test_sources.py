@@ -59,7 +59,7 @@ EVALUATES = {
         "infoflow_lens/models/named_cache.py": "its cache",
     },
     "transformers": {
-        "hooks/answer/prefix.py": "a cache of keys and values",
+        "hooks/answer/question.py": "a cache of keys and values",
         "studies/language_model/snapshots.py": "without remote code",
         "studies/language_model/graded_sets.py": "a model that is made here",
         "studies/language_model/measures.py": "a type",

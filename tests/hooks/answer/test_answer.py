@@ -11,10 +11,9 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
-from infoflow_lens.hooks.answer import measure, other_text, steps
+from infoflow_lens.hooks.answer import measure, steps
 from infoflow_lens.hooks.answer import paths as paths_module
-from infoflow_lens.hooks.answer.measure import measure_answer
-from infoflow_lens.hooks.answer.other_text import choose_likely_text
+from infoflow_lens.hooks.answer.measure import choose_likely_text, measure_answer
 from infoflow_lens.hooks.answer.paths import (
     Node,
     Path,
@@ -527,9 +526,9 @@ def test_texts_are_as_probable_as_the_plain_model_finds_them(name):
 
 def test_a_likely_text_has_one_token_more_and_is_the_best_of_those_that_were_run(monkeypatch):
     """By brute force over all places and tokens, where as many are run as there are."""
-    monkeypatch.setattr(other_text, "_PLACES", 5)
+    monkeypatch.setattr(measure, "_PLACES", 5)
     for name in ("_FIRST", "_POOL"):
-        monkeypatch.setattr(other_text, name, zoo.N_VOCAB)
+        monkeypatch.setattr(measure, name, zoo.N_VOCAB)
     plain = zoo.build("llama")
     clean = two_texts()[0]
     question = Question(open_model(plain), clean, None, READOUT)
@@ -574,7 +573,7 @@ class Names:
 
 def test_a_word_with_a_blank_is_not_replaced_by_one_that_joins_the_word_before(monkeypatch):
     """Else "The pilots" becomes "Thenoun", which the model finds probable as code."""
-    monkeypatch.setattr(other_text, "_PLACES", 1)
+    monkeypatch.setattr(measure, "_PLACES", 1)
     model, clean = open_model(zoo.build("llama")), two_texts()[0]
     effect = torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.float64)
     seen = []

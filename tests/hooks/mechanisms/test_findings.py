@@ -11,8 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens.hooks.interventions import passes, probe
 from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, rescale, substituted
-from infoflow_lens.hooks.mechanisms.greedy import replace_greedily
-from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms
+from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.conftest import make_token_model, some_of, spread
 from tests.reference import zoo

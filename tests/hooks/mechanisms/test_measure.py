@@ -13,8 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from infoflow_lens import InfoFlowError, PositionsProbe, propagate, run_probes
 from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, substituted
-from infoflow_lens.hooks.mechanisms.greedy import replace_greedily
-from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms
+from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms, replace_greedily
 from infoflow_lens.models.host import build_token_model
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.theory.rules import MaxPosition

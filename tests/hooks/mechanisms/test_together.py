@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, substituted
-from infoflow_lens.hooks.mechanisms.greedy import replace_greedily
+from infoflow_lens.hooks.mechanisms.measure import replace_greedily
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
     MECHANISMS,

@@ -7,7 +7,7 @@ import torch
 
 from infoflow_lens import inspect_model, open_model
 from infoflow_lens.hooks import measure_mechanisms
-from infoflow_lens.hooks.influence.rerun import Rerun
+from infoflow_lens.hooks.influence.base import Rerun
 from infoflow_lens.hooks.model.call import block_starts, call
 from infoflow_lens.hooks.model.inputs import Batch
 from tests.reference import families, zoo

@@ -9,7 +9,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from infoflow_lens import InfoFlowError, InfoFlowWarning, RecoveryProbe, attach, run_probes
 from infoflow_lens.hooks import PositionsProbe, RecoveryResult
 from infoflow_lens.hooks.model.semantics import attention_hooks
-from infoflow_lens.hooks.recovery.targets import random_keys, sketch_matrix
+from infoflow_lens.hooks.recovery.rows import random_keys, sketch_matrix
 from tests.conftest import D_TOKEN, HEADS, N_TOKENS, make_token_model, some_of
 from tests.versions import for_each
 

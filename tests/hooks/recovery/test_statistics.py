@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression, Ridge
 
-from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
-from infoflow_lens.hooks.recovery.errors import measure_errors
+from infoflow_lens.hooks.recovery.maps import measure_errors
+from infoflow_lens.hooks.recovery.rows import RowBuffer, Rows
 from infoflow_lens.hooks.recovery.statistics import ALL, RegressionStatistics
 
 

@@ -4,7 +4,7 @@ import torch
 
 from infoflow_lens import JacobianInfluence, run_probes
 from infoflow_lens.hooks import GradientTimesInput, InfluenceResult
-from infoflow_lens.hooks.influence.rerun import Rerun
+from infoflow_lens.hooks.influence.base import Rerun
 
 
 def by_autograd(model, x, layers, state="post_attention"):

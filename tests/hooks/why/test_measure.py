@@ -10,7 +10,7 @@ import torch
 
 from infoflow_lens import InfoFlowError, build_model, load_any, open_model
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
-from infoflow_lens.hooks.why import scoring
+from infoflow_lens.hooks.why import measure
 from infoflow_lens.hooks.why.measure import find_sinks
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.studies.constructions import build_construction
@@ -79,7 +79,7 @@ def test_scores_of_other_queries_and_keys_than_those_that_are_shown_are_refused(
     monkeypatch, token_model, token_inputs
 ):
     monkeypatch.setattr(
-        "infoflow_lens.hooks.why.scoring._points",
+        "infoflow_lens.hooks.why.measure._points",
         lambda model, layer, side: [f"blocks.0.attn.hook_{side}"],  # of another layer
     )
     with pytest.raises(InfoFlowError, match="do not depend on what it shows as queries"):
@@ -426,8 +426,8 @@ def test_several_sequences_are_refused(token_model, token_inputs):
 
 def test_heads_with_keys_of_their_own_are_differentiated_at_once(monkeypatch):
     """Each took derivatives of all heads: 100 tokens of 96 heads took five times as long."""
-    seen, plain = [], scoring.differentiate
-    monkeypatch.setattr(scoring, "differentiate", lambda *a: seen.append(a) or plain(*a))
+    seen, plain = [], measure.differentiate
+    monkeypatch.setattr(measure, "differentiate", lambda *a: seen.append(a) or plain(*a))
     measure_why_all(open_model(zoo.build("llama")), zoo.tokens(1, 6))
     # four heads read two heads of keys, in two layers
     assert len(seen) == 2 * 2
