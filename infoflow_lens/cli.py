@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.ask import ask
+from infoflow_lens.commands.ask import ask, serve
 from infoflow_lens.commands.common import (
     AsJson,
     Backend,
@@ -28,15 +28,12 @@ from infoflow_lens.commands.common import console as make_console
 from infoflow_lens.commands.common import report_errors as _report_errors
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
-from infoflow_lens.commands.flow import flow
+from infoflow_lens.commands.flow import flow, why
 from infoflow_lens.commands.options import options_of
-from infoflow_lens.commands.serve import serve
-from infoflow_lens.commands.why import why
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.foundation.streams import open_streams
-from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.survey_config import SurveyConfig
+from infoflow_lens.probing.config import ProbingConfig, SurveyConfig
 
 app = typer.Typer(
     name="infoflow-lens",
@@ -185,7 +182,7 @@ def _add_probing(
         quiet: Quiet = False,
     ) -> None:
         with _report_errors():
-            from infoflow_lens.runs.finished import read_output
+            from infoflow_lens.runs.folder import read_output
 
             settings = config()
             probing = settings.probing() if isinstance(settings, SurveyConfig) else settings

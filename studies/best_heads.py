@@ -27,7 +27,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.theory.comparison import Component, best_tuples, pair_scores
-from infoflow_lens.theory.roles import choose_roles, roles_of
+from infoflow_lens.theory.jobs import choose_roles, roles_of
 from infoflow_lens.theory.routing import interval, nmse_of
 from infoflow_lens.theory.schedule import reference_tokens
 

@@ -13,9 +13,8 @@ from infoflow_lens import Architecture, InfoFlowError, flow, load_task
 from infoflow_lens.foundation.modules import SeededRandom
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.host import build_model, build_token_model
-from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.config import ProbingConfig, SurveyConfig
 from infoflow_lens.probing.data import stream_data
-from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.studies.constructions import CONSTRUCTIONS
 from infoflow_lens.studies.demo import DemoConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, compare, explained
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
-from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
@@ -43,6 +42,8 @@ from infoflow_lens.report.flow_view import (
 )
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
 from infoflow_lens.theory.rules import Rule
+
+RuleName = Literal["max_position", "top_k", "mechanisms"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

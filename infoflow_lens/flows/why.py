@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infoflow_lens.flows.settings import load_and_read
+from infoflow_lens.flows.run import load_and_read
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs, holds_pairs
 from infoflow_lens.hooks.why.measure import measure_why, measure_why_all

@@ -8,7 +8,7 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import read_json, user_path
 from infoflow_lens.foundation.packages import import_optional
-from infoflow_lens.models.weights import read_shapes
+from infoflow_lens.models.pretrained import read_shapes
 
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

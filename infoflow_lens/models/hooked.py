@@ -32,7 +32,7 @@ from transformer_lens.utilities import (
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.naming import check_known
 from infoflow_lens.models.blocks import Attention, Block, LayerNorm, PositionalEmbed, Unembed
-from infoflow_lens.models.named_parts import find_directions, sum_biases
+from infoflow_lens.models.named import find_directions, sum_biases
 
 HAS_HOOKED_TRANSFORMER = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens is of version 3."""

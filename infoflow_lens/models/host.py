@@ -48,7 +48,7 @@ from infoflow_lens.models.architecture import (
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.blocks import Attention, TokenEmbed
 from infoflow_lens.models.hooked import HookedModel, make_config
-from infoflow_lens.models.weights import read_shapes
+from infoflow_lens.models.pretrained import read_shapes
 
 __all__ = [
     "TokenTransformer",

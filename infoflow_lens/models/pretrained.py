@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from infoflow_lens.foundation.display import printable
@@ -24,7 +25,30 @@ from infoflow_lens.foundation.files import check_regular, read_json
 from infoflow_lens.foundation.modules import SeededRandom
 from infoflow_lens.foundation.naming import GGUF
 from infoflow_lens.foundation.packages import import_optional
-from infoflow_lens.models.weights import read_shapes
+
+
+def _load_shapes(path: Path) -> dict[str, torch.Tensor]:
+    """Load the tensors of a bin file without their numbers."""
+    try:
+        return torch.load(path, weights_only=True, mmap=True, map_location="meta")
+    except RuntimeError:  # a file from before PyTorch 1.6 cannot be mapped
+        return torch.load(path, weights_only=True, map_location="meta")
+
+
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of all tensors of safetensors and bin files, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        check_regular(path)  # whoever opens a pipe waits for its other end
+        if path.suffix == ".bin":  # tensors alone, and their numbers stay on the disk
+            held = _load_shapes(path)
+            shapes |= {name: tuple(t.shape) for name, t in held.items() if hasattr(t, "shape")}
+            continue
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    return shapes
+
 
 SAVE_AGAIN = "expected what save_pretrained writes; save or download it again"
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer

@@ -19,11 +19,9 @@ from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
-from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.config import ProbingConfig, register_parts
 from infoflow_lens.probing.part import Part, ProbePart, Say
-from infoflow_lens.probing.registry import register_parts
-from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.probing.run import run_probing
+from infoflow_lens.probing.run import ProbingResult, run_probing
 from infoflow_lens.probing.windows import spread_windows, token_stream
 
 _SETTINGS = {item.name: item for item in fields(ProbingConfig)}

@@ -1,12 +1,17 @@
 """The settings of a probe run; the options of `infoflow-lens probe` are made from them."""
 
+import dataclasses
 import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from annotated_types import MinLen
+from annotated_types import Ge, MinLen
 
+from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.naming import find_model, find_named, nearest
 from infoflow_lens.foundation.settings import (
@@ -18,11 +23,161 @@ from infoflow_lens.foundation.settings import (
     Remedy,
     Repeated,
     Seed,
+    plain,
     settings,
 )
 from infoflow_lens.models.shipped import find_package_folder
-from infoflow_lens.probing.own_settings import OwnSetting, check_different
-from infoflow_lens.probing.registry import GONE, part_names, paths_of_code
+
+if TYPE_CHECKING:
+    from infoflow_lens.hooks import Probe
+
+
+GROUP = "infoflow_lens.probes"  # of entry points
+
+# in the order of the report; imported when they are asked for
+PARTS = {
+    "labels": "heads.LabelsPart",
+    "influence": "tokens.InfluencePart",
+    "positions": "tokens.PositionsPart",
+    "recovery": "tokens.RecoveryPart",
+    "routes": "tokens.RoutesPart",
+    "top_k": "heads.TopKPart",
+}
+
+
+GONE = {"mechanisms": "labels", "sufficiency": "labels"}  # with 0.4, and what has their place
+
+registered: ContextVar[Mapping[str, Any]] = ContextVar("registered")  # for one run
+
+
+@contextmanager
+def register_parts(parts: Mapping[str, Any]) -> Iterator[None]:
+    """Add parts by name, beside those of packages, for the length of a block."""
+    token = registered.set(parts)
+    try:
+        yield
+    finally:
+        registered.reset(token)
+
+
+def part_names() -> tuple[str, ...]:
+    """Return the names of all parts.
+
+    Raises:
+        InfoFlowError: if two packages add the same name.
+    """
+    return (*PARTS, *packages.find_entry_points(GROUP, PARTS), *registered.get({}))
+
+
+def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
+    """Find the paths of the code of other packages' parts, by name, without importing it.
+
+    Args:
+        names: of parts; None for all.
+    """
+    points = packages.find_entry_points(GROUP, PARTS)
+    return {
+        name: packages.path_of_code(point)
+        for name, point in points.items()
+        if names is None or name in names
+    }
+
+
+class OwnSetting(NamedTuple):
+    """A setting of one probe: the name of its result, the field, and the value."""
+
+    name: str
+    field: str
+    value: Any
+
+    @classmethod
+    def read(cls, text: str) -> "OwnSetting":
+        """That of a text such as ``recovery.ridge=gcv``; values are JSON, else plain text.
+
+        Raises:
+            InfoFlowError: for a text of another form.
+        """
+        place, equals, value = text.partition("=")
+        name, dot, field = place.partition(".")
+        if not (equals and dot and name and field):
+            raise InfoFlowError(
+                f"setting is {text!r}: expected NAME.FIELD=VALUE, such as recovery.ridge=gcv"
+            )
+        try:
+            return cls(name, field, plain(json.loads(value)))
+        except ValueError:
+            return cls(name, field, value)
+
+
+def apply_settings(
+    probes: "Mapping[str, Probe[Any]]",
+    settings: Sequence[OwnSetting],
+    fixed: Mapping[str, Sequence[str]],
+) -> "dict[str, Probe[Any]]":
+    """Return probes by name, those that settings name made anew with them.
+
+    Args:
+        probes: as the run makes them.
+        settings: some may name probes that are not among these.
+        fixed: by the name of a probe, the fields that the rest of the run builds on.
+
+    Raises:
+        InfoFlowError: for a field that a probe does not have or that is fixed, and for values that
+            the fields do not allow.
+    """
+    made = dict(probes)
+    for name in dict.fromkeys(setting.name for setting in settings if setting.name in probes):
+        probe: Any = probes[name]  # a dataclass, as every probe is
+        own = {each.field: each.value for each in settings if each.name == name}
+        # fields that are computed cannot be set
+        known = [item.name for item in dataclasses.fields(probe) if item.init]
+        for field in own:
+            if field not in known:
+                raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
+            if field in fixed.get(name, ()):
+                raise InfoFlowError(
+                    f"setting {name}.{field} is one that the comparison and the page of a run "
+                    "build on: expected another; use the option of the whole run if there is one, "
+                    f"or run_probes with a {type(probe).__name__}"
+                )
+        try:
+            # all fields at once, as one alone may not fit the others of before
+            made[name] = dataclasses.replace(probe, **own)
+        except InfoFlowError as error:
+            raise InfoFlowError(f"{name}: {error}") from error
+    return made
+
+
+def check_names(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:
+    """Refuse settings of probes that the run does not measure.
+
+    Raises:
+        InfoFlowError: with the names of those that it measures.
+    """
+    names = list(measured)
+    for name, field, _ in settings:
+        if name not in names:
+            raise InfoFlowError(
+                f"setting {name}.{field} is of no probe of this run"
+                f"{nearest(name, names) if names else ': its parts have no probes to set'}"
+            )
+
+
+def check_different(settings: Sequence[OwnSetting]) -> None:
+    """Refuse two values of one field.
+
+    Raises:
+        InfoFlowError: with both.
+    """
+    known: dict[tuple[str, str], Any] = {}
+    for name, field, value in settings:
+        if (name, field) in known:
+            raise InfoFlowError(
+                f"setting {name}.{field} is given twice ({known[name, field]!r} and {value!r}): "
+                "expected one value"
+            )
+        known[name, field] = value
+
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
@@ -153,3 +308,49 @@ class ProbingConfig:
         drawn = self.data == "repeated"
         code = {f"probe {name}": path for name, path in paths_of_code(self.probes).items()}
         return {"model": model, **code} | ({} if drawn else {"data": find_named(self.data).path})
+
+
+FEWEST = 5  # windows, of which recovery holds one out
+_MOST_RANKS = 4  # of attended keys
+
+
+@settings
+class SurveyConfig:
+    """Settings of a survey; what each is stands beside its type.
+
+    Raises:
+        InfoFlowError: for values that make no sense, naming them.
+    """
+
+    model: Annotated[str, "An official name, owner/name@revision, or a Hugging Face folder."]
+    data: Annotated[
+        str,
+        "A text file, or rows with a column of texts (json, jsonl, csv, parquet, a saved dataset, "
+        "name[:config]:split on the hub); texts are joined and cut into windows.",
+    ]
+    column: Annotated[str | None, "Column of texts; default, found by its name."] = None
+    n: Annotated[
+        int,
+        Ge(FEWEST),
+        Remedy("of which half are for labels"),
+        "Number of windows, spread evenly over the text; half of them are for labels of heads.",
+    ] = 64
+    window: Annotated[int, Ge(3), "Tokens of a window."] = 64
+    batch_size: Annotated[Count, "Windows in a pass."] = 8
+    n_shown: Annotated[Count, "Windows that the report shows."] = 6
+    seed: DrawingSeed = 0
+    device: Device = "cpu"
+    dtype: Dtype = None
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        self.probing()
+
+    def probing(self) -> ProbingConfig:
+        """Return the probe run that the survey is."""
+        return ProbingConfig(
+            **asdict(self),
+            probes=part_names(),
+            ranks=tuple(range(1, min(_MOST_RANKS, self.window) + 1)),
+            n_detail=self.n // 2,
+        )

@@ -39,7 +39,7 @@ from infoflow_lens.hooks.model.inputs import (
 )
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
-from infoflow_lens.runs.finished import file_digests
+from infoflow_lens.runs.folder import file_digests
 from infoflow_lens.tasks import TokenTask, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction

@@ -12,13 +12,10 @@ from infoflow_lens.foundation.record import code_digest, is_own
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result, inspect_model
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.passes.run import check_extent
-from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.own_settings import apply_settings, check_names
+from infoflow_lens.probing.config import ProbingConfig, apply_settings, check_names, part_names
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
-from infoflow_lens.probing.patience import warn_if_long
-from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.shard import load_in_worker
-from infoflow_lens.probing.shards import run_in_shards
+from infoflow_lens.probing.shards import run_in_shards, warn_if_long
 from infoflow_lens.probing.store import StoredSequences
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Unit

@@ -1,22 +1,261 @@
 """The page of a run."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from infoflow_lens.agreement import CoverageCurve, Explained, explain_positions
-from infoflow_lens.hooks import PositionsResult
+from infoflow_lens.foundation.lazy import pd
+from infoflow_lens.hooks import AttendedResult, PositionsResult
+from infoflow_lens.hooks.mechanisms.top_k import TopKResult
 from infoflow_lens.hooks.passes.ranking import mark_sources
 from infoflow_lens.probing.findings import Findings, Rows
-from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.parts.tokens import RoutesComparison
-from infoflow_lens.probing.picture import build_flow_view, find_reached
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
+from infoflow_lens.report.flow_view import FlowView, ViewedInput, view_mechanisms
 from infoflow_lens.report.probing import ProbingReport, Section
 from infoflow_lens.theory import propagate
+
+_EXAMPLES = 3
+_HEAD_COLUMNS = {
+    "layer": "layers count from 0",
+    "head": "heads count from 0",
+    "label": "what describes the head on these texts; idle ones do next to nothing together",
+    "fixed": "share of its worth that is lost with its mean pattern, by position or by distance",
+    "max": "the same with all weight on the largest key, the first position's apart",
+    "worth": "what the output loses when the head writes its mean alone",
+    "recovery": "variance unexplained by a map from the state to its attended token; 1: nothing",
+    "control": "the same for the control that comes closest; a dash where none was fitted",
+    "by tokens": "share of first choices that no rule of positions explains",
+    "offset": "the most frequent distance of the first choice, key minus query",
+    "entropy": "of the attention rows, in nats",
+}
+_HEAD = ["layer", "head"]
+
+
+def per_head(result: Findings) -> "pd.DataFrame":
+    """Return a row for each layer and head, with the columns of the parts that were measured.
+
+    Those of :meth:`~infoflow_lens.hooks.HeadLabels.to_frame`; those of
+    :meth:`~infoflow_lens.hooks.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
+    variance unexplained at each rank; ``layer_k``, the keys that the head's layer needs.
+    """
+    layers = [layer.n_heads or 0 for layer in result.capabilities.layers]
+    table = pd.DataFrame([(i, h) for i, n in enumerate(layers) for h in range(n)], columns=_HEAD)
+
+    # left joins on layer and head: heads that a part did not measure have NaN
+    def add_columns(frame: "pd.DataFrame") -> None:
+        nonlocal table
+        table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")
+
+    if result.labels is not None:
+        add_columns(result.labels.to_frame())
+    if result.positions is not None:
+        add_columns(result.positions.summary())
+    if result.recovery is not None:
+        frame = result.recovery.to_frame().pivot(index=_HEAD, columns="rank", values="fvu")
+        add_columns(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
+    needed = result.found.get("top_k")
+    if isinstance(needed, TopKResult):
+        # the last number is of all layers at once
+        least = dict(enumerate(needed.least()[:-1]))
+        table = table.assign(layer_k=table["layer"].map(least))
+    return table
+
+
+def heads_table(result: Findings) -> Table | None:
+    """Return a row for each head; None where nothing that concerns heads was measured."""
+    recovery = result.recovery
+    if result.positions is None and result.labels is None and recovery is None:
+        return None
+    rows, unknown = [], recovery.too_few_rows if recovery is not None else ()
+    for head in per_head(result).to_dict("records"):
+        label = None
+        if result.labels is not None:
+            label = result.labels.label_of(head["layer"], head["head"])
+            label += ", idle" * bool(head["idle"])
+        control = math.nan
+        if recovery is not None and recovery.control_fvu:
+            control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())
+        # maps that were fitted on too few rows say nothing of a head
+        if head["layer"] in unknown:
+            control = head["fvu_1"] = math.nan
+        rows.append(
+            [
+                *(head["layer"], head["head"], label),
+                *(head.get(key, math.nan) for key in ("fixed", "max", "worth")),
+                *(head.get("fvu_1", math.nan), control),
+                *(head.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
+            ]
+        )
+    # columns of what was not measured are left out
+    empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_HEAD_COLUMNS))]
+    columns = {n: m for (n, m), gone in zip(_HEAD_COLUMNS.items(), empty, strict=True) if not gone}
+    kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]
+    return Table(columns, kept, caption=f"{len(kept)} heads")
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def examples(result: Findings) -> dict[str, list[list[float]]]:
+    """Find for each head, "layer.head", the queries of the shown sequences that attend most to one
+    key: (sequence, query, key, share of the weight), where keys are not the query itself."""
+    positions = result.found.get("influence_positions")
+    if not isinstance(positions, PositionsResult) or not positions.concentration:
+        return {}
+    n = min(len(result.texts), len(positions.lengths))
+    found = {}
+    column = positions.ranks.index(1)
+    for layer, (ranked, weights) in enumerate(
+        zip(positions.positions, positions.concentration, strict=True)
+    ):
+        keys, share = ranked[:n, ..., column].long(), weights[:n].float()
+        queries = torch.arange(keys.shape[2])
+        # the first queries have little choice, and the own position says nothing of others
+        share = share.masked_fill((keys < 0) | (keys == queries) | (queries < 2), -1).nan_to_num(-1)
+        for head in range(keys.shape[1]):
+            order = share[:, head].flatten().argsort(descending=True, stable=True)[:_EXAMPLES]
+            rows = []
+            for flat in order.tolist():
+                sequence, query = divmod(flat, keys.shape[2])
+                value = float(share[sequence, head, query])
+                if value > 0:
+                    key = int(keys[sequence, head, query])
+                    rows.append([sequence, query, key, round(value, 3)])
+            found[f"{layer}.{head}"] = rows
+    return found
+
+
+_HOW = {
+    "JacobianInfluence": "norm of the Jacobian of the state by the token",
+    "ResampleInfluence": "how far the state moves when the token is another sequence's",
+}
+
+
+def build_flow_view(result: Findings) -> FlowView | None:
+    """Return the picture of the first sequences of a run; None if influence was not measured."""
+    positions, influence = result.found.get("influence_positions"), result.influence
+    if influence is None or not isinstance(positions, PositionsResult):
+        return None
+    n = min(len(result.texts), len(influence.lengths))
+    measured = _spread_influence(result)
+    attended, labels = result.found.get("influence_attended"), result.labels
+    rules = None
+    if labels is not None and isinstance(attended, AttendedResult):
+        rules = labels.rules(attended, positions)
+    # weights of a softmax can be shown as shares; others and bare scores cannot
+    softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
+    reached, measured_at = find_reached(result), influence.has_scores.any(dim=0)
+    causal = not any(x.attends == "bidirectional" for x in result.capabilities.layers)
+    # where nothing was measured, all that the order of positions lets a state hold
+    order = torch.ones_like(reached).tril(-1) if causal else torch.ones_like(reached)
+    reached = reached.where(measured_at[:, None], order)
+    inputs = []
+    for index in range(n):
+        tokens = result.texts[index]
+        n_source = len(tokens)
+        n_pos = n_source + influence.n_positions - influence.influence.shape[-1]
+        left_out = mark_sources(result.config.without, torch.tensor([n_source]), n_pos, n_source)
+        other = ~torch.eye(n_pos, n_source, dtype=torch.bool) & ~left_out
+        possible = (reached[:n_pos, :n_source] & other).sum(dim=-1)
+        mechanisms = None
+        if labels is not None and rules is not None:
+            mechanisms = view_mechanisms(labels.mechanisms, rules, index, n_pos)
+        inputs.append(
+            ViewedInput(
+                tokens=tokens,
+                n_queries=n_pos,
+                ranked=[p[index, :, :n_pos] for p in positions.positions],
+                weights=_weights(positions, index, n_pos, softmax),
+                mechanisms=mechanisms,
+                influence=measured[:, index, :n_pos, :n_source],
+                left_out=left_out[0].nonzero().flatten().tolist(),
+                possible=possible.expand(len(measured), -1),
+                causal=causal,
+            )
+        )
+    kind = str(influence.record.config.get("probe", "influence"))
+    how = _HOW.get(kind, kind)
+    if influence.relative_error is not None:
+        how += f", an estimate (relative error up to {max(influence.relative_error):.0%})"
+    # opens at the text in which influence comes from farthest
+    first = max(range(n), key=lambda i: _from_afar(inputs[i]), default=0)
+    return FlowView(title="", inputs=inputs, influence_name=how, first=first)
+
+
+def find_reached(result: Findings) -> Bool[Tensor, "pos source"]:
+    """Mark the candidates of tables: what reaches a position in some sequence and layer.
+
+    Some layers see a window of keys alone, and what lies behind it is no candidate.
+    """
+    assert result.influence is not None
+    reached = (result.influence.full() > 0).flatten(0, 1).any(dim=0)
+    for sets in result.predicted.values():
+        reached = reached | sets.members.flatten(0, 1).any(dim=0)
+    return reached
+
+
+def _from_afar(viewed: ViewedInput) -> float:
+    """Return the largest influence on the last state from beyond its neighbour, over the total."""
+    assert viewed.influence is not None
+    last = viewed.n_queries - 1
+    found = viewed.influence[-1, last].nan_to_num(0)
+    if last < len(found):
+        found[last] = 0  # its own token
+    far = found[: max(0, last - 1)]
+    return float(far.max() / found.sum()) if len(far) and float(found.sum()) > 0 else 0.0
+
+
+def _spread_influence(result: Findings) -> Tensor:
+    """Return influence on every state [layer, sequence, pos, source]; NaN where not measured."""
+    influence = result.influence
+    assert influence is not None
+    _, n_batch, _, n_source = influence.influence.shape
+    asked = torch.zeros(n_batch, influence.n_positions, dtype=torch.bool)
+    sequence, row = (influence.positions >= 0).nonzero(as_tuple=True)
+    asked[sequence, influence.positions[sequence, row]] = True
+    full = influence.full().float().masked_fill(~asked[None, :, :, None], torch.nan)
+    size = (len(result.capabilities.layers), n_batch, influence.n_positions, n_source)
+    whole = torch.full(size, torch.nan, dtype=torch.float32)
+    whole[list(influence.layers)] = full
+    return whole
+
+
+def _weights(
+    positions: PositionsResult, index: int, n_pos: int, softmax: Sequence[bool]
+) -> list[Tensor] | None:
+    """The weights of the ranked keys, where those of the first were measured; NaN for others.
+
+    The scores of keys that follow each other differ by the margin, and so do, with a softmax, the
+    logarithms of their weights.
+    """
+    if not positions.concentration:
+        return None
+    layers = []
+    columns = [positions.ranks.index(1)]
+    # ranks in a row from 1 on
+    while (rank := len(columns) + 1) in positions.ranks:
+        columns.append(positions.ranks.index(rank))
+    for layer, (ranked, largest) in enumerate(
+        zip(positions.positions, positions.concentration, strict=True)
+    ):
+        weights = torch.full(ranked[index, :, :n_pos].shape, torch.nan, dtype=torch.float32)
+        weights[..., columns[0]] = largest[index, :, :n_pos].float()
+        margins = positions.margins[layer][index, :, :n_pos].float()
+        # of a softmax, the margin of two scores is the logarithm of the ratio of their weights
+        for above, below in pairwise(columns if softmax[layer] else []):
+            weights[..., below] = weights[..., above] * torch.exp(-margins[..., above])
+        layers.append(weights)
+    return layers
+
 
 _MOST = 0.9  # of the influence, for which the strongest tokens are counted [chosen]
 

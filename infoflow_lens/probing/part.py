@@ -19,8 +19,7 @@ from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE, config_value
-from infoflow_lens.probing import registry
-from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.config import GROUP, PARTS, ProbingConfig, part_names, registered
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Executor
 
@@ -149,7 +148,7 @@ class Part:
         """Return what its section of the report shows; without any it has no section.
 
         Charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines, Table), heat maps over
-        heads from a frame (`infoflow_lens.report.heads.by_head`), or figures of matplotlib. In the
+        heads from a frame (`infoflow_lens.report.charts.by_head`), or figures of matplotlib. In the
         place of anything else the page shows the table. Default: the table.
         """
         from infoflow_lens.report.charts import Table
@@ -220,16 +219,16 @@ def load_part(name: str) -> Part:
         InfoFlowError: for an unknown name, or an entry point that is no part.
     """
     # parts of this call, then ours, then those of other packages
-    if name in registry.registered.get({}):
-        return registry.registered.get({})[name]
-    if name in registry.PARTS:
-        room, kind_name = registry.PARTS[name].split(".")
+    if name in registered.get({}):
+        return registered.get({})[name]
+    if name in PARTS:
+        room, kind_name = PARTS[name].split(".")
         module = import_module(f"infoflow_lens.probing.parts.{room}")
         made: Part = getattr(module, kind_name)()
         return made
-    others = packages.find_entry_points(registry.GROUP, registry.PARTS)
+    others = packages.find_entry_points(GROUP, PARTS)
     if name not in others:
-        raise InfoFlowError(f"there is no probe {name!r}{nearest(name, registry.part_names())}")
+        raise InfoFlowError(f"there is no probe {name!r}{nearest(name, part_names())}")
     kind = packages.load_class(others[name], Part, Probe)
     try:
         part: Part = kind() if issubclass(kind, Part) else ProbePart(kind(), name)

@@ -1,15 +1,22 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from infoflow_lens.foundation.files import write_signed
+from infoflow_lens.agreement import compare_by_position
+from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.documents import PROBE_PAGE
+from infoflow_lens.foundation.errors import refuse_names
+from infoflow_lens.foundation.files import write_signed, write_text
+from infoflow_lens.foundation.lazy import pd
+from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.record import (
@@ -23,27 +30,152 @@ from infoflow_lens.hooks.model.identity import model_identity
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
-from infoflow_lens.probing.compared import compare_with_influence
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import check_data, stream_data
-from infoflow_lens.probing.folder import (
-    run_identity,
-    sequences_identity,
-    settings_identity,
-    write_tables,
-)
+from infoflow_lens.probing.data import check_data, data_identity, stream_data
+from infoflow_lens.probing.findings import Findings, compare_with_influence
 from infoflow_lens.probing.measuring import (
     code_of_own,
     measure_parts,
     parts_with_enough_data,
     possible_parts,
 )
+from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.part import RunContext, Say
-from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.store import find_sequences, store_sequences
+from infoflow_lens.report.probing import render_probing
 from infoflow_lens.runs.executor import Executor
-from infoflow_lens.runs.finished import write_output
-from infoflow_lens.runs.folder import RunFolder
+from infoflow_lens.runs.folder import RunFolder, write_output
+
+# Settings on which no number depends: the names of model and data, whose contents have digests,
+# the device, and what the page shows. The digests of weights and configuration tell the precision
+# and the host that were used, however they were asked for: "float32" is what None gives.
+_OF_SEQUENCES = ("column", "n", "max_length", "window")
+_OF_MODEL = ("dtype", "backend")
+_IGNORED_SETTINGS = ("model", "data", *_OF_SEQUENCES, *_OF_MODEL, "device", "n_shown")
+
+_WORDS_OF_MODEL = {
+    "model": "the model's weights",
+    "configuration": "the model's configuration and code",
+    "hooks": "your own hooks on the model",
+}
+
+
+def settings_identity(config: ProbingConfig) -> dict[str, Any]:
+    """Return the settings on which numbers depend, by what errors call them."""
+    settings = asdict(config).items()
+    return {f"settings ({name})": v for name, v in settings if name not in _IGNORED_SETTINGS}
+
+
+def run_identity(
+    config: ProbingConfig,
+    model: Mapping[str, Any],
+    inputs: str,
+    tokenizer: str | None,
+    code: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return what the numbers of a run depend on, named as in errors: contents, never paths.
+
+    Args:
+        config: the settings.
+        model: what its numbers depend on (:func:`~infoflow_lens.hooks.model.identity`).
+        inputs, tokenizer: digests of the data, and of the tokenizer's words and rules.
+        code: digests of parts and probes of the user's own, by name.
+    """
+    return {
+        **{words: model[name] for name, words in _WORDS_OF_MODEL.items()},
+        "the tokenizer's words and rules": tokenizer,
+        "the data": inputs,
+        "the code of your own probes": dict(code),
+        **settings_identity(config),
+        **versions_identity(),
+        "what the model gives": model["outputs"],  # last: it follows from all others
+    }
+
+
+def sequences_identity(
+    config: ProbingConfig, configuration: str, tokenizer: str | None
+) -> dict[str, Any] | None:
+    """Return what tokenised sequences depend on, to know whether they can be reused; None if
+    unknown.
+
+    Args:
+        config: the settings.
+        configuration, tokenizer: digests of the model's configuration and code, and of the
+            tokenizer's words and rules.
+    """
+    data = data_identity(config.data)
+    if data is None:
+        return None
+    settings = {name: getattr(config, name) for name in _OF_SEQUENCES}
+    model = {"configuration": configuration, "tokenizer": tokenizer}
+    return {"data": data, **settings, **model, **versions_identity()}
+
+
+def write_tables(out: Path, result: Findings) -> None:
+    """A csv for every result."""
+    tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
+    tables["capabilities"] = result.capabilities.to_frame()
+    # tables that compare what is predicted and what is measured
+    if result.influence is not None:
+        tables["agreement"] = pd.concat(
+            [
+                agreement.to_frame().assign(rule=name)
+                for name, agreement in result.agreement.items()
+            ],
+            ignore_index=True,
+        )
+        tables["agreement_by_position"] = pd.concat(
+            [
+                compare_by_position(sets, result.influence).assign(rule=name)
+                for name, sets in result.predicted.items()
+            ],
+            ignore_index=True,
+        )
+        tables["explained"] = pd.DataFrame(
+            {"rule": rule, **found.to_dict()} for (_, rule), found in result.explained.items()
+        )
+    if result.curve is not None:
+        tables["coverage_curve"] = result.curve.to_frame()
+    for name, table in tables.items():
+        write_text(out / f"{name}.csv", table.to_csv(index=False))
+
+
+@refuse_names(push_to_hub="out=, and upload_folder of huggingface_hub")
+@dataclass(frozen=True, repr=False)
+class ProbingResult(Findings):
+    """What a probe run found; in a notebook, its main findings."""
+
+    def report(
+        self, path: str | os.PathLike[str] = "report.html", *, overwrite: bool = False
+    ) -> Path:
+        """Write the report, a page that needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page may be replaced, too.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
+        """
+        PROBE_PAGE.check(path, overwrite=overwrite)  # before the page is made
+        return PROBE_PAGE.write(path, render_probing(build_report(self)), overwrite=overwrite)
+
+    def __repr__(self) -> str:
+        n = 0 if self.positions is None else self.positions.n_sequences
+        seen = f", {n} sequences" if n else ""
+        what = f"{self.config.model[:100]!r} on {self.config.data[:100]!r}{seen}"
+        return f"ProbingResult({what}: {', '.join(self.found)[:200]})"
+
+    def _repr_html_(self) -> str:
+        facts = {name: type(result).__name__ for name, result in self.found.items()}
+        title = f"{self.config.model} on {self.config.data}"
+        return panel(
+            title, facts, self.findings(), "more: .report(path), .positions, .influence, ..."
+        )
+
 
 _AT_ONCE = 1000  # sequences
 

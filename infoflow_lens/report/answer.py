@@ -7,10 +7,9 @@ from typing import Any
 
 from infoflow_lens.foundation.display import strip_word
 from infoflow_lens.hooks.answer.result import AnswerNumbers
-from infoflow_lens.report.assets import add_policy
+from infoflow_lens.report.assets import add_policy, templates
 from infoflow_lens.report.charts import Table, render_chart
 from infoflow_lens.report.strips import choose_lines, draw_strips
-from infoflow_lens.report.templating import templates
 
 _HEADS = 40  # rows of heads and MLPs
 _LARGEST = 8  # of these, beside the lines

@@ -6,6 +6,10 @@ import re
 from functools import cache
 from importlib.resources import files
 
+import jinja2
+
+from infoflow_lens.foundation.display import begin_sentence
+
 # in the order in which they need each other; https://d3js.org, see assets/d3/LICENSE
 _PICTURE = ("path", "shape", "format", "selection")
 
@@ -64,3 +68,14 @@ def add_policy(page: str, form_action: str = "'none'") -> str:
     charset = '<meta charset="utf-8">'
     meta = f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     return page.replace(charset, meta, 1)
+
+
+def templates() -> jinja2.Environment:
+    """Return the pages' templates, in which text is escaped and nothing may be missing."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["begin_sentence"] = begin_sentence
+    return environment

@@ -18,7 +18,7 @@ from markupsafe import escape
 from torch import Tensor
 
 from infoflow_lens.foundation.documents import FLOW_PAGE
-from infoflow_lens.report.assets import add_policy, asset, script
+from infoflow_lens.report.assets import add_policy, asset, script, templates
 from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
@@ -27,7 +27,6 @@ from infoflow_lens.report.flow_view import (
     ViewedReasons,
     ViewedReplaced,
 )
-from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
 # in the order in which they need each other

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
 
 from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.report.assets import add_policy, asset
+from infoflow_lens.report.assets import add_policy, asset, templates
 from infoflow_lens.report.charts import Table, render_chart
 from infoflow_lens.report.flow import (
     fallback,
@@ -21,8 +22,31 @@ from infoflow_lens.report.flow import (
 )
 from infoflow_lens.report.flow_view import FlowView
 from infoflow_lens.report.page import METRICS, agreement_rows
-from infoflow_lens.report.templating import templates
-from infoflow_lens.report.terms import term
+
+TERMS = {
+    "information set": "the input positions that a state can still hold",
+    "max-position rule": "each head passes on the token of its largest score",
+    "top-k rule": "each head passes on the tokens of its k largest scores",
+    "mechanisms rule": "each head passes on what describes it",
+    "own token": "the token at the state's own position; the residual stream keeps it",
+    "influence": "how much a state moves when an input token does",
+    "influence inside": "share of the influence of other tokens that lies in the predicted set",
+    "AUROC": "does influence rank predicted tokens above the others? .5 is chance",
+    "label": "which ideal pattern describes a head: fixed, the largest key, several keys",
+    "worth": "what the output loses when a head writes its mean alone",
+    "recovery": "can a linear map read the attended token off the state?",
+    "control": "the same map for a token that the head does not attend to",
+    "entropy": "how spread the attention rows are, in nats",
+    "layer": "layers count from 0, the first block",
+}
+
+
+def term(name: str, words: str | None = None) -> Markup:
+    """Return a word with its meaning on hover and focus."""
+    return Markup('<span class="term" tabindex="0">{}<span role="tooltip">{}</span></span>').format(
+        words or name, TERMS[name]
+    )
+
 
 PICTURE_BYTES = 900_000
 

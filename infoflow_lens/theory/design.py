@@ -24,11 +24,10 @@ from infoflow_lens.foundation.settings import Count as Number
 from infoflow_lens.foundation.settings import Index, Positive, Remedy, Seed, checked
 from infoflow_lens.theory.comparison import Count
 from infoflow_lens.theory.cost import Precision, exponent
-from infoflow_lens.theory.demands import demands, scores_inside
 from infoflow_lens.theory.estimate import Verdict, estimate_asked
 from infoflow_lens.theory.jobs import Global, Max
 from infoflow_lens.theory.question import Answer, Question
-from infoflow_lens.theory.schedule import LayerSchedule, Schedule
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, demands, scores_inside
 from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape
 

@@ -17,9 +17,17 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.theory.packed import PackedSets, pack, unpack
 from infoflow_lens.theory.propagation import GradedLayer, Path, check_strengths
-from infoflow_lens.theory.rules import Layer, Rule, SpecificPositions, Strength, rules_of
+from infoflow_lens.theory.rules import (
+    Layer,
+    PackedSets,
+    Rule,
+    SpecificPositions,
+    Strength,
+    pack,
+    rules_of,
+    unpack,
+)
 
 
 def check_lengths(lengths: Tensor, n_batch: int, n_source: int) -> Int[Tensor, " batch"]:

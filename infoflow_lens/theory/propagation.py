@@ -11,7 +11,7 @@ its edges, and what several paths come to:
 - "power": the same of edges to the power p in rows that sum to 1. At p = 1 of attention it is
   rollout, at p = infinity hard attention; at each finite p it is above 0 where "boolean" is true.
 
-Information sets of rules that move few keys are found on bits (`packed.py`), as that is faster:
+Information sets of rules that move few keys are found on bits (`PackedSets`), as that is faster:
 uniting two sets is one instruction for 64 sources, and 30 layers of 9 heads and 200 positions take
 half the time of products of matrices.
 """

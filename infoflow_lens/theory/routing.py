@@ -25,8 +25,7 @@ from torch import Tensor
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.theory.comparison import best_inside, best_tuples
-from infoflow_lens.theory.jobs import Job, Max, Routed
-from infoflow_lens.theory.roles import roles_of
+from infoflow_lens.theory.jobs import Job, Max, Routed, roles_of
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule, reference_tokens, run_schedule
 
 _RESAMPLES = 400

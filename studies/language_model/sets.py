@@ -17,7 +17,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
-from infoflow_lens.probing.compared import predict_by_top_k
+from infoflow_lens.probing.findings import predict_by_top_k
 from infoflow_lens.ranking import CONTROLS, METRICS, RankingAgreement, compare_rankings
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.constructions import build_construction

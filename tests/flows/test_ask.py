@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model, probe
 from infoflow_lens.cli import app
-from infoflow_lens.flows.ask import cut_lines
-from infoflow_lens.flows.units import find_units
+from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
 from tests.conftest import make_token_model

@@ -337,15 +337,15 @@ def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, 
     assert alone.explained == found.explained
     exact = 1.5 * 7 * host.cfg.d_model  # passes
     cost = sum(p.numel() for p in host.original_model.transformer.h.parameters()) * 7
-    monkeypatch.setattr("infoflow_lens.flows.measuring._DIRECTIONS_ELSEWHERE", 4)
-    monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", cost * exact * 0.9)
+    monkeypatch.setattr("infoflow_lens.flows.run._DIRECTIONS_ELSEWHERE", 4)
+    monkeypatch.setattr("infoflow_lens.flows.run._TWO_SECONDS", cost * exact * 0.9)
     estimated = quick(host, TEXT)
     assert estimated.elsewhere.relative_error is not None
     viewed = estimated.view.inputs[0].influence
     assert not viewed.isnan().any()
     torch.testing.assert_close(viewed[:, 6], everywhere.influence[:, 0, 6])
     assert "influence='exact'" in estimated.notes[-1]
-    monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", 10)
+    monkeypatch.setattr("infoflow_lens.flows.run._TWO_SECONDS", 10)
     last = quick(host, TEXT)
     assert last.elsewhere is None
     assert last.view.inputs[0].influence[:, :6].isnan().all()
@@ -407,7 +407,7 @@ def test_the_picture_says_why_heads_look_there_or_why_it_does_not(host, found, m
 
 def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):
     assert found.influence.relative_error is None
-    monkeypatch.setattr("infoflow_lens.flows.measuring._FEW_SECONDS", 10)
+    monkeypatch.setattr("infoflow_lens.flows.run._FEW_SECONDS", 10)
     assert quick(zoo.build("gpt2"), [[2, 5, 7]]).influence.relative_error is not None
 
 
@@ -422,7 +422,7 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         bars.append((description, total, show, steps))
         yield lambda n=1, status="": steps.append(n)
 
-    monkeypatch.setattr("infoflow_lens.flows.measuring.progress_bar", bar)
+    monkeypatch.setattr("infoflow_lens.flows.run.progress_bar", bar)
     flow(host, [TEXT, "w5 w7"], position="all", influence="estimate")
     ((description, total, show, steps),) = bars
     assert description == "passes for influence"

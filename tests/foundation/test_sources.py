@@ -43,7 +43,7 @@ EVALUATES = {
     },
     "jinja2": {
         "studies/pages.py": "templates of the package, in a sandbox",
-        "infoflow_lens/report/templating.py": "templates of the package",
+        "infoflow_lens/report/assets.py": "templates of the package",
         "infoflow_lens/report/flow.py": "JSON for pages",
         "infoflow_lens/report/probing.py": "JSON for pages",
     },
@@ -152,7 +152,7 @@ HARMLESS = {
 UNSAFE = {
     "torch.load": {
         "infoflow_lens/probing/data.py": "data of users, with weights_only=True: tensors alone",
-        "infoflow_lens/models/weights.py": "shapes of weights, with weights_only=True",
+        "infoflow_lens/models/pretrained.py": "shapes of weights, with weights_only=True",
     },
     "torch.save": {},
     "joblib.load": {},
@@ -346,10 +346,10 @@ def test_templates_belong_to_the_package():
         if dotted(node.func).endswith("Environment")
     }
     assert set(made) == {
-        "studies/pages.py", "infoflow_lens/report/templating.py",
+        "studies/pages.py", "infoflow_lens/report/assets.py",
     }  # fmt: skip
     assert "FileSystemLoader(TEMPLATES)" in made["studies/pages.py"]
-    assert "PackageLoader('infoflow_lens.report'" in made["infoflow_lens/report/templating.py"]
+    assert "PackageLoader('infoflow_lens.report'" in made["infoflow_lens/report/assets.py"]
     assert TEMPLATES.resolve().is_relative_to(ROOT)
     assert not [name for name in names() if name.endswith((".from_string", ".Template"))]
 

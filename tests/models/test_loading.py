@@ -23,8 +23,7 @@ from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import Backend, load_any
 from infoflow_lens.models.named import NamedModel
 from infoflow_lens.models.pretrained import find_class, without_trace
-from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.survey_config import SurveyConfig
+from infoflow_lens.probing.config import ProbingConfig, SurveyConfig
 from tests.conftest import make_token_model, some_of
 from tests.processes import started
 from tests.reference import families, zoo

@@ -10,11 +10,9 @@ import torch
 from datasets import Dataset
 
 from infoflow_lens import InfoFlowError, load_any, probe
-from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.page import build_report
+from infoflow_lens.probing.config import ProbingConfig, part_names
+from infoflow_lens.probing.page import build_flow_view, build_report
 from infoflow_lens.probing.part import load_part
-from infoflow_lens.probing.picture import build_flow_view
-from infoflow_lens.probing.registry import part_names
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]

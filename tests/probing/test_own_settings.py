@@ -15,7 +15,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import Probe
-from infoflow_lens.probing.own_settings import OwnSetting, apply_settings
+from infoflow_lens.probing.config import OwnSetting, apply_settings
 from infoflow_lens.probing.part import name_of
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from infoflow_lens.probing import patience
-from infoflow_lens.probing.patience import warn_if_long
+from infoflow_lens.probing import shards
+from infoflow_lens.probing.shards import warn_if_long
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(patience, "_SOON", 0.05)
+    monkeypatch.setattr(shards, "_SOON", 0.05)
 
 
 def said_of(seconds, batches=()):
@@ -30,7 +30,7 @@ def test_a_first_batch_that_takes_long_is_told_once_with_what_takes_less():
 
 
 def test_how_much_is_left_is_told_where_it_is_long(monkeypatch):
-    monkeypatch.setattr(patience, "_LONG", 0.1)
+    monkeypatch.setattr(shards, "_LONG", 0.1)
     (line,) = said_of(0.3, [4])
     assert "left" in line
     assert "no batch" not in line

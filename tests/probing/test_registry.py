@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError, save_model
 from infoflow_lens.cli import app
-from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.config import ProbingConfig, part_names
 from infoflow_lens.probing.part import Part, load_part
-from infoflow_lens.probing.registry import part_names
 from infoflow_lens.studies.constructions import build_construction
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -24,7 +24,7 @@ from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Result, ShardedPositions
-from infoflow_lens.probing import room, shard, shards
+from infoflow_lens.probing import shard, shards
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs import executor
@@ -172,8 +172,8 @@ def test_who_measures_which_part_of_a_stretch_is_in_no_byte(
             yield function(pickle.loads(pickle.dumps(unit.value)))
         raise KeyboardInterrupt
 
-    look = room.SpaceCheck.check
-    monkeypatch.setattr(room.SpaceCheck, "check", counted)
+    look = shard.SpaceCheck.check
+    monkeypatch.setattr(shard.SpaceCheck, "check", counted)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, config)
     with monkeypatch.context() as patch:
@@ -298,12 +298,12 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
     original = shard.run_shard
     monkeypatch.setattr(shard, "run_shard", counting)
     with monkeypatch.context() as patch:
-        patch.setattr(room, "free_memory", lambda: 5000)
+        patch.setattr(shard, "free_memory", lambda: 5000)
         with pytest.raises(InfoFlowError, match=r"of 43 sequences needs about .* is free"):
             run(tmp_path / "memory", config)
     assert len(passes) == 2
     usage = shutil.disk_usage(tmp_path)._replace(free=5000)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shard.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(InfoFlowError, match=r"of 43 sequences need about .* on the disk"):
         run(tmp_path / "disk", config)
 
@@ -320,7 +320,7 @@ def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path
         return real._replace(free=130_000 - taken)
 
     real = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(room.shutil, "disk_usage", usage)
+    monkeypatch.setattr(shard.shutil, "disk_usage", usage)
     monkeypatch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(in_turn))
     assert run(tmp_path, config, jobs=2).positions.n_sequences == 43
 
@@ -331,14 +331,14 @@ def test_rows_that_wait_are_not_taken_for_ever_more_of_them(config, tmp_path, mo
     data = read_data(model, config.data)
     recovery, space = (
         RecoveryProbe((1, 2)),
-        room.SpaceCheck(10**9, 512, frozenset(), tmp_path, n_processes=64),
+        shard.SpaceCheck(10**9, 512, frozenset(), tmp_path, n_processes=64),
     )
-    monkeypatch.setattr(room, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(shard, "free_memory", lambda: 2**20)
     run_probes(
         model, data, [recovery], batch_size=3, progress=False,
         after_batch=lambda n: space.check({"recovery": recovery}, n),
     )  # fmt: skip
-    positions, space = PositionsProbe(), room.SpaceCheck(10**9, 512, frozenset(), tmp_path)
+    positions, space = PositionsProbe(), shard.SpaceCheck(10**9, 512, frozenset(), tmp_path)
     with pytest.raises(InfoFlowError, match="of 1000000000 sequences needs about"):
         run_probes(
             model, data, [positions], batch_size=3, progress=False,

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, save_model
-from infoflow_lens.probing import measuring, room
+from infoflow_lens.probing import measuring, shard
 from infoflow_lens.probing import run as run_module
+from infoflow_lens.probing.config import SurveyConfig
 from infoflow_lens.probing.parts.heads import (
     LabelsPart,
     TopKPart,
 )
 from infoflow_lens.probing.parts.tokens import RoutesPart
 from infoflow_lens.probing.survey import run_survey
-from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs import memory
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Executor
@@ -215,7 +215,7 @@ def test_results_that_grow_are_to_fit_beside_those_of_other_workers(config, tmp_
         counted.append(self.n_processes)
 
     monkeypatch.setattr(Executor, "start_workers", start_workers)
-    monkeypatch.setattr(room.SpaceCheck, "check", count)
+    monkeypatch.setattr(shard.SpaceCheck, "check", count)
     for jobs in (2, 3):
         with pytest.raises(EndedError):
             run_survey(tmp_path / str(jobs), config, progress=False, jobs=jobs)

@@ -9,8 +9,7 @@ import pytest
 
 from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.files import write_signed
-from infoflow_lens.runs.finished import FINISHED, read_output, write_output
-from infoflow_lens.runs.folder import RunFolder
+from infoflow_lens.runs.folder import FINISHED, RunFolder, read_output, write_output
 
 ASKED = {"model": "a model", "threshold": 0.05}
 SAID = {"sentences": ["It holds."], "title": "", "rows": [["max_position", *"1234"]]}
@@ -97,7 +96,7 @@ def test_other_settings_and_versions_lead_to_an_ordinary_start(run, monkeypatch)
     out, sources = run
     assert read_output(out, {**ASKED, "threshold": 0.1}, sources) is None
     now = {**packages.package_versions(), "torch": "1.0"}
-    monkeypatch.setattr("infoflow_lens.runs.finished.package_versions", lambda: now)
+    monkeypatch.setattr("infoflow_lens.runs.folder.package_versions", lambda: now)
     assert read_output(out, ASKED, sources) is None
 
 

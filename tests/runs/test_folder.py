@@ -13,8 +13,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, let_own, write_json, write_text
-from infoflow_lens.runs.finished import read_output
-from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
+from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder, read_output
 
 
 def contents(folder):

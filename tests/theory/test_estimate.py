@@ -15,7 +15,6 @@ from infoflow_lens.theory.comparison import (
     intrinsic_dimension_profile,
     triangle_center_profile,
 )
-from infoflow_lens.theory.demands import rank_of
 from infoflow_lens.theory.estimate import (
     estimate,
     max_position_capacity,
@@ -24,7 +23,7 @@ from infoflow_lens.theory.estimate import (
     phase_diagram,
 )
 from infoflow_lens.theory.jobs import Max
-from infoflow_lens.theory.schedule import LayerSchedule, Schedule, run_schedule
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, rank_of, run_schedule
 from infoflow_lens.theory.shapes import ModelShape
 from tests.conftest import some_of
 

@@ -4,8 +4,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import model_comparisons
-from infoflow_lens.theory.jobs import Max, Routed
-from infoflow_lens.theory.roles import choose_roles, roles_of
+from infoflow_lens.theory.jobs import Max, Routed, choose_roles, roles_of
 from infoflow_lens.theory.routing import measure_routing
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule, learns
 

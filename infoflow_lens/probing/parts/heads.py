@@ -6,8 +6,7 @@ from infoflow_lens.hooks import HeadLabels, label_heads
 from infoflow_lens.hooks.interventions.heads import COLOURS
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.probing.part import Part, RunContext
-from infoflow_lens.report.charts import Chart, Table
-from infoflow_lens.report.heads import by_head, draw_names
+from infoflow_lens.report.charts import Chart, Table, by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint
 
 _FEWEST = 4  # sequences: two for labels, two to judge them

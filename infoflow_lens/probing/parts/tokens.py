@@ -26,12 +26,11 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.hooks.probe import Split
-from infoflow_lens.probing.compared import predict_by_top_k
+from infoflow_lens.probing.findings import predict_by_top_k
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
-from infoflow_lens.report.charts import Chart, Lines, Table
-from infoflow_lens.report.heads import by_head
+from infoflow_lens.report.charts import Chart, Lines, Table, by_head
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.theory.information_sets import propagate
 

@@ -17,8 +17,8 @@ from infoflow_lens import (
 from infoflow_lens.agreement import explained
 from infoflow_lens.hooks import AttentionRollout
 from infoflow_lens.probing import shard
-from infoflow_lens.probing.compared import predict_by_top_k
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.findings import predict_by_top_k
 from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.ranking import compare_rankings
