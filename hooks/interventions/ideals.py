@@ -81,8 +81,10 @@ class LayerMeans:
 
     def _counts(self, n: Float[Tensor, "*batch query"]) -> Float[Tensor, "*batch offset"]:
         """Count the keys at each offset, of queries that so many sequences have."""
-        behind_first = torch.arange(self.pattern.shape[-1], device=n.device) > 0
-        return sum_by_offset(n[..., None] * behind_first)
+        keys = torch.arange(self.pattern.shape[-1], device=n.device)
+        queries = torch.arange(n.shape[-1], device=n.device)[:, None]
+        # a sequence has both where it has the later one: shorter ones have no keys further on
+        return sum_by_offset(n[..., torch.maximum(queries, keys)] * (keys > 0))
 
     def position_mean(self, pattern: Pattern, heads: Sequence[int]) -> Pattern:
         """Take the mean pattern by position."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import json
 
 import pytest
@@ -21,12 +22,15 @@ from infoflow_lens.hooks import (
     InterventionResult,
     LogitDifference,
     MeanPatternsProbe,
+    Needs,
     NextTokenLoss,
     Probe,
     edit_head,
     edit_head_output,
     heads_of,
+    run,
 )
+from infoflow_lens.hooks.interventions.ideals import LayerMeans
 from tests.conftest import some_of
 from tests.reference import zoo
 
@@ -187,6 +191,27 @@ def test_means_are_those_of_the_sequences_that_have_the_query(case, measured):
     torch.testing.assert_close(means.sink[1], weights.mean(dim=1), atol=1e-6, rtol=0)
     outputs = torch.cat([run[2][1] for run in runs], dim=1)  # [head, pos, d_head]
     torch.testing.assert_close(means.mean_outputs()[1], outputs.mean(dim=1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_means_by_offset_of_an_encoder_are_over_the_keys_that_sequences_have(leaves_out):
+    tokens = [row[:n] for row, n in zip(zoo.tokens(4, 9), (3, 3, 4, 9), strict=True)]
+    model = open_model(zoo.build("bert").eval())
+    (means,) = run_probes(model, tokens, [MeanPatternsProbe("patterns")], progress=False)
+    every = [run(model, row[None], Needs.of(model, pattern=True)).pattern(1)[0] for row in tokens]
+    for left, pattern in enumerate(every):
+        n = pattern.shape[-1]
+        others = [p for i, p in enumerate(every) if i != left or not leaves_out]
+        weight = torch.zeros(4, n, n, dtype=torch.float64)
+        for query, key in itertools.product(range(n), range(1, n)):
+            found = [p[:, q, key - query + q] for p in others for q in range(p.shape[-1])
+                     if 0 < key - query + q < p.shape[-1]]  # fmt: skip
+            weight[:, query, key] = sum(found) / max(len(found), 1)
+        of_layer = LayerMeans.select(means, 1, leaves_out)
+        made = of_layer.offset_mean(pattern[None], range(4), torch.ones(1, 1, n, n, dtype=bool))
+        made, expected = (part[..., 1:].nan_to_num() for part in (made[0], weight))
+        made, expected = (p / p.sum(dim=-1, keepdim=True).clamp(min=1e-9) for p in (made, expected))
+        torch.testing.assert_close(made, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("what", ["patterns", "outputs"])
