@@ -63,7 +63,7 @@ class TopKResult(NextTokenResult):
     def least(self, kept: str = LARGEST) -> tuple[int, ...]:
         """The least k of each layer, and of all at once, from which on the loss is within.
 
-        Where even the largest of `ks` is not enough it is ``n_pos``, all keys.
+        Where even the largest of `ks` is not enough, or is more, it is ``n_pos``, all keys.
         """
         enough = self.rise()[self.kept.index(kept)] <= self.tolerance
         found = []
@@ -74,7 +74,7 @@ class TopKResult(NextTokenResult):
                 if seen and not good:
                     break
                 least = k if seen else least
-            found.append(least)
+            found.append(min(least, self.n_pos))
         return tuple(found)
 
     def sentences(self) -> list[str]:

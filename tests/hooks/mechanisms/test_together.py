@@ -339,6 +339,13 @@ def test_the_least_k_is_one_from_which_on_all_are_enough(keys, rises, least):
     assert found.least() == (least,) * 3
 
 
+def test_no_more_keys_are_needed_than_there_are(keys):
+    """It said 50 of 10."""
+    found = replace(keys, ks=(50,), losses=keys.bare.expand(1, 3, 1, -1), kept=("largest",))
+    assert found.least() == (10,) * 3
+    assert found.sentences()[0].endswith("by layer: 10 10; all layers at once: 10 (of 10)")
+
+
 def test_a_search_finds_what_looking_at_all_finds_where_the_loss_falls(model, tokens):
     def least(search, tolerance):
         return measure_top_k(model, tokens, tolerance=tolerance, search=search, progress=False)
