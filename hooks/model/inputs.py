@@ -35,6 +35,7 @@ from infoflow_lens.hooks.model.texts import tokenize, tokenize_chats, tokenize_p
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
+_ANY_LENGTH = 2**30  # tokens, more than a text has
 # columns of tokenizers, whether or not a model takes them; and what forward is asked to give
 _KNOWN = frozenset({"token_type_ids", "position_ids", "inputs_embeds"})
 _HARMLESS = (
@@ -455,6 +456,7 @@ def read_inputs(
     name: str = "inputs",
     first: int = 0,
     with_defaults: bool = False,
+    any_length: bool = False,
 ) -> Batches:
     """Whatever a user has, as :class:`Batches`: checked, tokenised once, padding taken off.
 
@@ -475,6 +477,8 @@ def read_inputs(
         first: the number of the first, where these are a part of more.
         with_defaults: keep columns that hold what the model takes without them, too, as other parts
             may hold something else.
+        any_length: read sequences that are longer than the model takes, too; then they are to be
+            cut before they run.
 
     Raises:
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
@@ -483,7 +487,9 @@ def read_inputs(
     # read before: nothing is read twice
     if isinstance(inputs, Batches):
         return inputs
-    reader = _Reader(model, name, column, max_length, with_defaults)
+    # texts are read no further than the model takes, where no length is given
+    length = _ANY_LENGTH if any_length else max_length
+    reader = _Reader(model, name, column, length, with_defaults)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
         return read
@@ -499,6 +505,22 @@ def read_inputs(
             "its own; let the loader give {'input_ids': ids, 'attention_mask': mask}"
         )
     return _LoadedBatches(reader, inputs)
+
+
+def read_one(model: nn.Module, inputs: Inputs, name: str = "inputs", **options: Any) -> Batches:
+    """Read one sequence, or a pair of texts as a tuple, as :func:`read_inputs`.
+
+    Raises:
+        InfoFlowError: for several, and as there.
+    """
+    given: Inputs = [inputs] if holds_pairs([inputs]) else inputs
+    found = read_inputs(model, given, name=name, **options)
+    if (n := len(found.rows)) != 1:
+        raise InfoFlowError(
+            f"{name} holds {n} sequences: expected one; ask for each alone, or give a pair of "
+            "texts as a tuple"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -547,7 +569,7 @@ class _Reader:
         # nothing to take off and no columns: the tensor goes on as it is, which checks say more of
         if isinstance(given, Tensor) and (given.ndim < 2 or (mask is None and not more)):
             rows = given[:, : self.max_length] if given.ndim == 2 else given
-            check_inputs(self.model, rows, self.name)
+            self._check_rows(rows, self.name)
             return Batches(self.model, rows, self.name, is_single=is_single)
         # a loader, or something else that gives batches one by one
         if not isinstance(given, Tensor) and not _is_list_of_sequences(given):
@@ -582,11 +604,14 @@ class _Reader:
             with suppress(InfoFlowError):  # together, with one that is there in place of padding
                 fill = float(rows[0].flatten()[0])
                 together = pad_sequence(rows, batch_first=True, padding_value=fill)
-                return check_inputs(self.model, together, self.name)
+                return self._check_rows(together, self.name)
         # one by one, so that the error names the sequence
         for index, row in enumerate(rows, first):
-            check_inputs(self.model, row[None], f"{self.name}[{index}]")
+            self._check_rows(row[None], f"{self.name}[{index}]")
         return None
+
+    def _check_rows(self, rows: Tensor, name: str) -> None:
+        check_inputs(self.model, rows, name, any_length=self.max_length == _ANY_LENGTH)
 
     def _column_of(self, table: Any, first: int) -> tuple[Any, dict[str, Any]]:
         """Find the column of a table that holds the inputs, and what belongs to them.

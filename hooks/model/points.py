@@ -309,7 +309,7 @@ def check_gives_numbers(model: nn.Module, output: Tensor | None) -> None:
     )
 
 
-def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
+def check_inputs(model: nn.Module, inputs: Tensor, name: str, *, any_length: bool = False) -> None:
     """Refuse what this model cannot read.
 
     Raises:
@@ -360,7 +360,7 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
                 f"to d_vocab - 1 ({(vocabulary or 0) - 1}); {remedy}"
             )
         n_ctx = config_value(model, "n_ctx")
-        if n_ctx is not None and inputs.shape[1] > n_ctx:
+        if n_ctx is not None and inputs.shape[1] > n_ctx and not any_length:
             raise InfoFlowError(
                 f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
                 f"{n_ctx}: expected shorter ones; split them, or cut them where max_length is taken"

@@ -83,6 +83,8 @@ def tokenize_pairs(
     """
     tokenizer = _tokenizer_of(model, name)
     for index, pair in enumerate(pairs):
+        if not any(pair):
+            raise InfoFlowError(f"{name}[{index}] is {pair!r}: expected texts that are not empty")
         _check_is_unicode("".join(pair), name, index)
     count = tokenizer.num_special_tokens_to_add
     if count(pair=True) <= count(pair=False):

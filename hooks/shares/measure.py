@@ -8,14 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.model.call import call
-from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Inputs, read_one
 from infoflow_lens.hooks.model.points import check_one_device, hook_points, takes_model
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.readouts import Readout, bind_readout
@@ -131,10 +130,8 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
             models that do not show what their heads write.
     """
     check_one_device(model)
-    batches = read_inputs(model, inputs)
+    batches = read_one(model, inputs)
     rows = list(batches.rows)
-    if len(rows) != 1:
-        raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
     asked, batch = bind_readout(readout, model), batches.whole()
     with eval_mode(model):
         writers, held = Writers(model), HeldNorms()

@@ -15,7 +15,7 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, call
-from infoflow_lens.hooks.model.inputs import Batch, Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Inputs, read_inputs, read_one
 from infoflow_lens.hooks.model.points import check_one_device, hook_points, layer_count, takes_model
 from infoflow_lens.hooks.model.semantics import attention_hooks, hook_semantics
 from infoflow_lens.hooks.model.texts import readable_tokens
@@ -275,10 +275,8 @@ def measure_why(
     """
     check_one_device(model)
     layer = place(layer, layer_count(model), "layer", "layers")
-    batches = read_inputs(model, inputs)
+    batches = read_one(model, inputs)
     rows = list(batches.rows)
-    if len(rows) != 1:
-        raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
     with eval_mode(model):
         (found,) = score_layers(model, batches.whole(), [layer])
         n_heads, n_pos = found.scores.shape[:2]

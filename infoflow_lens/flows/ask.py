@@ -21,9 +21,9 @@ from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
 from infoflow_lens.hooks.model.call import call, gives_logits
-from infoflow_lens.hooks.model.inputs import Batch, Batches, holds_pairs, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, read_inputs, read_one
 from infoflow_lens.hooks.model.points import is_causal
-from infoflow_lens.hooks.model.texts import readable_tokens, tokenize
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.readouts import (
     LogitDifference,
     Readout,
@@ -350,13 +350,9 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
                 checkpoint.save(last[0])
 
 
-def _read(model: NamedModel, text: Any, name: str) -> Batches:
+def _read(model: NamedModel, text: Any, name: str, any_length: bool = False) -> Batches:
     """Read one text, or a pair of two, with what the model takes beside its ids."""
-    given = [text] if holds_pairs([text]) else as_list(model, text)
-    found = read_inputs(model, given, name=name)
-    if len(found.rows) != 1:
-        raise InfoFlowError(f"{name} is {len(found.rows)} texts: expected one; ask of each alone")
-    return found
+    return read_one(model, as_list(model, text), name, any_length=any_length)
 
 
 def _find_columns(text: Batches, instead: Batches | None) -> dict[str, Tensor]:
@@ -405,15 +401,9 @@ def _cut_at(
 
 def _whole(model: NamedModel, text: Any, name: str) -> dict[str, Tensor]:
     """Read a text of any length, of which the model may read the beginning alone."""
-    if isinstance(text, str):
-        return {"input_ids": tokenize(model, [text], name, max_length=2**30)[0]}
-    given = as_list(model, text)
-    # as_list leaves several sequences as they are, of which _read takes a single one alone
-    if given is text:
-        found = _read(model, text, name)
-        beside = {name: column[0].cpu() for name, column in found.columns.items()}
-        return {"input_ids": found.rows[0].cpu(), **beside}
-    return {"input_ids": torch.as_tensor(given[0])}
+    found = _read(model, text, name, any_length=True)
+    beside = {name: column[0].cpu() for name, column in found.columns.items()}
+    return {"input_ids": found.rows[0].cpu(), **beside}
 
 
 def _check_place(model: NamedModel, n: int, at: int) -> int:

@@ -11,7 +11,16 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from infoflow_lens import Answer, InfoFlowError, ask, load_any, open_model, probe
+from infoflow_lens import (
+    Answer,
+    InfoFlowError,
+    PositionsProbe,
+    ask,
+    load_any,
+    open_model,
+    probe,
+    run_probes,
+)
 from infoflow_lens.cli import app
 from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
@@ -144,7 +153,10 @@ def test_a_pair_of_texts_is_one_question():
         ask(model, pair, instead=("w5", "w6 w9 w8"), **given)
     with pytest.raises(InfoFlowError, match="instead have other token_type_ids"):
         ask(model, pair, instead=made[1]["input_ids"][0], **given)
-    with pytest.raises(InfoFlowError, match="text is 2 texts: expected one"):
+    with pytest.raises(
+        InfoFlowError,
+        match="text holds 2 sequences: expected one; ask for each alone, or give a pair",
+    ):
         ask(model, [pair, other], **given)
 
 
@@ -390,9 +402,14 @@ def test_of_a_text_that_is_too_long_the_beginning_is_asked(at):
     expected = ask(zoo.build("gpt2"), " ".join(words[: place + 1]), at=place, **given)
     long = " ".join(words)
     ids = torch.tensor([zoo.words().index(word) for word in words])
-    for text in (long, ids):
+    with_mask = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
+    for text in (long, ids, with_mask):
         found = ask(zoo.build("gpt2"), text, at=at, **given)
         assert (found.value, found.tokens) == (expected.value, expected.tokens)
+    pairs = {**given, "tokenizer": zoo.pair_tokenizer()}
+    pair = (" ".join(words[:3]), " ".join(words[3:]))
+    found = ask(zoo.build("gpt2"), pair, at=5, **pairs)  # in which three tokens are the tokenizer's
+    assert found.tokens == ("<bos>", *words[:3], "<eos>")
     with pytest.raises(InfoFlowError, match="at most n_ctx"):
         ask(zoo.build("gpt2"), long, at=len(words) - 1, **given)
 
@@ -413,6 +430,17 @@ def test_a_text_that_is_too_long_is_refused_with_what_ask_takes(answers):
     long = " ".join(["w5"] * (zoo.N_CTX - len(answers) // 2 + 1))
     with pytest.raises(InfoFlowError, match=f"at most n_ctx {zoo.N_CTX}: expected shorter ones"):
         ask(model, long, *answers, tokenizer=zoo.tokenizer(), quick=True, progress=False)
+
+
+def test_a_pair_of_nothing_is_refused():
+    """It ran, on what the tokenizer puts around two texts."""
+    model = open_model(zoo.build("bert"), zoo.pair_tokenizer())
+    with pytest.raises(InfoFlowError, match=r"is \('', ''\): expected texts that are not empty"):
+        ask(model, ("", ""), readout=LogitDifference(7, 8), quick=True, progress=False)
+    pairs = [("w5", ""), ("", "w5"), ("", "")]
+    with pytest.raises(InfoFlowError, match=r"inputs\[2\] is \('', ''\)"):
+        run_probes(model, pairs, [PositionsProbe()], progress=False)
+    run_probes(model, pairs[:2], [PositionsProbe()], progress=False)
 
 
 def test_words_need_a_tokenizer():

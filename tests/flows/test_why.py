@@ -60,7 +60,7 @@ def test_more_parts_are_named_where_more_are_asked_for():
     ("text", "settings", "message"),
     [
         ("", {}, "text is ''"),
-        ([TEXT, TEXT], {}, "2 sequences"),
+        ([TEXT, TEXT], {}, "2 sequences.* or give a pair of texts as a tuple"),
         (TEXT, {"layer": 2}, "layer is 2"),
         (TEXT, {"head": "0"}, "head is '0'"),
         (TEXT, {"keys": (1,)}, "keys are"),

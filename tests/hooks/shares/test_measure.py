@@ -206,5 +206,15 @@ def test_words_need_a_tokenizer_and_one_sequence(ids):
     model = open_model(zoo.build("gpt2"))
     with pytest.raises(InfoFlowError, match="is a word, but the model has no tokenizer"):
         measure_shares(model, ids, LogitDifference("w5"))
-    with pytest.raises(InfoFlowError, match="2 sequences: expected one"):
+    with pytest.raises(InfoFlowError, match=r"2 sequences: expected one.* a pair of texts as a tu"):
         measure_shares(model, zoo.tokens(2, 9), LogitDifference(5))
+
+
+def test_a_pair_of_texts_is_one_sequence():
+    """It was read as two."""
+    words = zoo.pair_tokenizer()
+    model, plain = open_model(zoo.build("bert"), words), zoo.build("bert")
+    found = measure_shares(model, ("w5 w6", "w7"), LogitDifference(9, 23, -1))
+    with torch.no_grad():
+        logits = plain(**words("w5 w6", "w7", return_tensors="pt")).logits[0, -1]
+    assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
