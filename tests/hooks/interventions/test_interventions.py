@@ -17,6 +17,7 @@ from infoflow_lens.hooks import (
     AllHeads,
     Edit,
     EditsOfPass,
+    FunctionOfOutput,
     HeadIdeals,
     Intervention,
     InterventionResult,
@@ -318,6 +319,25 @@ def test_the_loss_of_next_tokens_is_that_of_plain_transformers(case, measured, l
                 -(last or 0) :
             ]
             assert float(found[row]) == pytest.approx(float(losses.sum()), abs=1e-4)
+
+
+def test_classifiers_read_the_end_of_each_text_of_a_batch():
+    """Passes that begin at a layer read the padding behind shorter texts."""
+    config = zoo.build("llama").config
+    config.num_labels, config.pad_token_id = 3, 0
+    torch.manual_seed(0)
+    plain = transformers.LlamaForSequenceClassification(config).eval()
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.mul_(1 + 3 * (weight.ndim > 1))
+    tokens = [row[:n] for row, n in zip(zoo.tokens(3, 9), (5, 9, 4), strict=True)]
+    model, first = open_model(plain), FunctionOfOutput(lambda output: output[:, 0])
+    alone, together = (
+        run_probes(model, tokens, [LooksAtFirst(readout=first)], progress=False, batch_size=n)[0]
+        for n in (1, 3)
+    )
+    assert alone.lost.abs().max() > 1e-2
+    torch.testing.assert_close(together.lost, alone.lost, atol=1e-5, rtol=0)
 
 
 def test_next_tokens_need_positions_that_have_one():
