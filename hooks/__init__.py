@@ -3,9 +3,6 @@
 import typing
 
 from infoflow_lens.foundation import naming
-from infoflow_lens.hooks.arrays import LabelledArray as LabelledArray
-from infoflow_lens.hooks.attended import AttendedProbe as AttendedProbe
-from infoflow_lens.hooks.attended import AttendedResult as AttendedResult
 from infoflow_lens.hooks.checking import check_probe as check_probe
 from infoflow_lens.hooks.influence.base import InfluenceResult as InfluenceResult
 from infoflow_lens.hooks.influence.jacobian import JacobianInfluence as JacobianInfluence
@@ -21,9 +18,9 @@ from infoflow_lens.hooks.interventions.heads import label_heads as label_heads
 from infoflow_lens.hooks.interventions.ideals import HEAD_IDEALS as HEAD_IDEALS
 from infoflow_lens.hooks.interventions.ideals import AllHeads as AllHeads
 from infoflow_lens.hooks.interventions.ideals import HeadIdeals as HeadIdeals
-from infoflow_lens.hooks.interventions.means import MeanPatterns as MeanPatterns
-from infoflow_lens.hooks.interventions.means import MeanPatternsProbe as MeanPatternsProbe
 from infoflow_lens.hooks.interventions.patterns import IDEALS as IDEALS
+from infoflow_lens.hooks.interventions.patterns import MeanPatterns as MeanPatterns
+from infoflow_lens.hooks.interventions.patterns import MeanPatternsProbe as MeanPatternsProbe
 from infoflow_lens.hooks.interventions.patterns import substituted as substituted
 from infoflow_lens.hooks.interventions.probe import EditsOfPass as EditsOfPass
 from infoflow_lens.hooks.interventions.probe import Intervention as Intervention
@@ -47,11 +44,13 @@ from infoflow_lens.hooks.passes.run import run as run
 from infoflow_lens.hooks.passes.run import run_probes as run_probes
 from infoflow_lens.hooks.passes.view import Needs as Needs
 from infoflow_lens.hooks.passes.view import Pass as Pass
+from infoflow_lens.hooks.patterns import AttendedProbe as AttendedProbe
+from infoflow_lens.hooks.patterns import AttendedResult as AttendedResult
 from infoflow_lens.hooks.patterns import PatternsProbe as PatternsProbe
 from infoflow_lens.hooks.patterns import PatternsResult as PatternsResult
-from infoflow_lens.hooks.positions.probe import PositionsProbe as PositionsProbe
-from infoflow_lens.hooks.positions.result import PositionsResult as PositionsResult
-from infoflow_lens.hooks.positions.result import ShardedPositions as ShardedPositions
+from infoflow_lens.hooks.positions import PositionsProbe as PositionsProbe
+from infoflow_lens.hooks.positions import PositionsResult as PositionsResult
+from infoflow_lens.hooks.positions import ShardedPositions as ShardedPositions
 from infoflow_lens.hooks.probe import Probe as Probe
 from infoflow_lens.hooks.probe import Split as Split
 from infoflow_lens.hooks.readouts import EmbeddingCosine as EmbeddingCosine
@@ -62,6 +61,7 @@ from infoflow_lens.hooks.readouts import Readout as Readout
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe as RecoveryProbe
 from infoflow_lens.hooks.recovery.probe import RecoveryResult as RecoveryResult
 from infoflow_lens.hooks.relations import find_heads as find_heads
+from infoflow_lens.hooks.result import LabelledArray as LabelledArray
 from infoflow_lens.hooks.result import LabelledResult as LabelledResult
 from infoflow_lens.hooks.result import Result as Result
 from infoflow_lens.hooks.routes.base import RoutesResult as RoutesResult

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import temporary_folder
+from infoflow_lens.foundation.saving import state_from_bytes, state_to_bytes
 from infoflow_lens.foundation.settings import Positive, checked
-from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import takes_model
 from infoflow_lens.hooks.passes.run import run_shard

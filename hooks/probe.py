@@ -15,9 +15,8 @@ from typing_extensions import TypeVar, dataclass_transform
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError, refuse_names
 from infoflow_lens.foundation.record import RunRecord, code_digest, fingerprint, is_own
-from infoflow_lens.foundation.saving import convert
+from infoflow_lens.foundation.saving import convert, state_from_bytes, state_to_bytes
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
-from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of

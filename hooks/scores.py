@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Distinct
-from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.model.points import config_value, position_count
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import LabelledArray, Result, frame_of
 from infoflow_lens.hooks.states import combined, concatenated, latest
 
 Asked = Annotated[tuple[int, ...], MinLen(1), Distinct()]  # positions; negative ones from the end

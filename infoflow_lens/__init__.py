@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from infoflow_lens.models.named import open_model as open_model
     from infoflow_lens.named import design as design
     from infoflow_lens.named import estimate as estimate
-    from infoflow_lens.probing.call import probe as probe
+    from infoflow_lens.probing.run import probe as probe
     from infoflow_lens.tasks import load_task as load_task
     from infoflow_lens.theory import propagate as propagate
     from infoflow_lens.training import train as train
@@ -70,7 +70,7 @@ _HOMES = {
     "load_task": "tasks",
     "label_heads": "hooks",
     "open_model": "models.named",
-    "probe": "probing.call",
+    "probe": "probing.run",
     "propagate": "theory",
     "run_probes": "hooks",
     "save_model": "models.host",

@@ -16,7 +16,7 @@ from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import BothEnds
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.passes.ranking import mark_sources
-from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
+from infoflow_lens.hooks.positions import PositionsResult, ShardedPositions
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
     GradedSets,

@@ -24,6 +24,7 @@ from infoflow_lens.foundation.record import (
     configuration_fingerprint,
     fingerprint,
 )
+from infoflow_lens.foundation.saving import read_state, write_state
 from infoflow_lens.foundation.settings import (
     Count,
     Index,
@@ -33,7 +34,6 @@ from infoflow_lens.foundation.settings import (
     checked,
     settings,
 )
-from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.objectives import (
     Data,
     LabelScores,

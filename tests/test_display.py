@@ -28,8 +28,8 @@ from infoflow_lens.hooks import (
     Result,
     edit_head,
 )
-from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.model.texts import readable_tokens
+from infoflow_lens.hooks.result import LabelledArray
 from infoflow_lens.models.loading import LoadedModel
 from infoflow_lens.report.phase import phase_figure
 from infoflow_lens.tasks import list_tasks, load_task
@@ -214,9 +214,9 @@ def intervention_of(text):
 FIGURES = {  # by the file that draws
     "hooks/interventions/probe.py": intervention_of,
     "hooks/why/result.py": why_of,
-    "hooks/arrays.py": lambda text: array_of(text, 2, 3),
-    "hooks/arrays.py, bars": lambda text: array_of(text, 3),
-    "hooks/arrays.py, panels": lambda text: array_of(text, 2, 2, 3),
+    "hooks/result.py": lambda text: array_of(text, 2, 3),
+    "hooks/result.py, bars": lambda text: array_of(text, 3),
+    "hooks/result.py, panels": lambda text: array_of(text, 2, 2, 3),
     "hooks/mechanisms/sufficiency.py": sufficiency_of,
     "hooks/mechanisms/edge_budget.py": edge_budget_of,
     "infoflow_lens/ranking.py": rankings_of,

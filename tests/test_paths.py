@@ -217,8 +217,6 @@ INSIDE = {  # these are called by the ones above
 def functions_that_take_paths():
     found = set()
     for module in pkgutil.walk_packages(infoflow_lens.__path__, "infoflow_lens."):
-        if module.name.endswith("kernels"):  # which need a package of their own
-            continue
         loaded = import_module(module.name)
         for owner in (loaded, *filter(inspect.isclass, vars(loaded).values())):
             for name, value in vars(owner).items():

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, train
 from infoflow_lens.foundation.modules import derive_seed
-from infoflow_lens.foundation.state import read_state
+from infoflow_lens.foundation.saving import read_state
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.host import build_token_model
 from infoflow_lens.training import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Remedy, check_fields
-from infoflow_lens.hooks.interventions.passes import layer_with_later_keys
+from infoflow_lens.hooks.interventions.edits import layer_with_later_keys
 from infoflow_lens.hooks.model.call import gives_logits
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import reads_vectors

@@ -29,12 +29,10 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
-from infoflow_lens.hooks.interventions.edits import split_heads
+from infoflow_lens.hooks.interventions.edits import real_queries, split_heads
 from infoflow_lens.hooks.interventions.ideals import LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.kept import KeptNumbers
-from infoflow_lens.hooks.interventions.means import MeanPatterns
-from infoflow_lens.hooks.interventions.passes import real_queries
-from infoflow_lens.hooks.interventions.patterns import SeenKeys, edits_of_patterns
+from infoflow_lens.hooks.interventions.patterns import MeanPatterns, SeenKeys, edits_of_patterns
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import hook_name

@@ -17,7 +17,6 @@ from infoflow_lens.foundation.modules import derive_seed, eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
-from infoflow_lens.hooks.attended import AttendedResult
 from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.estimate import DRAWS, Estimates, estimate_ideals
 from infoflow_lens.hooks.interventions.ideals import (
@@ -30,7 +29,7 @@ from infoflow_lens.hooks.interventions.ideals import (
 )
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.labels import SINK, HeadLabel, compute_shares, label_head
-from infoflow_lens.hooks.interventions.means import MeanPatterns, MeanPatternsProbe
+from infoflow_lens.hooks.interventions.patterns import MeanPatterns, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.probe import (
     Intervention,
     InterventionResult,
@@ -41,7 +40,8 @@ from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.positions.result import PositionsResult
+from infoflow_lens.hooks.patterns import AttendedResult
+from infoflow_lens.hooks.positions import PositionsResult
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.rules import MaxPosition, Rule
 

@@ -25,8 +25,12 @@ from infoflow_lens.hooks.interventions.edits import (
     heads_of,
     split_heads,
 )
-from infoflow_lens.hooks.interventions.means import MeanPatterns
-from infoflow_lens.hooks.interventions.patterns import ideal_pattern, mean_without, rescale
+from infoflow_lens.hooks.interventions.patterns import (
+    MeanPatterns,
+    ideal_pattern,
+    mean_without,
+    rescale,
+)
 from infoflow_lens.hooks.interventions.probe import Intervention
 from infoflow_lens.hooks.model.points import hook_name, pattern_hook
 from infoflow_lens.hooks.passes.view import Needs, Pass

@@ -12,8 +12,8 @@ from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.record import hash_values, is_same
 from infoflow_lens.hooks.interventions.damage import Damage
 from infoflow_lens.hooks.interventions.probe import Intervention
-from infoflow_lens.hooks.model.identity import HOOKS, model_identity
 from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.semantics import HOOKS, model_identity
 
 Reached = Mapping[str, Any]
 """What was measured so far: of what run it is, the state of each round by its name, and a digest of

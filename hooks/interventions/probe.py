@@ -18,8 +18,8 @@ from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Count
 from infoflow_lens.hooks.influence.base import start_point, tolerance
 from infoflow_lens.hooks.interventions.damage import Damage, Metric, NextTokenLoss, Read, metric_of
-from infoflow_lens.hooks.interventions.edits import Edit, stack_edits
-from infoflow_lens.hooks.interventions.passes import (
+from infoflow_lens.hooks.interventions.edits import (
+    Edit,
     check_edits_reach,
     entering_point,
     example_of,
@@ -27,6 +27,7 @@ from infoflow_lens.hooks.interventions.passes import (
     layers_to_start,
     run_from,
     sequences_at_once,
+    stack_edits,
 )
 from infoflow_lens.hooks.model.call import (
     Caught,

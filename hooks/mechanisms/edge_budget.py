@@ -28,12 +28,10 @@ from infoflow_lens.foundation.settings import (
     Share,
     checked,
 )
-from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.damage import NextTokenLoss, Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
-from infoflow_lens.hooks.interventions.patterns import fill_with_mean
+from infoflow_lens.hooks.interventions.patterns import MeanPatternsProbe, fill_with_mean
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
 from infoflow_lens.hooks.mechanisms.driver import (
     NextTokenResult,
@@ -54,6 +52,7 @@ from infoflow_lens.hooks.model.inputs import Batches, Inputs
 from infoflow_lens.hooks.model.points import pattern_hook, takes_model
 from infoflow_lens.hooks.passes.run import run, run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.result import LabelledArray, frame_of
 
 BUDGETS = tuple(2.0**-i for i in range(10, 0, -1))
 

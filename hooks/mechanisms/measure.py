@@ -22,8 +22,7 @@ from infoflow_lens.foundation.settings import Count, Distinct, NonNegative, chec
 from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
-from infoflow_lens.hooks.interventions.patterns import IDEALS, Ideal, name_ideal
+from infoflow_lens.hooks.interventions.patterns import IDEALS, Ideal, MeanPatternsProbe, name_ideal
 from infoflow_lens.hooks.interventions.probe import InterventionResult
 from infoflow_lens.hooks.mechanisms.driver import measure_round, read_again, read_calibration
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult

@@ -11,10 +11,8 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import NonNegative, Share, checked
-from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.interventions.means import MeanPatterns
-from infoflow_lens.hooks.interventions.patterns import SOFT
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.interventions.patterns import SOFT, MeanPatterns
+from infoflow_lens.hooks.result import LabelledArray, Result
 from infoflow_lens.theory.information_sets import MovesKeys
 from infoflow_lens.theory.rules import MaxPosition, Rule, SpecificPositions
 

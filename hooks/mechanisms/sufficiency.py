@@ -20,17 +20,22 @@ from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
-from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.damage import NextTokenLoss
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.means import MeanPatternsProbe
-from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
+from infoflow_lens.hooks.interventions.patterns import (
+    IDEALS,
+    Heads,
+    Ideal,
+    MeanPatternsProbe,
+    name_ideal,
+)
 from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import takes_model
 from infoflow_lens.hooks.passes.run import run_probes
+from infoflow_lens.hooks.result import LabelledArray, frame_of
 
 MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
 EVERY = "every head "

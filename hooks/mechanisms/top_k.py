@@ -18,7 +18,6 @@ from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
-from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.interventions.damage import NextTokenLoss
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
@@ -28,6 +27,7 @@ from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
 from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.result import LabelledArray, frame_of
 
 Kept: TypeAlias = Literal["largest", "random"]
 LARGEST: Final = "largest"

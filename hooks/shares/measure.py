@@ -12,13 +12,12 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
-from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Inputs, read_one
 from infoflow_lens.hooks.model.points import check_one_device, hook_points, takes_model
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.readouts import Readout, bind_readout
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import LabelledArray, Result
 from infoflow_lens.hooks.shares.writers import HeldNorms, Writers
 
 _SMALL = 1e-3  # of the size of all shares, below which what is left over is not said [chosen]

@@ -10,8 +10,7 @@ from torch import Tensor
 from infoflow_lens.foundation.display import panel, quote
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
-from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import LabelledArray, Result
 
 STRONGEST = 6  # key parts of each line that :class:`WhyAll` names, unless more are asked for
 _SMALL = 1e-3  # of the size of the pieces, below which what is left over is not said [chosen]

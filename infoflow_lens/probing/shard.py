@@ -16,7 +16,7 @@ from infoflow_lens.foundation.files import digest_of, make_temporary_folder
 from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.record import model_fingerprint
-from infoflow_lens.foundation.state import write_state
+from infoflow_lens.foundation.saving import write_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
 from infoflow_lens.hooks.passes.run import run_shard

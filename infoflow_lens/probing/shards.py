@@ -22,7 +22,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.interrupts import defer_interrupts
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.state import read_state
+from infoflow_lens.foundation.saving import read_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.part import RunContext, Say

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.foundation.saving import read_state, write_state
 from infoflow_lens.runs.folder import RunFolder
 
 

@@ -20,7 +20,7 @@ from infoflow_lens.foundation.memory import check_device
 from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint
-from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.foundation.saving import read_state, write_state
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.studies.language_model.batches import (
     repeat_random,

@@ -26,8 +26,7 @@ from infoflow_lens.foundation.documents import (
     Document,
 )
 from infoflow_lens.foundation.files import add_digest, read_json
-from infoflow_lens.foundation.saving import read_parts, write_parts
-from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.foundation.saving import read_parts, read_state, write_parts, write_state
 from infoflow_lens.report.phase import draw_phase_diagram
 from infoflow_lens.tasks import load_task
 from infoflow_lens.theory.estimate import phase_diagram

@@ -38,7 +38,7 @@ EVALUATES = {
         "infoflow_lens/probing/part.py": "parts of ours, from a table in the file",
         "infoflow_lens/report/assets.py": "files of the package",
         "hooks/model/points.py": "the module that opens models, from the source",
-        "hooks/passes/kernels.py": "whether triton is installed",
+        "hooks/passes/ranking.py": "whether triton is installed",
         "tasks/registry.py": "a module or file that the user named as a task",
     },
     "jinja2": {

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.state import (
+from infoflow_lens.foundation.saving import (
     read_state,
     state_from_bytes,
     state_to_bytes,

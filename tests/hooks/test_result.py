@@ -15,7 +15,7 @@ from infoflow_lens import (
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.saving import write_parts
 from infoflow_lens.hooks import PositionsResult, RecoveryResult, Result
-from infoflow_lens.hooks.arrays import LabelledArray
+from infoflow_lens.hooks.result import LabelledArray
 from tests.versions import same_release
 
 

@@ -213,9 +213,9 @@ def test_hosted_models_and_loaded_ones(model, inputs):
 
 def test_the_name_stays_a_function():
     import infoflow_lens.hooks.probe
-    import infoflow_lens.probing.call
+    import infoflow_lens.probing.run
 
-    assert infoflow_lens.probe is infoflow_lens.probing.call.probe
+    assert infoflow_lens.probe is infoflow_lens.probing.run.probe
 
 
 def test_data_that_are_not_there_are_refused_before_the_model_is_loaded(tmp_path):

@@ -22,7 +22,7 @@ from infoflow_lens import (
 from infoflow_lens.agreement import coverage_curve
 from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.foundation.state import write_state
+from infoflow_lens.foundation.saving import write_state
 from infoflow_lens.hooks import Result, ShardedPositions
 from infoflow_lens.probing import shard, shards
 from infoflow_lens.probing.config import ProbingConfig

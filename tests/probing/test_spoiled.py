@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
 from infoflow_lens.foundation.files import let_own
-from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.foundation.saving import read_state, write_state
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
@@ -161,7 +161,7 @@ def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, w
         words = (changed / "tokenizer.json").read_text()
         (changed / "tokenizer.json").write_text(words.replace('"w7"', '"other"'))
     elif what == "versions":
-        from infoflow_lens.foundation import versions as module
+        from infoflow_lens.foundation import packages as module
 
         now = {**module.package_versions(), "torch": "1.0"}
         monkeypatch.setattr(module, "package_versions", lambda: now)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
+from infoflow_lens.foundation.saving import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.answer import measure, steps
 from infoflow_lens.hooks.answer import paths as paths_module
 from infoflow_lens.hooks.answer.measure import choose_likely_text, measure_answer

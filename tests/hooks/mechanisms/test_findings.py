@@ -9,7 +9,7 @@ from torch import nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from infoflow_lens.hooks.interventions import passes, probe
+from infoflow_lens.hooks.interventions import edits, probe
 from infoflow_lens.hooks.interventions.patterns import IDEALS, ideal_pattern, rescale, substituted
 from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.model.inputs import read_inputs
@@ -205,7 +205,7 @@ def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragg
     model, ids = zoo.bridge(name), zoo.tokens(6, 9)
     inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
     n_layers = len(model.blocks)
-    assert passes.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
+    assert edits.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
     found = measure_mechanisms(model, inputs, batch_size=3, progress=False)
     monkeypatch.setattr(probe, "layers_to_start", lambda *args: frozenset())
     whole = measure_mechanisms(model, inputs, batch_size=3, progress=False)
@@ -231,7 +231,7 @@ def test_a_bridge_whose_layers_share_more_than_the_stream_runs_whole():
     keep.__module__ = add.__module__ = "transformer_lens.hooks"  # they belong to the model
     first.register_forward_hook(keep)
     second.register_forward_hook(add)
-    assert passes.layers_to_start(model, batches) == {0}
+    assert edits.layers_to_start(model, batches) == {0}
 
 
 def test_longer_sequences_than_were_measured_are_refused(token_model, token_inputs):

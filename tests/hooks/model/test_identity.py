@@ -11,8 +11,8 @@ from infoflow_lens.foundation import record
 from infoflow_lens.foundation.record import is_same
 from infoflow_lens.hooks import Probe, measure_top_k, summed
 from infoflow_lens.hooks.interventions import kept as kept_module
-from infoflow_lens.hooks.model.identity import model_identity
 from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.semantics import model_identity
 from tests.reference import zoo
 
 

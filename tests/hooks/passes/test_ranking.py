@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infoflow_lens.hooks.passes import kernels
-from infoflow_lens.hooks.passes.ranking import largest_keys, rank_keys
+from infoflow_lens.hooks.passes.ranking import largest_keys, rank_keys, ranking_kernel
 from tests.reference import ranking
 
 
@@ -101,10 +100,10 @@ def test_keys_that_are_not_visible_are_never_ranked(sequences):
 
 _KERNEL = """
 import sys, torch
-from infoflow_lens.hooks.passes import kernels
+from infoflow_lens.hooks.passes import ranking
 given = torch.load(sys.argv[1])
-assert all(kernels.can_run(scores) for scores, visible in given.values())
-found = {case: kernels.largest_keys(scores, 5, seen) for case, (scores, seen) in given.items()}
+assert all(ranking.can_run(scores) for scores, visible in given.values())
+found = {case: ranking.select_keys(scores, 5, seen) for case, (scores, seen) in given.items()}
 torch.save(found, sys.argv[2])
 """
 
@@ -150,7 +149,7 @@ def test_the_kernel_compiles_for_a_gpu(scores, masked, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns of its default
-    kernel = kernels.ranking_kernel()
+    kernel = ranking_kernel()
     pointers = {"scores": f"*{scores}", "visible": "*u8" if masked else f"*{scores}"}
     pointers |= {"values": "*fp32", "places": "*i32", "ties": "*i32"}
     numbers = {name: "i32" for name in kernel.arg_names if name.islower()}

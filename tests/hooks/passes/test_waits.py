@@ -7,7 +7,7 @@ from infoflow_lens import PositionsProbe, RecoveryProbe
 from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.model.semantics import visibility
-from infoflow_lens.hooks.passes import kernels
+from infoflow_lens.hooks.passes import ranking
 from infoflow_lens.hooks.passes.run import prepare, run
 from infoflow_lens.hooks.probe import Split
 from tests.reference.waits import waits
@@ -38,8 +38,8 @@ def by_rounds(scores, n, visible):
     ids=lambda probes: " and ".join(type(probe).__name__ for probe in probes),
 )
 def test_a_pass_waits_once_and_once_for_each_probe(token_model, token_inputs, probes, monkeypatch):
-    monkeypatch.setattr(kernels, "can_run", lambda scores: True)
-    monkeypatch.setattr(kernels, "largest_keys", by_rounds)
+    monkeypatch.setattr(ranking, "can_run", lambda scores: True)
+    monkeypatch.setattr(ranking, "select_keys", by_rounds)
     token_model.eval()
     needs = prepare(token_model, probes, WeightState(token_model))
     visibility(token_model, token_inputs.shape[1])  # found once for a model and length

@@ -1,1 +1,0 @@
-"""Which key positions each head attends to most."""
