@@ -366,11 +366,6 @@ class ComparisonTree:
         self.n_leaves = len(leaves)
         self.dimension = max(len(leaf) for leaf in leaves)
 
-    @property
-    def n_comparisons(self) -> int:
-        """Comparisons that an evaluation makes: leaves - 1, in a full binary tree of any shape."""
-        return self.n_leaves - 1
-
     @classmethod
     @checked
     def over(
@@ -721,24 +716,20 @@ def reading_profile(name: str) -> ComparisonProfile:
 
 
 @checked
-def growth_sizes(
-    n_heads: Heads, n_tokens: Number, cls_hidden: bool = True
-) -> list[tuple[int, int]]:
+def growth_sizes(n_heads: Heads, n_tokens: Number) -> list[tuple[int, int]]:
     """Largest set sizes (token, CLS) after every layer, by max-position retrieval alone (Sec. 4).
 
     ``m_tok(l) <= (1 + h_l) m_tok(l-1)`` from 1, ``m_cls(l) <= m_cls(l-1) + h_l m_tok(l-1)`` from 0,
-    both at most T [derived].
+    both at most T [derived]. That CLS attends in hidden layers, too, is the safe bound [chosen].
 
     Args:
         n_heads: h_1 .. h_L.
         n_tokens: T.
-        cls_hidden: whether CLS attends in hidden layers too, the safe upper bound [chosen].
     """
     sizes, token, cls = [], 1, 0
-    for layer, heads in enumerate(n_heads):
+    for heads in n_heads:
         # CLS reads tokens as they were before this layer, so it goes first
-        if cls_hidden or layer == len(n_heads) - 1:
-            cls = min(n_tokens, cls + heads * token)
+        cls = min(n_tokens, cls + heads * token)
         token = min(n_tokens, (1 + heads) * token)
         sizes.append((token, cls))
     return sizes

@@ -191,7 +191,6 @@ class _Problem:
     n_tokens: int
     positional: bool
     causal: bool
-    cls_hidden: bool
     max_position_only: bool
     roles: tuple[int, ...]
     widths: tuple[int, ...]
@@ -253,12 +252,11 @@ class _Problem:
     def cls_actions(self, state: _State, layer: int, listing: int) -> Iterator[_ClsAction | None]:
         """Yield what CLS heads can do in a layer; None for aggregating everything."""
         kinds, heads = self.kinds, self.cls_heads[layer]
-        last = layer == len(self.n_heads) - 1
         # CLS reads what all listed tuples share in the layer in which tokens read the rest
         heads -= listing if kinds.common else 0
         if heads < 0:
             return
-        if not (last or self.cls_hidden) or not self.usable[layer]:
+        if not self.usable[layer]:
             yield _ClsAction()
             return
         if not self.max_position_only:
@@ -488,9 +486,8 @@ def find(
     n_heads: Heads,
     n_tokens: Count,
     positional: bool = False,
-    cls_hidden: bool = True,
-    max_position_only: bool = False,
     *,
+    max_position_only: bool = False,
     reads: Sequence[int] = (),
     causal: bool = False,
     roles: Sequence[int] | int = 1,
@@ -517,7 +514,6 @@ def find(
         n_heads: h_1 .. h_L.
         n_tokens: T.
         positional: whether there is a positional encoding.
-        cls_hidden: whether CLS retrieves in hidden layers too.
         max_position_only: R1, R2 and R5 only.
         reads: positions that the target reads whatever they hold.
         causal: whether tokens see earlier ones only; CLS, the last, sees all.
@@ -562,7 +558,6 @@ def find(
         n_tokens=n_tokens,
         positional=positional,
         causal=causal,
-        cls_hidden=cls_hidden,
         max_position_only=max_position_only,
         roles=check_by_layer(roles, "roles", len(n_heads)),
         widths=check_by_layer(d_model, "d_model", len(n_heads)),
@@ -598,10 +593,8 @@ def _solve(problem: _Problem) -> tuple[_State | None, bool]:
 def _plan(plan: Plan, problem: _Problem, components: Sequence[Component]) -> Schedule | None:
     """Schedule a plan's messages, and other jobs for the components that it leaves."""
     able = [heads * use for heads, use in zip(problem.n_heads, problem.usable, strict=True)]
-    # a model whose CLS stays idle in hidden layers has heads of CLS in the last one alone
-    hidden = able if problem.cls_hidden else [*[0] * (problem.n_layers - 1), able[-1]]
     kinds = _kinds(components, problem.n_tokens, problem.causal, plan.components)
-    for at in plan.placements(able, hidden):
+    for at in plan.placements(able):
         jobs = [
             LayerSchedule(
                 tuple(job for job in plan.messages if at[job] == layer),
@@ -641,9 +634,10 @@ def search(
     n_heads: Sequence[int],
     n_tokens: int,
     positional: bool = False,
-    cls_hidden: bool = True,
+    *,
     max_position_only: bool = False,
 ) -> Schedule | None:
     """Return the schedule of :func:`find`, or None if there is none."""
     heads = tuple(n_heads)
-    return find(components, heads, n_tokens, positional, cls_hidden, max_position_only).schedule
+    found = find(components, heads, n_tokens, positional, max_position_only=max_position_only)
+    return found.schedule

@@ -43,12 +43,10 @@ class Plan:
     messages: tuple[Message, ...]
     reads: tuple[Message, ...]
 
-    def placements(
-        self, token_heads: Sequence[int], cls_heads: Sequence[int]
-    ) -> Iterator[Mapping[Message, int]]:
+    def placements(self, n_heads: Sequence[int]) -> Iterator[Mapping[Message, int]]:
         """Layers for all messages and reads that leave no layer with more than it has heads."""
-        last = len(token_heads) - 1
-        left = {False: list(token_heads), True: list(cls_heads)}
+        last = len(n_heads) - 1
+        left = {False: list(n_heads), True: list(n_heads)}
         at: dict[Message, int] = {}
 
         def fill(rest: Sequence[Message]) -> Iterator[Mapping[Message, int]]:

@@ -558,27 +558,6 @@ class Dependence(Displayed):
             weights = weights * normalisers.to(weights)[index]
         return torch.tensordot(weights, outputs[index].double(), dims=1)
 
-    def obstructs(self, y: Labels) -> bool:
-        """Say whether this dependence alone excludes one layer for labels y (II.3) [derived].
-
-        It does iff all sequences with a positive coefficient have one label, and all with a
-        negative one another: then +lambda and -lambda in these two columns are a witness. Several
-        dependences can exclude one layer together where none does alone;
-        :func:`one_layer_certificate` decides that.
-
-        Raises:
-            InfoFlowError: for labels that are not integers, or of another number.
-        """
-        labels = _integers(y, "y", 1)
-        if len(labels) != self.n_sequences:
-            raise InfoFlowError(
-                f"y has {len(labels)} labels: expected {self.n_sequences}, one a sequence"
-            )
-        pairs = list(zip(labels[list(self.indices)].tolist(), self.coefficients))
-        plus = {label for label, value in pairs if value > 0}
-        minus = {label for label, value in pairs if value < 0}
-        return len(plus) == len(minus) == 1 and plus != minus
-
 
 @checked
 def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Dependence:

@@ -371,18 +371,11 @@ def test_the_example_of_definition_3():
     assert (result.rank, result.n_dependences) == (3, 1)
     sign = result.coefficients[0]
     assert tuple(sign * value for value in result.coefficients) == (1, 1, -1, -1)
-    assert result.obstructs([0, 0, 1, 1])
-    assert result.obstructs([8, 8, 5, 5])
-    assert not result.obstructs([0, 1, 0, 1])
-    assert not result.obstructs([0, 1, 2, 3])
-    assert not result.obstructs([0, 0, 0, 0])
 
 
-def test_a_dependence_that_obstructs_excludes_one_layer():
+def test_labels_of_dependent_sequences_exclude_one_layer_or_do_not():
     x, y = four_sequences()
-    assert dependence(x).obstructs(y)
     assert not verified(x, y).feasible
-    assert not dependence(x).obstructs([0, 1, 0, 1])
     assert verified(x, [0, 1, 0, 1]).feasible
 
 
@@ -513,8 +506,6 @@ def test_bad_questions_to_a_dependence_are_refused():
         result.combine(torch.zeros(3, 2))
     with pytest.raises(InfoFlowError, match="normalisers have 5 rows: expected 4"):
         result.combine(torch.zeros(4, 2), torch.zeros(5))
-    with pytest.raises(InfoFlowError, match="y has 2 labels: expected 4"):
-        result.obstructs([0, 1])
 
 
 def test_equal_sequences_with_different_labels_are_called_a_mistake_in_the_data():
