@@ -322,9 +322,6 @@ class Intervention(Probe[InterventionResult]):
         check_finite(plain.output, "the output", seen.first)
         _check_again(seen, plain)
         plain = plain.renumber(seen.indices, seen.held_out, seen.turns)
-        # a classifier finds the end of each text by its ids, which a pass that starts later lacks
-        if plain.output.ndim == 2 and seen.lengths is not None:
-            starts = []
         states = {layer: plain.activation(entering_point(layer)) for layer in starts}
         return PlainRun(source, plain, _judge_of(self, plain, source), states)
 
@@ -562,8 +559,10 @@ class _Source:
     ) -> Caught:
         """Run copies of the batch with hooks, from a layer on if one is given."""
         if layer is not None and state is not None:
-            entering = torch.cat([state] * n)
-            return run_from(self.model, layer, entering, example_of(self.batch), hooks, want)
+            entering, tokens = torch.cat([state] * n), example_of(self.batch)
+            if hasattr(self.model, "anatomy"):  # its classifier may find a text's end by its ids
+                tokens = self.batch.tokens.repeat(n, 1)
+            return run_from(self.model, layer, entering, tokens, hooks, want)
         copies = self.batch.take(torch.arange(len(self.batch)).repeat(n))
         start = self.start and (self.start[0], torch.cat([self.start[1]] * n))
         return call(self.model, copies, want, edit=hooks, start=start, output=True)

@@ -321,16 +321,18 @@ def test_the_loss_of_next_tokens_is_that_of_plain_transformers(case, measured, l
             assert float(found[row]) == pytest.approx(float(losses.sum()), abs=1e-4)
 
 
-def test_classifiers_read_the_end_of_each_text_of_a_batch():
-    """Passes that begin at a layer read the padding behind shorter texts."""
+@pytest.mark.parametrize("lengths", [(5, 9, 4), (9, 9, 9)])
+def test_classifiers_read_the_end_of_each_text_of_a_batch(lengths):
+    """Passes that begin at a layer read the padding behind shorter texts, as of plain passes."""
     config = zoo.build("llama").config
-    config.num_labels, config.pad_token_id = 3, 0
+    config.num_labels, config.pad_token_id = 3, 7
     torch.manual_seed(0)
     plain = transformers.LlamaForSequenceClassification(config).eval()
     with torch.no_grad():
         for weight in plain.parameters():
             weight.mul_(1 + 3 * (weight.ndim > 1))
-    tokens = [row[:n] for row, n in zip(zoo.tokens(3, 9), (5, 9, 4), strict=True)]
+    tokens = [row[:n] for row, n in zip(zoo.tokens(3, 9), lengths, strict=True)]
+    tokens[0][0] = tokens[1][-1] = 7  # a pad token of the text's own, at its end, ends it before
     model, first = open_model(plain), FunctionOfOutput(lambda output: output[:, 0])
     alone, together = (
         run_probes(model, tokens, [LooksAtFirst(readout=first)], progress=False, batch_size=n)[0]
