@@ -22,9 +22,9 @@ from infoflow_lens.hooks.model.call import (
     ignore_edit_warnings,
     mark_own_call,
 )
-from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Inputs, pad_id, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
-from infoflow_lens.hooks.model.log import first_tensor
+from infoflow_lens.hooks.model.log import first_tensor, tensors_in
 from infoflow_lens.hooks.model.parts import Block
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
@@ -450,7 +450,8 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
     """Run a few tokens alone, and padded on the right beside longer ones with a mask.
 
     They show something else where attention mixes neighbours, or averages over positions, before it
-    masks them, and where a model sees later positions and takes no mask.
+    masks them, where a model sees later positions and takes no mask, and where what it gives of a
+    text is read off the padding, or a mean with it.
 
     Args:
         model: the model.
@@ -458,7 +459,8 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
         example: what its ``forward`` takes, as for ``find_anatomy``.
 
     Returns:
-        Whether the last state is the same. True where that cannot be tried, for want of token ids.
+        Whether the last state is the same, and so is an output of one vector for each sequence.
+        True where that cannot be tried, for want of token ids.
     """
     ids = example.get("input_ids")
     # other examples cannot be cut and padded
@@ -470,18 +472,29 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
     parameters = inspect.signature(model.forward).parameters.values()
     has_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in parameters)
     masked = {"attention_mask": mask} if has_mask else {}
+    given = ids.where(mask == 1, pad_id(model))
     with mark_own_call(), SeededRandom(0), eval_mode(model):
-        alone = _last_state(model, anatomy, {"input_ids": ids[1:, :n]})
-        padded = _last_state(model, anatomy, {"input_ids": ids * mask, **masked})
+        alone, vectors = _last_state(model, anatomy, {"input_ids": ids[1:, :n]})
+        padded, others = _last_state(model, anatomy, {"input_ids": given, **masked})
     # a model of another layout: nothing that padding could be compared by
     if alone.ndim < 3 or alone.shape[1] != n or padded.shape[1] != ids.shape[1]:
         return True
-    apart = (padded[1:, :n] - alone).float().abs().max()
-    return bool(apart <= (1e-3 if alone.dtype in _IN_FULL else 0.1) * alone.float().abs().max())
+    pairs = [(alone, padded[1:, :n])]
+    pairs += [(one, two[1:]) for one, two in zip(vectors, others) if one.shape == two[1:].shape]
+    return all(
+        bool((two - one).float().abs().max() <= allowed * one.float().abs().max())
+        for one, two in pairs
+        for allowed in [1e-3 if one.dtype in _IN_FULL else 0.1]
+    )
 
 
-def _last_state(model: nn.Module, anatomy: Anatomy, given: Mapping[str, Any]) -> Tensor:
-    """Run the model, and return what leaves the last block, or the output where that is hidden."""
+def _last_state(
+    model: nn.Module, anatomy: Anatomy, given: Mapping[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Run the model, and return what leaves the last block, or the output where that is hidden.
+
+    Beside it stand the outputs of one vector for each sequence.
+    """
     seen: list[Tensor] = []
 
     def keep(name: str, tensor: Tensor) -> Tensor:
@@ -494,4 +507,5 @@ def _last_state(model: nn.Module, anatomy: Anatomy, given: Mapping[str, Any]) ->
         output = model(**given)
     found = first_tensor(seen or output)
     assert found is not None  # a model gives something
-    return found
+    vectors = [one for one in tensors_in(output) if one.ndim == 2 and one.is_floating_point()]
+    return found, vectors

@@ -267,7 +267,7 @@ class Batches:
             return Batch(rows, None, columns)
         lengths = torch.tensor([len(row) for row in rows])
         same = bool((lengths == lengths[0]).all())
-        fill = 0 if rows[0].is_floating_point() else _pad_id(self._model)
+        fill = 0 if rows[0].is_floating_point() else pad_id(self._model)
         return Batch(_pad(rows, fill), None if same else lengths, columns)
 
 
@@ -277,11 +277,11 @@ def _pad(rows: Tensor | Sequence[Tensor], fill: int = 0) -> Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_value=fill)
 
 
-def _pad_id(model: nn.Module) -> int:
+def pad_id(model: nn.Module) -> int:
     """Return the token id of padding, by which classifiers find the end of a text; else 0."""
     config = _config(model)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found, n_ids = getattr(config, "pad_token_id", None), config_value(model, "d_vocab") or 0
+    found, n_ids = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", 0)
     return found if isinstance(found, int) and 0 <= found < n_ids else 0
 
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from infoflow_lens import InfoFlowError, JacobianInfluence, attach, open_model, run_probes
 from infoflow_lens.hooks import PatternsProbe
-from infoflow_lens.hooks.model.inputs import accepts_padding
+from infoflow_lens.hooks.model.call import output_of
+from infoflow_lens.hooks.model.inputs import accepts_padding, read_inputs
 from tests.conftest import some_of
 from tests.reference import families
 
@@ -90,6 +91,35 @@ def test_all_others_take_padding(kind):
     except (InfoFlowError, TypeError, ValueError) as error:
         pytest.skip(str(error)[:80])
     assert named.takes_padding
+
+
+class MeanOfStates(nn.Module):
+    """A classifier of a user's own, whose mean forgets the mask or does not."""
+
+    def __init__(self, keeps_mask):
+        super().__init__()
+        self.base, self.keeps_mask = families.build("bert").bert, keeps_mask
+        self.config = self.base.config
+
+    def forward(self, input_ids, attention_mask=None):
+        states = self.base(input_ids, attention_mask=attention_mask).last_hidden_state
+        if attention_mask is None or not self.keeps_mask:
+            return states.mean(dim=1)
+        real = attention_mask[..., None].float()
+        return (states * real).sum(dim=1) / real.sum(dim=1)
+
+
+@pytest.mark.parametrize("keeps_mask", [True, False])
+def test_an_output_that_reads_padding_is_that_of_each_text_alone(keeps_mask):
+    """It was that of a text and its padding, in silence."""
+    plain = MeanOfStates(keeps_mask).eval()
+    model = open_model(plain)
+    texts = [torch.arange(3, 3 + n) for n in (4, 7)]
+    given = list(read_inputs(model, texts).batches(2))
+    assert len(given) == (1 if keeps_mask else 2)
+    found = torch.cat([output_of(model, batch) for batch in given])
+    expected = torch.cat([plain(text[None]) for text in texts])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_takes_no_mask_and_sees_later_positions_is_run_by_length():
