@@ -674,6 +674,8 @@ class AnswerNumbers(Result):
                 f"of the difference, as many random ones {chance} (at most {most}); "
                 f"cut, they lose {lost}{beyond}."
             )
+            if self.random and self.kept <= max(self.random):
+                said.append("They explain no more than random paths do.")
         return " ".join(said)
 
 

@@ -354,6 +354,9 @@ def test_estimates_of_paths_have_the_sign_of_their_effects():
     higher = replace(found, other_value=5.0)
     assert higher.to_frame("paths")["estimate"].tolist() == near([2.0, -0.3])
     assert "cut, they lose 130%: the score falls below that of the other text." in found.summary()
+    for kept, no_more in ((-2.0, True), (0.4, True), (0.6, False)):
+        compared = replace(found, kept=kept, random=(0.1, 0.5, 0.2)).summary()
+        assert ("They explain no more than random paths do." in compared) is no_more
 
 
 def test_guesses_are_the_models_own_without_what_stands_there(question):
