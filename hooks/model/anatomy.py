@@ -423,11 +423,15 @@ def _run(model: nn.Module, example: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         takes = ", ".join(list(inspect.signature(model.forward).parameters)[:6])
+        remedy = (
+            f"expected what its forward takes ({takes}); give open_model example={{name: two "
+            "sequences of a few tokens}, or a part of the model that reads tokens"
+        )
+        if "no padding token" in str(error):  # by which a classifier finds the end of each text
+            remedy = "expected one; set model.config.pad_token_id, such as the tokenizer's"
         raise InfoFlowError(
             f"{type(model).__name__} does not run on an example with {', '.join(example)} "
-            f"({type(error).__name__}: {error}): expected what its forward takes ({takes}); "
-            "give open_model example={name: two sequences of a few tokens}, or a part of the model "
-            "that reads tokens"
+            f"({type(error).__name__}: {error}): {remedy}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from infoflow_lens import InfoFlowError, JacobianInfluence, attach, open_model, run_probes
@@ -91,6 +92,15 @@ def test_all_others_take_padding(kind):
     except (InfoFlowError, TypeError, ValueError) as error:
         pytest.skip(str(error)[:80])
     assert named.takes_padding
+
+
+def test_a_classifier_without_a_pad_token_asks_for_one():
+    plain = transformers.GPT2ForSequenceClassification(families.build("gpt2").config)
+    plain.config.pad_token_id = None
+    with pytest.raises(InfoFlowError, match=r"no padding token.*set model.config.pad_token_id"):
+        open_model(plain)
+    plain.config.pad_token_id = 3
+    assert open_model(plain).takes_padding
 
 
 class MeanOfStates(nn.Module):
