@@ -328,12 +328,13 @@ class _LayerEstimate:
     def __init__(
         self, pattern: Tensor, visible: Tensor, means: LayerMeans, batch: Batch, is_one_row: bool
     ) -> None:
-        self.pattern, self.visible, self.means = pattern, visible, means
+        self.pattern, self.means = pattern, means
         self.is_one_row = is_one_row
         self.heads = list(range(pattern.shape[1]))
         self.real = real_queries(batch, pattern).bool()[:, None]
-        # the rows of padding are in no mean
+        # the rows of padding are in no mean, and see nothing
         self.own = pattern.masked_fill(~self.real[..., None], 0)
+        self.visible = visible & self.real[..., None]
 
     def change(self, ideal: str) -> Float[Tensor, "batch head query key"]:
         """Subtract the pattern from an ideal one."""

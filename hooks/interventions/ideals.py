@@ -114,7 +114,7 @@ class LayerMeans:
             # padded to the longest, so that an offset has the same place as in the sums of all
             size = (longest - n_key, longest - n_query)
             mine = sum_by_offset(torch.nn.functional.pad(own, (0, size[0], 0, size[1])))
-            real = pattern.sum(dim=-1) > 0  # the patterns of padding are empty
+            real = visible.any(dim=-1)  # those of padding see nothing
             once = torch.nn.functional.pad(real.double(), (0, size[1]))
             sums, counts = sums - mine, counts - self._counts(once)
         # [head, offset], or [batch, head, offset] where each sequence is left out of it;

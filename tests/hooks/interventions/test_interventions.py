@@ -321,6 +321,27 @@ def test_the_loss_of_next_tokens_is_that_of_plain_transformers(case, measured, l
             assert float(found[row]) == pytest.approx(float(losses.sum()), abs=1e-4)
 
 
+def test_a_row_that_attends_to_nothing_counts_in_means_by_offset():
+    """As of ReLU attention: the text that is left out was left in the counts of that row."""
+    every = torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)).tril().double()
+    every[0, 0, 3] = 0
+    n, visible = torch.full((4,), 3.0), torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    means = LayerMeans(every.mean(dim=0), torch.zeros(4, 1, 2), n, leaves_out=True)
+    for left in range(3):
+        others = [pattern[0] for i, pattern in enumerate(every) if i != left]
+        weight = torch.zeros(4, 4, dtype=torch.float64)
+        for query, key in itertools.product(range(4), range(1, 4)):
+            found = [p[q, q - query + key] for p in others for q in range(4)
+                     if 0 < q - query + key <= q]  # fmt: skip
+            weight[query, key] = sum(found) / len(found) if key <= query else 0
+        mine = every[left : left + 1]
+        made = means.offset_mean(mine, [0], visible)[0, 0]
+        sink = torch.stack(others).mean(dim=0)[:, 0]
+        rest = (mine[0, 0].sum(dim=-1) - sink).clamp(min=0) * (weight.sum(dim=-1) > 0)
+        expected = weight * (rest / weight.sum(dim=-1).clamp(min=1e-9))[:, None]
+        torch.testing.assert_close(made[:, 1:], expected[:, 1:], atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("lengths", [(5, 9, 4), (9, 9, 9)])
 def test_classifiers_read_the_end_of_each_text_of_a_batch(lengths):
     """Passes that begin at a layer read the padding behind shorter texts, as of plain passes."""
