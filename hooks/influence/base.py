@@ -303,6 +303,7 @@ StateName = Literal["post_attention", "resid_post"]
 Layers = Annotated[tuple[Index, ...], MinLen(1), Distinct()]
 Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
 
+_SMALL = 0.01  # change of a source, relative to it, that a derivative would foresee [chosen]
 # what all layers compute from the sources, and so must have derivatives by them
 _COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mlp_out", ".hook_resid_post")
 _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
@@ -502,6 +503,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             if self.differentiates and not self._is_checked:
                 self._check_operations(rerun, start)
             influence, more = self._measure(rerun, states)
+            if self.differentiates:
+                self._check_derivatives(rerun, states, influence)
         # rows of padding, and positions that a sequence lacks, have no influence
         exists = mark_existing(place, lengths, n_source)
         influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
@@ -607,6 +610,41 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 "operations that have them; load it in float32, or take ResampleInfluence"
             )
         self._is_checked = True
+
+    @torch.no_grad()
+    def _check_derivatives(
+        self,
+        rerun: Rerun,
+        states: AskedStates,
+        influence: Float[Tensor, "layer batch asked source"],
+    ) -> None:
+        """Refuse a model that other tokens move although the derivative by all of them is 0.
+
+        So it is behind steps such as ``round()``, whose derivative is 0. In a part of a model that
+        cannot be told from a kink, as of a ReLU of 0 in weights that are set by hand.
+
+        Raises:
+            InfoFlowError: naming what lacks derivatives.
+        """
+        start, expected, place = states
+        sources = torch.arange(start.shape[1])
+        if influence.masked_fill(sources == place[..., None].cpu(), 0).any():
+            return
+        # a model that reads its own position alone is right: then a small change of all other
+        # sources leaves one asked state of each sequence as it is
+        at = place.amax(dim=1).cpu()
+        others = (sources != at[:, None]).to(start.device)
+        changed = start + _SMALL * start.roll(1, dims=-1)
+        values = rerun(torch.where(others[..., None], changed, start))
+        row = (at >= 0).nonzero().flatten()
+        for value, state in zip(values, expected, strict=True):
+            gap = (value - state)[row, at[row]].float().norm(dim=-1)
+            if (gap > 0.1 * tolerance(state) * state[row, at[row]].float().norm(dim=-1)).any():
+                raise InfoFlowError(
+                    f"other tokens move the states of the {kind_of(rerun.model)}, and the "
+                    "derivative by all of them is 0, as behind round(): expected operations whose "
+                    "derivatives say how they move; load it without, or take ResampleInfluence"
+                )
 
     def compute(self) -> InfluenceResult:
         """Join all batches."""
