@@ -432,6 +432,12 @@ def test_repeated_random_tokens(folder):
     assert all(len(set(row.tolist())) == 5 for row in ids[:, 1:6])
 
 
+def test_a_model_without_room_for_two_tokens_twice_is_refused(folder):
+    model = load_any(str(folder)).model
+    with pytest.raises(InfoFlowError, match=r"'repeated' with n_ctx .* room for two tokens twice"):
+        read_data(model, "repeated", n=5, max_length=4)  # BOS takes one of the four
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

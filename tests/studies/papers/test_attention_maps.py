@@ -112,7 +112,8 @@ def test_operations_that_happen_pass_and_a_start_that_does_them_need_not_gain():
         "reasoning, matching",
         "generalization, parsing",
     ]
-    assert list(gains.numbers(frame(SEEN))) == ["reasoning, matching"]
+    # the least of .95 and .97, behind .5 before training
+    assert gains.numbers(frame(SEEN)) == {"reasoning, matching": pytest.approx(0.45)}
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,11 @@ def test_models_have_the_sizes_of_their_table(table, layers, d_head, d_model):
     assert sizes.n_heads == (3,) * layers
     assert sizes.head_dimensions == (d_head,) * layers
     assert sizes.d_model == d_model
+
+
+def test_the_table_compares_cells_that_were_run():
+    (row,) = [
+        row for row in STUDY.table(frame({3: 1e-3})).splitlines() if row.startswith("| 3 | 16 | 3")
+    ]
+    assert row.count(" times") == 2  # by second moment and by variance
+    assert "nan" not in STUDY.table(frame({3: 1e-3}))
