@@ -402,8 +402,19 @@ class StateFinder:
                 self._find_neurons(next((t for t in later.inputs if id(t) not in same), None))
                 if not block.adds and not self._is_output(total):
                     self._lack("adds", why="behind the sum with the MLP the block does more")
+                    self._find_extra(later)
                 return
         self._lack("mlp_out", why="no sum adds something to what is read behind attention")
+
+    def _find_extra(self, op: Operation) -> None:
+        """Find a sum of what the MLP has left with a third sublayer's output (Gemma 4)."""
+        same = {id(op.outputs[0])}
+        for later in self._operations[self._operations.index(op) + 1 :]:
+            if later.name in SAME and later.inputs and id(later.inputs[0]) in same:
+                same |= {id(t) for t in later.outputs}
+            if self._is_sum(later) and any(id(t) in same for t in later.inputs):
+                self._block.extra_out = Place("sum")
+                return
 
     def _find_neurons(self, contribution: Tensor | None) -> None:
         """Find the last matrix of an MLP: what it adds is the output of that, or a norm of it."""

@@ -194,6 +194,7 @@ class Block:
         is_parallel: whether the MLP stands beside attention and reads what that reads.
         norms: where they stand: "pre", before a sublayer; "post", behind it; "both"; "none".
         attn_out, mid, mlp_out: where these states are; None with a sentence in `lacks`.
+        extra_out: where a third sublayer adds to the stream behind the MLP; None where none does.
         neurons: where what the last matrix of the MLP reads is.
         mlp_output: that matrix.
         mixer: what runs in the place of attention.
@@ -211,6 +212,7 @@ class Block:
     attn_out: Place | None = None
     mid: Place | None = None
     mlp_out: Place | None = None
+    extra_out: Place | None = None
     neurons: Place | None = None
     mlp_output: Projection | None = None
     mixer: str | None = None

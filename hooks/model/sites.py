@@ -9,7 +9,8 @@ model has something else they differ, and :func:`site_names` says which there ar
 - ``hook_attn_scores`` is -inf where the call closes a key, whatever the model puts there;
 - ``hook_resid_mid`` is what the next sublayer reads, so behind the norm where that stands behind
   the sum, as in BERT, and ``hook_resid_post`` what leaves the block;
-- a second attention of a block, such as cross attention, is ``attn_1``.
+- a second attention of a block, such as cross attention, is ``attn_1``;
+- ``hook_extra_out`` is what a third sublayer adds behind the MLP, as Gemma 4's per-layer inputs do.
 """
 
 import threading
@@ -41,6 +42,7 @@ EMBED, POS_EMBED = "hook_embed", "hook_pos_embed"
 SCALE, NORMALIZED = "ln_final.hook_scale", "ln_final.hook_normalized"
 LOGITS_IN, LOGITS = "unembed.hook_in", "unembed.hook_out"
 _NOTED = NOTED | SAME
+_ADDED = {0: "hook_attn_out", 2: "hook_mlp_out", 3: "hook_extra_out"}  # by the stage of the block
 
 
 def site_names(anatomy: Anatomy) -> list[str]:
@@ -65,6 +67,7 @@ def _block_names(block: Block) -> list[str]:
         "hook_resid_mid": block.mid,
         "mlp.hook_post": block.neurons,
         "hook_mlp_out": block.mlp_out,
+        "hook_extra_out": block.extra_out,
     }
     names = ["hook_resid_pre"] if block.axes else []
     for number, found in enumerate(block.attentions):
@@ -115,7 +118,8 @@ class SiteRun(Tap):
     def _start_pass(self) -> None:
         self._index, self._is_inside = -1, False
         self._shape: torch.Size | None = None  # of the stream in the block that runs
-        self._stage = 0  # of the block: before attention's sum, behind it, at mid, behind the MLP's
+        # of the block: before attention's sum, behind it, at mid, behind the MLP's, behind a third
+        self._stage = 0
         self._copies: dict[int, Tensor] = {}  # of the state that the next sum adds to
         self._sums = 0  # before the first block
         self._seen: set[int] = set()  # attentions of the block that have come
@@ -380,7 +384,8 @@ class SiteRun(Tap):
     def _adds_to_state(self, args: tuple[Any, ...]) -> bool:
         """Say whether the next sum of interest has come."""
         # a sum before attention has run is not the one that adds what attention gives
-        place = {0: self._block.attn_out, 2: self._block.mlp_out}.get(self._stage)
+        block = self._block
+        place = {0: block.attn_out, 2: block.mlp_out, 3: block.extra_out}.get(self._stage)
         if place is None or place.kind != "sum" or (self._stage == 0 and not self.n_attentions):
             return False
         assert self._shape is not None
@@ -393,10 +398,9 @@ class SiteRun(Tap):
         pair = list(args)
         # the summand that is not the state is what is shown
         place = 0 if id(args[1]) in self._copies else 1
-        name = "hook_attn_out" if self._stage == 0 else "hook_mlp_out"
-        pair[place] = self._show_state(name, pair[place])
+        pair[place] = self._show_state(_ADDED[self._stage], pair[place])
         out: Tensor = func(*pair)
-        # the first sum of a block ends attention, the second ends the block
+        # the first sum of a block ends attention, the next the MLP, and one more a third sublayer
         if self._stage == 0:
             self._stage = 1
             mid = self._block.mid
@@ -404,7 +408,7 @@ class SiteRun(Tap):
                 out = self._show_state("hook_resid_mid", out)
                 self._reach_mid(out)
         else:
-            self._stage, self._copies = 3, {id(out): out}
+            self._stage, self._copies = self._stage + 1, {id(out): out}
         return out
 
     def _adds_to_embedding(self, args: tuple[Any, ...]) -> bool:

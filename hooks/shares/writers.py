@@ -27,6 +27,7 @@ from infoflow_lens.hooks.model.call import HookFunction, NamedHook
 from infoflow_lens.hooks.model.points import hook_points, kind_of, layer_count, layer_of
 
 _EMBEDDINGS = {"hook_embed": "token embedding", "hook_pos_embed": "positional embedding"}
+_SUBLAYERS = {".hook_mlp_out": "MLP", ".hook_extra_out": "third sublayer"}
 _HEADS = re.compile(r"blocks\.\d+\.(attn\w*)\.hook_z")
 _CHUNK = 2**25  # numbers of derivatives that are held at once
 
@@ -64,7 +65,7 @@ class Writers:
         for layer in range(layer_count(model) if before is None else before):
             own = [name for name in points if layer_of(name) == layer]
             self._points += [name for name in own if _HEADS.fullmatch(name)]
-            self._points += [name for name in own if name.endswith(".hook_mlp_out")]
+            self._points += [name for name in own if name.endswith(tuple(_SUBLAYERS))]
         self.leaves: dict[str, _Leaf] = {}
 
     @property
@@ -112,7 +113,8 @@ class Writers:
         layer = layer_of(point)
         heads = _HEADS.fullmatch(point)
         if heads is None:
-            return (f"MLP {layer}",) if point.endswith("mlp_out") else ("embedding",)
+            kinds = (kind for end, kind in _SUBLAYERS.items() if point.endswith(end))
+            return tuple(f"{kind} {layer}" for kind in kinds) or ("embedding",)
         n = value.shape[2] if value.ndim == 4 else self._head_count(layer or 0)
         kind = "head" if heads[1] == "attn" else heads[1].replace("attn", "attention") + " head"
         return tuple(f"{kind} {layer}.{head}" for head in range(n))

@@ -35,9 +35,10 @@ def why(
     The margin is the difference of two attention scores of a query, before the softmax. A score is
     a product of the query's state and the key's, each behind norms. While the statistics by which
     norms divide are held, it is linear in either state, and each state is the sum of the token's
-    embedding, the positional embedding, what each earlier head and MLP wrote, and what biases make
-    (Elhage et al. 2021, "QK circuits"). So the margin is a sum over pairs: of one part of the
-    query and one part of the keys, at the first key minus at the second.
+    embedding, the positional embedding, what each earlier head and MLP (and, in Gemma 4, a third
+    sublayer) wrote, and what biases make (Elhage et al. 2021, "QK circuits"). So the margin is a
+    sum over pairs: of one part of the query and one part of the keys, at the first key minus at the
+    second.
 
     `by_key()` of the result says why this key, `by_query()` what the head looks for. `distance`
     says how far the pieces are from the margin: rounding, unless scores are no sums of products (a

@@ -16,7 +16,7 @@ from infoflow_lens.hooks import (
     measure_why_all,
 )
 from infoflow_lens.models.architecture import Architecture
-from tests.reference import zoo
+from tests.reference import families, zoo
 
 
 @pytest.fixture
@@ -123,6 +123,28 @@ def test_two_attentions_that_one_sum_adds_hide_no_mlp(ids):
     found = measure_shares(open_model(plain), ids, LogitDifference(7, 3))
     shares = dict(zip(found.writers, found.by_writer().values.tolist(), strict=True))
     assert [shares["MLP 0"], shares["MLP 1"]] == pytest.approx(expected, abs=1e-4)
+    assert misses(found) < 1e-4
+
+
+def test_a_third_sublayer_writes_too(ids):
+    """Per-layer inputs of Gemma 4 were no writers, and shares went through their gates."""
+    plain, kept = families.build("gemma4_text"), {}
+    plain.model.norm.register_forward_pre_hook(lambda _, args: kept.update(end=args[0]))
+    for layer, block in enumerate(plain.model.layers):
+        block.layer_scalar.fill_(0.5 + layer)
+        norm = block.post_per_layer_input_norm
+        norm.register_forward_hook(lambda _, args, out, n=layer: kept.update({n: out}))
+    with torch.no_grad():
+        plain(ids)
+        scale = (kept["end"][0, -1].square().mean() + plain.config.rms_norm_eps).rsqrt()
+        read = scale * plain.model.norm.weight * (plain.lm_head.weight[7] - plain.lm_head.weight[3])
+        # a block multiplies all that it has summed
+        factors = (0.5 * 1.5, 1.5)
+        expected = [f * float(kept[n][0, -1] @ read) for n, f in enumerate(factors)]
+    found = measure_shares(open_model(plain), ids, LogitDifference(7, 3))
+    shares = dict(zip(found.writers, found.by_writer().values.tolist(), strict=True))
+    given = [shares["third sublayer 0"], shares["third sublayer 1"]]
+    assert given == pytest.approx(expected, abs=1e-5)
     assert misses(found) < 1e-4
 
 
