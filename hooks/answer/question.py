@@ -100,6 +100,8 @@ Change: TypeAlias = tuple[str, Any, Tensor]
 Advance: TypeAlias = Callable[..., None]
 Span: TypeAlias = tuple[int, int]  # from a position to one, which is no more in it
 
+MLP, MIXER = -1, -2  # in the place of a head, what else writes in a layer
+
 _EACH = 30  # a batch costs as much as so many tokens more
 _SAME = 1e-5  # of the readout: as near as passes of other batches come
 
@@ -162,6 +164,7 @@ class Question:
         self.forwards = 0.0
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
         self.n_layers = layer_count(model)
+        self._known = hook_points(model)
         self._points = self._list_points()
         self._starts = BlockStarts.find(model)
         with self._starts.watching():
@@ -234,8 +237,13 @@ class Question:
         return f"blocks.{layer}.hook_resid_pre"
 
     def z(self, layer: int) -> str:
-        """Name the hook point of what the heads of a layer write."""
-        return f"blocks.{layer}.attn.hook_z"
+        """Name the hook point of what the heads of a layer write, or its mixer without any."""
+        mixer = f"blocks.{layer}.hook_mixer_out"
+        return mixer if mixer in self._known else f"blocks.{layer}.attn.hook_z"
+
+    def list_heads(self, layer: int) -> list[int]:
+        """List the heads of a layer; of one with another mixer, :data:`MIXER`."""
+        return [MIXER] if self.z(layer).endswith("mixer_out") else [*range(self.n_heads[layer])]
 
     def mlp(self, layer: int) -> str:
         """Name the hook point of what the MLP of a layer writes."""
@@ -503,7 +511,8 @@ class Question:
         clean, other = (run.shown["hook_embed"] for run in (self.clean, self.other))
         embedded = (clean + at * (other - clean)).detach().requires_grad_()
         shown: dict[str, Tensor] = {}
-        points = [name for name in self._points if name.endswith((".hook_z", ".hook_mlp_out"))]
+        written = (".hook_z", ".hook_mixer_out", ".hook_mlp_out")
+        points = [name for name in self._points if name.endswith(written)]
         # a copy goes on: a model may write to it in place, which a leaf does not allow
         edits: list[NamedHook] = [("hook_embed", lambda activation, hook: embedded.clone())]
         edits += [(name, keep_shown(name, shown)) for name in points]
@@ -612,7 +621,7 @@ class Question:
             yield (1 - layer / self.n_layers) * (1 - position / self.n_pos)
 
     def _list_points(self) -> list[str]:
-        known = hook_points(self.model)
+        known = self._known
         needed = ["hook_embed", *(self.state(layer) for layer in range(self.n_layers + 1))]
         needed += [self.z(layer) for layer in range(self.n_layers)]
         missing = [name for name in needed if name not in known]

@@ -12,6 +12,7 @@ from infoflow_lens.foundation.display import strip_word
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.answer.paths import TARGET
+from infoflow_lens.hooks.answer.question import MIXER, MLP
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.scores import describe_orders, spearman
 
@@ -30,6 +31,7 @@ _WORDS = {
     "answer": "writes the answer",
 }
 KINDS = tuple(_WORDS)
+_OTHERS = {MLP: "MLP", MIXER: "mixer"}  # in the place of a head
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +67,8 @@ class AnswerNumbers(Result):
         strip_layers: the layers at which states were exchanged; the last is what leaves the last
             layer, as the others are what enters theirs.
         strips: [strip, span], the effect of the states of each unit.
-        units: int [unit, 2], layers and heads; head -1 is the MLP.
+        units: int [unit, 2], layers and heads; head -1 is the MLP, -2 what runs in the place of
+            attention, such as a state space.
         unit_estimate, unit_effect: [unit]; NaN where it was not measured.
         places: int [path, 7]: layer, head and position of the writer (layer and head -1: the
             embedding), of the reader (-1: the answer), and the kind: query, key, value, answer.
@@ -290,7 +293,7 @@ class AnswerNumbers(Result):
             yield {
                 "layer": layer,
                 "head": head,
-                "name": f"MLP {layer}" if head < 0 else f"{layer}.{head}",
+                "name": f"{_OTHERS[head]} {layer}" if head in _OTHERS else f"{layer}.{head}",
                 "effect": effect,
                 "estimate": estimate,
             }
@@ -618,7 +621,8 @@ class AnswerNumbers(Result):
         if not len(self.units):
             return ""
         found = self.to_frame("heads").dropna(subset="effect")
-        rows = {head: list(group.itertuples()) for head, group in found.groupby(found["head"] < 0)}
+        by_kind = found.groupby(found["head"] == MLP)
+        rows = {is_mlp: list(group.itertuples()) for is_mlp, group in by_kind}
         places = {tuple(place): number for number, place in enumerate(self.looked.tolist())}
         said = []
         for is_mlp, most in ((False, _OPPOSED), (True, _OPPOSED - 1)):
@@ -628,7 +632,7 @@ class AnswerNumbers(Result):
                     continue
                 number = places.get((row.layer, row.head))
                 does = "" if number is None else f": {self._do(number)}"
-                name = row.name if is_mlp else f"head {row.name}"
+                name = row.name if row.head in _OTHERS else f"head {row.name}"
                 said.append(f"{name} ({row.effect:+.2f}{does})")
         if not said:
             return ""

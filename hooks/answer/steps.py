@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.hooks.answer.question import Advance, Question, Span
+from infoflow_lens.hooks.answer.question import MLP, Advance, Question, Span
 from infoflow_lens.hooks.model.points import is_causal
 
 POINTS = (0.0, 0.5)  # between the two texts, at which gradients rank
@@ -166,7 +166,7 @@ class UnitEffects:
     """What heads and MLPs do, all of their positions together.
 
     Attributes:
-        units: (layer, head) of each; head -1 is the MLP.
+        units: (layer, head) of each; head -1 is the MLP, -2 what runs in the place of attention.
         estimate: by the mean of the gradients.
         effect: measured: the change of the readout with what the unit writes in the other text; NaN
             where it was not measured.
@@ -198,10 +198,10 @@ def measure_units(
         for layer in range(question.n_layers):
             of_heads = _products(question, gradients, question.z(layer), question.n_heads[layer])
             place.append(of_heads)
-            units += [(layer, head) for head in range(question.n_heads[layer])]
+            units += [(layer, head) for head in question.list_heads(layer)]
             estimates.append(of_heads.sum(dim=0))
             if question.has_mlp(layer):
-                units.append((layer, -1))
+                units.append((layer, MLP))
                 estimates.append(_products(question, gradients, question.mlp(layer), 1).sum(dim=0))
         by_point.append(torch.cat(estimates))
         places.append(place)
@@ -211,7 +211,7 @@ def measure_units(
         kind = [
             i
             for i, (layer, head) in enumerate(units)
-            if (head < 0) == is_mlp and (layer or not is_mlp)
+            if (head == MLP) == is_mlp and (layer or not is_mlp)
         ]
         orders = [e.abs().argsort(descending=True, stable=True).tolist() for e in by_point]
         rankings = [[i for i in order if i in kind] for order in orders]
@@ -220,7 +220,7 @@ def measure_units(
     rows = []
     for i in chosen:
         layer, head = units[i]
-        point = question.mlp(layer) if head < 0 else question.z(layer)
+        point = question.mlp(layer) if head == MLP else question.z(layer)
         place_of: Any = slice(None) if head < 0 else question.find_head(layer, head)
         rows.append([question.exchange(point, place_of)])
     effect[chosen] = question.measure(rows, advance=advance)

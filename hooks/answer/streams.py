@@ -26,7 +26,7 @@ from infoflow_lens.hooks.model.call import (
     is_stream,
     mark_own_call,
 )
-from infoflow_lens.hooks.model.points import hook_points
+from infoflow_lens.hooks.model.points import check_is_attention, hook_points
 from infoflow_lens.hooks.model.sites import rebuild
 
 _NEAR = 1e-3  # of the largest number: how near a single position must come to the whole run
@@ -97,6 +97,7 @@ class Streams:
 
     def _points_of(self, layer: int) -> dict[str, str]:
         known, place = hook_points(self.model), f"blocks.{layer}.attn.hook_"
+        check_is_attention(self.model, f"{place}z")
         names = {"scores": f"{place}attn_scores", "pattern": f"{place}pattern"}
         names |= {"v": f"{place}v", "z": f"{place}z"}
         for side in ("q", "k"):

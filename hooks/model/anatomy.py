@@ -44,6 +44,7 @@ from infoflow_lens.hooks.model.parts import (
     Place,
     Projection,
     is_linear,
+    is_norm,
     is_plain_norm,
 )
 from infoflow_lens.hooks.model.points import check_gives_numbers, check_one_device
@@ -439,8 +440,9 @@ def _read(
     model: nn.Module, log: PassLog, given: list[Tensor], stack: str | None, output: list[Tensor]
 ) -> Anatomy:
     """Read an anatomy from a log."""
-    calls = _block_calls(log, _attentions_of(log, type(model).__name__))
-    blocks = [_block(log, call) for call in calls]
+    attentions = _attentions_of(log, given, type(model).__name__)
+    calls = _block_calls(log, attentions)
+    blocks = [_block(log, call, attentions) for call in calls]
     # blocks of one list, such as those of an encoder, make a stack; a model may have several
     stacks: dict[str, list[Block]] = {}
     for call, block in zip(calls, blocks):
@@ -474,14 +476,19 @@ def _read(
     return anatomy
 
 
-def _attentions_of(log: PassLog, kind: str) -> list[AttentionCall]:
+def _attentions_of(log: PassLog, given: list[Tensor], kind: str) -> list[AttentionCall]:
     """List the attentions of a pass.
 
     Raises:
         InfoFlowError: if there is none.
     """
     # softmaxes that a product reads: others are of experts, or of the vocabulary
-    calls = [call for call in log.calls if call.is_read and id(call) in log.places]
+    ids = next((t for t in given if not t.is_floating_point() and t.ndim == 2), None)
+    calls = [
+        call
+        for call in log.calls
+        if call.is_read and id(call) in log.places and not _mixes_streams(call, ids)
+    ]
     if calls:
         return calls
     if log.calls:
@@ -496,6 +503,12 @@ def _attentions_of(log: PassLog, kind: str) -> list[AttentionCall]:
         'cannot be watched: call set_attn_implementation("eager") or "sdpa"; or give a model that '
         "has attention"
     )
+
+
+def _mixes_streams(call: AttentionCall, ids: Tensor | None) -> bool:
+    """Say whether a softmax weighs several streams of each position (hyper-connections)."""
+    shape = call.seen["pattern"].shape
+    return ids is not None and shape[1] == ids.shape[1] and ids.shape[1] not in shape[2:]
 
 
 # Blocks
@@ -536,8 +549,9 @@ def _count_sums(log: PassLog, call: ModuleCall, attention: AttentionCall) -> int
     return count_sums(log.operations[call.start : call.end], stream[0].shape, attention)
 
 
-def _block(log: PassLog, call: ModuleCall) -> Block:
-    attentions, batch = list(dict.fromkeys(call.attentions)), log.batch or 1
+def _block(log: PassLog, call: ModuleCall, known: list[AttentionCall]) -> Block:
+    attentions = [one for one in dict.fromkeys(call.attentions) if one in known]
+    batch = log.batch or 1
     # some models run with the batch folded into another axis; the pattern has it for sure
     if attentions and attentions[0].seen["pattern"].ndim == 4:  # wherever the stream has its batch
         batch = attentions[0].seen["pattern"].shape[0]
@@ -560,17 +574,24 @@ def _block(log: PassLog, call: ModuleCall) -> Block:
     if seen and max(seen[-2:]) < stream[0].shape[block.axes[1]]:
         raise InfoFlowError(
             f"block {call.path} takes softmaxes of {seen[-2]} queries over {seen[-1]} keys where "
-            f"the text has {stream[0].shape[block.axes[1]]} tokens: expected a pattern over all "
-            "keys; its keys are landmarks, each a mean of tokens, and cannot be shown"
+            f"its stream has {stream[0].shape[block.axes[1]]} positions: expected a pattern over "
+            "all of them; keys of its own, such as means of tokens or one of several streams, "
+            "cannot be shown"
         )
     parts = ("attn_out", "mid", "mlp_out", "neurons")
-    # a block of another mixer (convolution, state space) still has its stream
+    # a block of another mixer (convolution, state space) has the same states around that
     if not attentions:
-        inner = [c.path.removeprefix(call.path + ".") for c in call.children]
-        kinds = [f"{p} ({type(c.module).__name__})" for p, c in zip(inner, call.children)]
+        mixer = next((c for c in call.children if c.inputs and not _is_norm_call(c)), None)
+        runs = call.children if mixer is None else [mixer]
+        inner = [c.path.removeprefix(call.path + ".") for c in runs]
+        kinds = [f"{p} ({type(c.module).__name__})" for p, c in zip(inner, runs)]
         block.mixer = ", ".join(kinds)
         why = f"no attention in this block; it runs {block.mixer}"
-        block.lacks = dict.fromkeys(("attention", *parts), why)
+        block.lacks = {"attention": why}
+        if mixer is None:
+            block.lacks |= dict.fromkeys(parts, why)
+        else:
+            _find_states(log, call, log.operations[mixer.start : mixer.end], block)
     # positions that are merged or split within the block would be named wrongly
     elif stream[0].shape[block.axes[1]] != n_pos:
         why = (
@@ -579,11 +600,20 @@ def _block(log: PassLog, call: ModuleCall) -> Block:
         )
         block.lacks = dict.fromkeys(parts, why)
     else:
-        operations = log.operations[call.start : call.end]
-        StateFinder(call, operations, attentions, block).find()
-        if block.neurons is None:
-            block.lacks.setdefault("neurons", block.lacks.get("mlp_out", "no MLP was found"))
+        own = [op for op in log.operations[call.start : call.end] if op.attention is attentions[0]]
+        _find_states(log, call, own, block)
     return block
+
+
+def _is_norm_call(call: ModuleCall) -> bool:
+    return call.inputs[0].is_floating_point() and is_norm(call.module, call.inputs[0])
+
+
+def _find_states(log: PassLog, call: ModuleCall, mixing: Sequence[Operation], block: Block) -> None:
+    """Find the states of a block around what moves information between positions in it."""
+    StateFinder(call, log.operations[call.start : call.end], mixing, block).find()
+    if block.neurons is None:
+        block.lacks.setdefault("neurons", block.lacks.get("mlp_out", "no MLP was found"))
 
 
 def _axes(stream: Tensor, batch: int, n_pos: int | None) -> tuple[int, int, int]:

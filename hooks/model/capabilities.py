@@ -66,6 +66,7 @@ class LayerCapabilities:
         fires: the hook points that fire, of those that probes use.
         edits_reach: the hook points whose edits change the output; ``hook_resid_mid`` only where an
             edit also stays in the residual stream (on bridges it is what the MLP reads, a copy).
+        mixer: what runs in the place of attention, such as a state space; None with attention.
     """
 
     n_heads: int | None
@@ -76,6 +77,7 @@ class LayerCapabilities:
     parallel: bool | None
     fires: tuple[str, ...]
     edits_reach: tuple[str, ...]
+    mixer: str | None = None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -169,6 +171,11 @@ class ModelCapabilities:
 def _problems_of(layer: LayerCapabilities) -> list[str]:
     lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
     lost = "edits of {} do not reach the output, so {}; " + INSTEAD_OF_A_BRIDGE
+    if layer.mixer:
+        return [
+            f"it has no attention and runs {layer.mixer}, so positions, mechanisms and flows "
+            "cannot be measured"
+        ]
     found = [
         (
             _PATTERN not in layer.fires,
@@ -268,9 +275,11 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
     for layer, carries in enumerate(hook_semantics(model).scores):
         found = _select_layer(plain, layer)
         anatomy: Any = getattr(model, "anatomy", None)
+        mixer: str | None = None
         # what was opened says itself where edits go; others are edited, and the output compared
         if anatomy is not None:
             block = anatomy.blocks[layer]
+            mixer = block.mixer
             reached, parallel = _find_reach_by_anatomy(block, found)
             kv_heads = next((attention.n_kv_heads for attention in block.attentions), None)
         else:
@@ -295,6 +304,7 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
                 parallel=parallel,
                 fires=tuple(point for point in _POINTS if point in found),
                 edits_reach=tuple(reached),
+                mixer=mixer,
             )
         )
     return tuple(layers)

@@ -7,7 +7,7 @@ itself (GPT-2) or the norm of it (BERT). ``mlp_out`` is what the next sum adds t
 each other, attention and MLP are the outputs of modules whose sum leaves the block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -247,7 +247,8 @@ class StateFinder:
     Args:
         call: of the block's module.
         operations: of that call.
-        attentions: whose z came in it.
+        mixing: those that move information between positions: the first attention, or, where a
+            block has none, all of another mixer.
         block: gets the places, and for what is not there a sentence.
     """
 
@@ -255,14 +256,14 @@ class StateFinder:
         self,
         call: ModuleCall,
         operations: list[Operation],
-        attentions: list[AttentionCall],
+        mixing: Sequence[Operation],
         block: Block,
     ) -> None:
         stream = call.stream()
         assert stream is not None  # a block without one has no states
         self._enters, self._leaves = stream
         self._call, self._operations, self._block = call, operations, block
-        self._attentions = attentions
+        self._mixing = {id(op) for op in mixing}
         self._inner = list(call.inner())
         self._input = {id(self._enters)}  # and its copies
         self._from_attention: set[int] = set()
@@ -277,6 +278,10 @@ class StateFinder:
             self._lack("attn_out", "mid", "mlp_out", why="no sum adds attention to something else")
             return
         op, kinds = found
+        if not block.attentions and found is not next((s for s in sums if "input" in s[1]), found):
+            why = f"what enters is added to something else before it is added to {block.mixer}"
+            self._lack("attn_out", "mid", "mlp_out", why=why)
+            return
         place = kinds.index("attention")
         contribution, other = op.inputs[place], op.inputs[1 - place]
         # what attention is added to is what enters the block: sublayers stand one behind the other
@@ -310,7 +315,7 @@ class StateFinder:
             if self._is_sum(op):
                 sums.append((op, [self._kind(t) for t in op.inputs[:2]]))
             from_attention = any(id(t) in self._from_attention for t in op.inputs)
-            if op.attention is self._attentions[0] or from_attention:
+            if id(op) in self._mixing or from_attention:
                 self._from_attention |= {id(t) for t in op.outputs}
         return sums
 

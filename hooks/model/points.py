@@ -198,12 +198,27 @@ def hook_name(model: nn.Module, name: str) -> str:
     known = hook_points(model)
     if name in known:
         return name
+    check_is_attention(model, name)
     block = name.rsplit(".hook_", 1)[0]
     siblings = sorted(other for other in known if other.startswith(block + "."))
     raise InfoFlowError(
         f"the model has no hook point {name!r}: expected a TransformerLens model with that "
         f"activation; it has {', '.join(siblings) or 'no hook point there'}"
     )
+
+
+def check_is_attention(model: nn.Module, name: str) -> None:
+    """Refuse a hook point of attention in a layer of an opened model that has none.
+
+    Raises:
+        InfoFlowError: with what runs there.
+    """
+    lacks: Any = getattr(model, "lacks", dict[str, str])
+    if why := lacks().get(name.rsplit(".hook_", 1)[0]):
+        raise InfoFlowError(
+            f"{name} is not there, as there is {why}: expected attention in every layer; ask() and "
+            "influence take models that have it in some"
+        )
 
 
 def scores_hook(model: nn.Module, layer: int) -> str:

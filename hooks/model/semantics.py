@@ -28,6 +28,7 @@ from infoflow_lens.hooks.model.inputs import Batches, depends_on_length
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
     cache_by_mode,
+    check_is_attention,
     config_value,
     has_own_attention,
     hook_name,
@@ -233,6 +234,7 @@ def attention_hooks(model: nn.Module, layers: Sequence[int]) -> list[str]:
     found, names = hook_semantics(model), _attention_points(model)
     for layer in layers:
         if found.scores[layer] != "scores" and not found.pattern[layer]:
+            check_is_attention(model, names[layer][1])
             raise InfoFlowError(
                 f"neither hook_attn_scores nor hook_pattern fires in layer {layer}: expected a "
                 "model that shows its attention; load it with eager attention "

@@ -10,6 +10,8 @@ model has something else they differ, and :func:`site_names` says which there ar
 - ``hook_resid_mid`` is what the next sublayer reads, so behind the norm where that stands behind
   the sum, as in BERT, and ``hook_resid_post`` what leaves the block;
 - a second attention of a block, such as cross attention, is ``attn_1``;
+- ``hook_mixer_out`` is what a state space, a convolution or linear attention adds in a block that
+  has no attention;
 - ``hook_extra_out`` is what a third sublayer adds behind the MLP, as Gemma 4's per-layer inputs do.
 """
 
@@ -42,7 +44,6 @@ EMBED, POS_EMBED = "hook_embed", "hook_pos_embed"
 SCALE, NORMALIZED = "ln_final.hook_scale", "ln_final.hook_normalized"
 LOGITS_IN, LOGITS = "unembed.hook_in", "unembed.hook_out"
 _NOTED = NOTED | SAME
-_ADDED = {0: "hook_attn_out", 2: "hook_mlp_out", 3: "hook_extra_out"}  # by the stage of the block
 
 
 def site_names(anatomy: Anatomy) -> list[str]:
@@ -63,7 +64,7 @@ def attention_name(number: int) -> str:
 
 def _block_names(block: Block) -> list[str]:
     has = {
-        "hook_attn_out": block.attn_out,
+        _mixing_name(block): block.attn_out,
         "hook_resid_mid": block.mid,
         "mlp.hook_post": block.neurons,
         "hook_mlp_out": block.mlp_out,
@@ -74,6 +75,11 @@ def _block_names(block: Block) -> list[str]:
         names += [f"{attention_name(number)}.{name}" for name in _point_names(found).values()]
     names += [name for name, place in has.items() if place is not None]
     return names + (["hook_resid_post"] if block.axes else [])
+
+
+def _mixing_name(block: Block) -> str:
+    """Name what attention adds, or what runs in its place."""
+    return "hook_attn_out" if block.attentions else "hook_mixer_out"
 
 
 def _point_names(found: Attention) -> dict[Site, str]:
@@ -311,11 +317,15 @@ class SiteRun(Tap):
             if not self._is_inside:
                 return None
             block = self._block
-            parts = {"attn_out": block.attn_out, "resid_mid": block.mid, "mlp_out": block.mlp_out}
+            parts = {
+                _mixing_name(block): block.attn_out,
+                "hook_resid_mid": block.mid,
+                "hook_mlp_out": block.mlp_out,
+            }
             for name, place in parts.items():
                 if place is not None and (place.kind, place.path) == ("output", path):
-                    out = self._show_part(out, f"hook_{name}", place)
-                    if name == "resid_mid":
+                    out = self._show_part(out, name, place)
+                    if name == "hook_resid_mid":
                         # the sum of the MLP adds to this state, which hooks may have replaced
                         self._reach_mid(self._stream_of(out))
             return out
@@ -383,10 +393,12 @@ class SiteRun(Tap):
 
     def _adds_to_state(self, args: tuple[Any, ...]) -> bool:
         """Say whether the next sum of interest has come."""
-        # a sum before attention has run is not the one that adds what attention gives
+        # a sum before attention has run is not the one that adds what attention gives; of another
+        # mixer it is the first
         block = self._block
         place = {0: block.attn_out, 2: block.mlp_out, 3: block.extra_out}.get(self._stage)
-        if place is None or place.kind != "sum" or (self._stage == 0 and not self.n_attentions):
+        waits = self._stage == 0 and bool(block.attentions) and not self.n_attentions
+        if place is None or place.kind != "sum" or waits:
             return False
         assert self._shape is not None
         return any(id(t) in self._copies for t in args[:2]) and all(
@@ -398,7 +410,8 @@ class SiteRun(Tap):
         pair = list(args)
         # the summand that is not the state is what is shown
         place = 0 if id(args[1]) in self._copies else 1
-        pair[place] = self._show_state(_ADDED[self._stage], pair[place])
+        added = {0: _mixing_name(self._block), 2: "hook_mlp_out", 3: "hook_extra_out"}
+        pair[place] = self._show_state(added[self._stage], pair[place])
         out: Tensor = func(*pair)
         # the first sum of a block ends attention, the next the MLP, and one more a third sublayer
         if self._stage == 0:

@@ -139,7 +139,7 @@ def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares
         # linear
         with torch.enable_grad(), held:
             caught = call(
-                model, batch, points, edit=list(writers.cut()), output=True, keep_graph=True
+                model, batch, points, edit=list(writers.cut(held)), output=True, keep_graph=True
             )
             value = asked.read(caught.output)
             values = writers.shares(value, torch.ones_like(value)[None])[0]

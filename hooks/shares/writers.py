@@ -6,11 +6,13 @@ of anything that is linear in the stream while the statistics of norms are held.
 
 Norms have their statistics held, so that what is read of a state is the sum of what wrote it. A
 norm divides by a number that depends on the whole state. Held at its value, it is linear, and so is
-all between the residual stream and a score or a logit (Elhage et al. 2021).
+all between the residual stream and a score or a logit (Elhage et al. 2021). A gate by which a block
+multiplies what its heads wrote (Qwen3-Next) is held, too: its share is that of the heads.
 """
 
 import re
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +27,12 @@ from torch.overrides import TorchFunctionMode
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook
 from infoflow_lens.hooks.model.points import hook_points, kind_of, layer_count, layer_of
+from infoflow_lens.hooks.model.tap import MOVES
 
 _EMBEDDINGS = {"hook_embed": "token embedding", "hook_pos_embed": "positional embedding"}
-_SUBLAYERS = {".hook_mlp_out": "MLP", ".hook_extra_out": "third sublayer"}
+_SUBLAYERS = {
+    ".hook_mixer_out": "mixer", ".hook_mlp_out": "MLP", ".hook_extra_out": "third sublayer",
+}  # fmt: skip
 _HEADS = re.compile(r"blocks\.\d+\.(attn\w*)\.hook_z")
 _CHUNK = 2**25  # numbers of derivatives that are held at once
 
@@ -73,11 +78,15 @@ class Writers:
         """The hook points at which something is written."""
         return tuple(self._points)
 
-    def cut(self) -> Iterator[NamedHook]:
-        """Make hooks that make each writer's output a leaf, and keep it."""
+    def cut(self, held: "HeldNorms") -> Iterator[NamedHook]:
+        """Make hooks that make each writer's output a leaf, and keep it.
+
+        Args:
+            held: what the pass runs in, which holds the gates of what heads write.
+        """
         self.leaves.clear()
         for name in self._points:
-            yield name, self._cutter(name)
+            yield name, self._cutter(name, held)
 
     def silence(self) -> Iterator[NamedHook]:
         """Make hooks in whose pass nothing is written: biases alone make what is read then."""
@@ -91,14 +100,17 @@ class Writers:
         for name, leaf in self.leaves.items():
             yield name, partial(_replace, leaf.value.detach())
 
-    def _cutter(self, name: str) -> HookFunction:
+    def _cutter(self, name: str, held: "HeldNorms") -> HookFunction:
         def hook_fn(activation: Tensor, hook: Any) -> Tensor | None:
             if _is_entrance(name) and self._is_table(activation):
                 self.leaves[name] = _Leaf(activation, ())
                 return None
             value = activation.detach().clone().requires_grad_()
             self.leaves[name] = _Leaf(value, self._names(name, value))
-            return value.clone()  # which the model may write to in place
+            copy = value.clone()  # which the model may write to in place
+            if _HEADS.fullmatch(name):
+                held.follow(copy)
+            return copy
 
         return hook_fn
 
@@ -268,13 +280,17 @@ _ROOTS = {"rsqrt", "rsqrt_", "sqrt", "sqrt_"}
 _LENGTHS = {"norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "std", "var"}
 _POWERS = {"pow", "pow_", "__pow__"}
 _PAIRS = {"var_mean", "std_mean"}  # of which the mean is linear
+_TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
+_FUSED = {"layer_norm", "rms_norm"}
+_FOLLOWED = MOVES | _TIMES | _FUSED | {"repeat_interleave"}
 
 
 class HeldNorms(TorchFunctionMode):
     """Take the statistics of norms for constants while the block runs.
 
     Statistics are what roots, lengths and spreads give, wherever a model computes them; fused norms
-    are computed in the open.
+    are computed in the open. So are gates by which what heads wrote is multiplied, where
+    :meth:`follow` says what that is.
 
     Args:
         statistics: those of an earlier pass of the same model, in order, which take the place of
@@ -288,13 +304,36 @@ class HeldNorms(TorchFunctionMode):
         super().__init__()
         self.statistics: list[Tensor] = []
         self._given = statistics
+        self._written: dict[int, weakref.ref[Tensor]] = {}
+
+    def follow(self, written: Tensor) -> None:
+        """Hold what a tensor is multiplied by from here on, also where it is moved or normed."""
+        # an id is used again once its tensor is gone, so the tensor itself is compared
+        self._written[id(written)] = weakref.ref(written)
+
+    def _is_written(self, value: Any) -> bool:
+        known = self._written.get(id(value))
+        return known is not None and known() is value
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("layer_norm", "rms_norm"):
+        if name in _FOLLOWED and any(map(self._is_written, args)):
+            if name in _TIMES:
+                args = tuple(
+                    arg.detach() if isinstance(arg, Tensor) and not self._is_written(arg) else arg
+                    for arg in args
+                )
+            out = self._run(func, name, args, kwargs)
+            if isinstance(out, Tensor):
+                self.follow(out)
+            return out
+        return self._run(func, name, args, kwargs)
+
+    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if name in _FUSED:
             return self._normalise(name == "layer_norm", *args, **kwargs)
         if name == "group_norm":
             raise InfoFlowError(

@@ -172,7 +172,7 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
         return hook_fn
 
     with held:
-        cut = [*writers.cut(), *((name, keeper(name)) for name in sides)]
+        cut = [*writers.cut(held), *((name, keeper(name)) for name in sides)]
         own = call(model, batch, scores, edit=cut, keep_graph=True).activations
     chosen = {
         (layer, side): _find_point(model, layer, side, activations)

@@ -34,7 +34,8 @@ def possible_parts(
         if_possible: leave out what is asked for and the model cannot give.
 
     Raises:
-        InfoFlowError: for one that is asked for and that the model cannot give, with the reason.
+        InfoFlowError: for one that is asked for and that the model cannot give, with the reason;
+            and where it can give none.
     """
     asked = {
         name: load_part(name)
@@ -111,6 +112,12 @@ def _choose(
         else:
             rest = ",".join(other for other in config.probes if other != name) or "other probes"
             raise InfoFlowError(f"{why}. Ask for {rest}")
+    if parts and not chosen:
+        reasons = [lacking(name, part) for name, part in parts.items()]
+        raise InfoFlowError(
+            f"nothing can be measured: {next(filter(None, reasons))}; expected a model and data of "
+            "which something can"
+        )
     return chosen
 
 
@@ -120,7 +127,7 @@ def _why_not(name: str, part: Part, capabilities: ModelCapabilities) -> str:
     if not reason:
         reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
         lacking = [layer for layer, reason in reasons.items() if reason]
-        where = f"in layers {', '.join(lacking)} of"
+        where = f"in layer{'s' * (len(lacking) > 1)} {', '.join(lacking)} of"
         reason = reasons[lacking[0]] if lacking else ""
     what = f"{name} cannot be measured {where} this {capabilities.kind}: {reason}"
     return what if reason else ""

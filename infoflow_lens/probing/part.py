@@ -107,6 +107,8 @@ class Part:
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why this cannot be measured in a layer; empty if it can."""
+        if layer.mixer:
+            return f"it has no attention and runs {layer.mixer}"
         if lost := [point for point in self.edits if point not in layer.edits_reach]:
             return f"edits of {' and '.join(lost)} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
         if layer.n_heads is None:

@@ -229,6 +229,18 @@ def test_an_embedding_that_has_positions_first_is_shown_as_others_are():
     run_probes(model, inputs, [RecoveryProbe((1,))], progress=False)
 
 
+def test_layers_without_attention_are_named_where_all_must_have_it():
+    """Eager attention was asked for, which such a layer does not have."""
+    model = open_model(families.build("jamba"))
+    for measure in (MEASURES["PositionsProbe 0"], MEASURES["mechanisms"]):
+        with pytest.raises(InfoFlowError, match=r"blocks.0.attn.hook_.* it runs mamba \("):
+            measure(model, torch.cat([families.tokens()] * 3))
+    with pytest.raises(InfoFlowError, match=r"nothing can be measured: .* layer 0 .* runs mamba"):
+        probe(model, families.tokens(), progress=False)
+    assert [layer.mixer for layer in inspect_model(model).layers] == [
+        "mamba (JambaMambaMixer)", None]  # fmt: skip
+
+
 REFUSED = ("longformer", "fnet", "funnel")
 MEASURES = {
     **{name: lambda m, x, make=make: run_probes(m, x, [make(x)], progress=False)[0]

@@ -55,6 +55,9 @@ OWN = {
     "glm4_moe_lite": {"num_key_value_heads": 4, "head_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4,
+                         "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+                         "mamba_expand": 2, "mamba_chunk_size": 4, "shared_intermediate_size": 16},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2,
               "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
               "use_mamba_kernels": False},
@@ -63,7 +66,13 @@ OWN = {
     "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32,
                    "num_feedforward_networks": 2},
     "modernbert": {"layer_types": ["full_attention", "sliding_attention"], "local_attention": 4},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3,
+                   "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8,
+                   "chunk_size": 4},
     "qwen2_moe": {"shared_expert_intermediate_size": 16},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"],
+                     "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+                     "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"],
                    "linear_num_value_heads": 2, "linear_num_key_heads": 2,
                    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -86,7 +95,7 @@ gemma gemma2 gemma3_text gpt_oss phi phi3 cohere cohere2 olmo olmo2 olmo3 starco
 gpt_bigcode granite glm glm4 deepseek_v2 deepseek_v3 xglm biogpt persimmon smollm3 ernie4_5 exaone4
 nemotron openai-gpt ctrl qwen2_moe olmoe granitemoe helium arcee jamba lfm2 gemma4_text gemma3n_text
 diffllama seed_oss bitnet recurrent_gemma qwen3_next bamba zamba2 apertus doge minimax phimoe
-hunyuan_v1_dense
+hunyuan_v1_dense qwen3_5_text granitemoehybrid nemotron_h afmoe laguna granite_swa deepseek_v4
 """
 _ENCODERS = """
 bert albert roberta distilbert electra modernbert xlnet deberta deberta-v2 mpnet roformer esm

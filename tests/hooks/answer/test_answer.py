@@ -46,7 +46,7 @@ from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
-from tests.reference import contributions, zoo
+from tests.reference import contributions, families, zoo
 from tests.reference.path_patching import TwoTexts
 from tests.versions import needs_version_4
 
@@ -103,6 +103,35 @@ def test_effects_of_heads_and_mlps_are_those_of_the_plain_model(units, plain):
         else:
             expected = plain.of_mlp(layer) if head < 0 else plain.of_head(layer, head)
             assert effect == near(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("jamba", "mamba"), ("qwen3_next", "linear_attn"), ("lfm2", "conv")]
+)
+def test_what_runs_in_the_place_of_attention_is_measured_as_heads_are(kind, name):
+    """Such models were refused."""
+    model, texts, kept = families.build(kind), two_texts(), {}
+    mixer = getattr(model.model.layers[0], name)
+
+    @torch.no_grad()
+    def run(text, hook):
+        handle = mixer.register_forward_hook(hook)
+        logits = model(text[None]).logits[0]
+        handle.remove()
+        return difference(logits)
+
+    before, _ = (run(text, lambda _, args, out, n=n: kept.update({n: out}))
+                 for n, text in enumerate(texts))  # fmt: skip
+    after = run(texts[0], lambda _, args, out: kept[1])
+    found = measure_answer(open_model(model), *texts, READOUT, progress=False, quick=True)
+    table = found.to_frame("heads").set_index("name")["effect"]
+    assert table["mixer 0"] == near(float(after - before))
+    assert not table.filter(like="MLP 1").empty
+    assert "head mixer" not in found.describe_units()
+    with pytest.raises(
+        InfoFlowError, match=rf"blocks.0.attn.hook_z is not there, .* it runs {name}"
+    ):
+        Streams(Question(open_model(model), *texts, READOUT))
 
 
 def test_strips_are_those_of_the_plain_model(question, plain):

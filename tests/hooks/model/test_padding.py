@@ -64,7 +64,7 @@ def test_attention_to_landmarks_is_refused(landmarks, length):
     """Such a model runs on texts of one length alone, and its keys are no tokens."""
     sizes = {"num_landmarks": landmarks, "segment_means_seq_len": length}
     model = families.build("nystromformer", **sizes)
-    message = f"{landmarks} queries over {landmarks} keys where the text has {length} tokens"
+    message = f"{landmarks} queries over {landmarks} keys where its stream has {length} positions"
     with pytest.raises(InfoFlowError, match=message):
         open_model(model)
 

@@ -240,3 +240,40 @@ def test_a_pair_of_texts_is_one_sequence():
     with torch.no_grad():
         logits = plain(**words("w5 w6", "w7", return_tensors="pt")).logits[0, -1]
     assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
+
+
+def logit_direction(model, ids, norm, weight):
+    """By what a last state adds to the logit of 7 minus that of 3, while the norm is held."""
+    kept = []
+    handle = norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    model(ids)
+    handle.remove()
+    scale = (kept[0][0, -1].square().mean() + 1e-6).rsqrt()
+    return scale * weight * (model.lm_head.weight[7] - model.lm_head.weight[3])
+
+
+@torch.no_grad()
+def test_what_runs_in_the_place_of_attention_writes_too(ids):
+    """Shares went through linear attention and the gate of attention: two fifths did not add up."""
+    plain, kept = families.build("qwen3_next"), {}
+    first, second = plain.model.layers
+    for name, module in (("mixer 0", first.linear_attn), ("attention", second.self_attn.o_proj),
+                         ("MLP 0", first.mlp), ("MLP 1", second.mlp)):  # fmt: skip
+        module.register_forward_hook(lambda _, args, out, name=name: kept.update({name: out}))
+    norm = plain.model.norm
+    read = logit_direction(plain, ids, norm, 1 + norm.weight)
+    expected = {name: float(out.reshape(1, -1, 32)[0, -1] @ read) for name, out in kept.items()}
+    with torch.enable_grad():
+        found = measure_shares(open_model(plain), ids, LogitDifference(7, 3))
+    shares = dict(zip(found.writers, found.by_writer().values.tolist(), strict=True))
+    # the heads together, gated, write what the output matrix of attention gives
+    shares["attention"] = sum(share for name, share in shares.items() if "head" in name)
+    assert {name: shares[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert misses(found) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "bamba"])
+def test_shares_of_models_with_few_attentions_add_up(kind, ids):
+    found = measure_shares(open_model(families.build(kind)), ids, LogitDifference(7, 3))
+    assert "mixer 0" in found.writers
+    assert misses(found) < 1e-4
