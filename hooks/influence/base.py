@@ -305,7 +305,8 @@ Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of th
 
 _SMALL = 0.01  # change of a source, relative to it, that a derivative would foresee [chosen]
 # what all layers compute from the sources, and so must have derivatives by them
-_COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mlp_out", ".hook_resid_post")
+_COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mixer_out", ".hook_mlp_out",
+             ".hook_extra_out", ".hook_resid_post")  # fmt: skip
 _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
 
 

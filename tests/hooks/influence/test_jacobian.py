@@ -14,8 +14,8 @@ from infoflow_lens.hooks.influence.base import holding
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.theory import InformationSets
 from tests.conftest import N_TOKENS, make_model_without_masks, make_token_model
+from tests.reference import families, zoo
 from tests.reference import transformer as reference
-from tests.reference import zoo
 from tests.versions import for_each, needs_hooked_transformer
 
 
@@ -639,6 +639,16 @@ def test_what_has_no_derivative_is_refused(how, where, said, monkeypatch):
             run_probes(model, ids, [measure], progress=False)
     (found,) = run_probes(model, ids, [ResampleInfluence(ids.flip(0))], progress=False)
     assert float(found.influence[-1, 0, -1, :-1].min()) > 0
+
+
+def test_a_mixer_that_is_cut_off_is_refused(monkeypatch):
+    """Influence was that of what stands beside it, 0 of all other tokens."""
+    model, ids = families.build("lfm2"), families.tokens()
+    mixer = model.model.layers[0].conv
+    plain = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda *args, **more: plain(*args, **more).detach())
+    with pytest.raises(InfoFlowError, match=r"cuts blocks.0.hook_mixer_out off .*Resample"):
+        run_probes(model, ids, [JacobianInfluence("resid_post")], progress=False)
 
 
 def test_a_part_that_gives_a_constant_has_a_derivative(monkeypatch):
