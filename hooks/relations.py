@@ -13,7 +13,12 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
-from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
+from infoflow_lens.hooks.model.points import (
+    check_one_device,
+    layer_count,
+    layers_with_attention,
+    takes_model,
+)
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs
 
@@ -67,7 +72,7 @@ def find_heads(
     """Find heads whose first choice stands in a relation to the query, beside chance.
 
     Args:
-        model: any Transformer.
+        model: any Transformer; of layers without attention nothing is asked.
         inputs: texts, pairs of texts, or token ids.
         relation: "self", "previous", "next", "same token" (elsewhere), "after same token"
             (induction); a number for the key at that place, negative from the end; or a function
@@ -91,11 +96,11 @@ def find_heads(
         >>> find_heads(model, texts, "after same token").head()
     """
     asked = _relation(relation)
-    n_layers = layer_count(model)
+    layers = layers_with_attention(model)
     check_one_device(model)
     texts = read_inputs(model, inputs)
-    hits: list[Any] = [0] * n_layers
-    chance, counted = torch.zeros(n_layers).double(), torch.zeros(n_layers).long()
+    hits: list[Any] = [0] * layer_count(model)
+    chance, counted = torch.zeros(len(hits)).double(), torch.zeros(len(hits)).long()
     with (
         eval_mode(model),
         torch.no_grad(),
@@ -111,8 +116,8 @@ def find_heads(
                 else _check_answer(places(own), (len(own),), name)
                 for places, name in ((queries, "queries"), (keys, "keys"))
             )
-            seen = run(model, text, Needs.of(model, scores=True, pattern=True))
-            for layer in range(n_layers):
+            seen = run(model, text, Needs.of(model, scores=True, pattern=True, layers=layers))
+            for layer in layers:
                 open_ = seen.visible(layer)[0].cpu() & offered
                 good, n_open = (meant & open_).sum(-1), open_.sum(-1)
                 # a query counts where there is a choice: a key that is meant, and one that is not
@@ -138,7 +143,7 @@ def find_heads(
             "chance": float(chance[layer] / counted[layer]),
             "queries": int(counted[layer]),
         }
-        for layer in range(n_layers)
+        for layer in layers
         if counted[layer]
         for head, n in enumerate(hits[layer].tolist())
     ]

@@ -216,9 +216,16 @@ def check_is_attention(model: nn.Module, name: str) -> None:
     lacks: Any = getattr(model, "lacks", dict[str, str])
     if why := lacks().get(name.rsplit(".hook_", 1)[0]):
         raise InfoFlowError(
-            f"{name} is not there, as there is {why}: expected attention in every layer; ask() and "
-            "influence take models that have it in some"
+            f"{name} is not there, as there is {why}: expected attention in every layer; ask(), "
+            "find_heads() and influence take models that have it in some"
         )
+
+
+def layers_with_attention(model: nn.Module) -> list[int]:
+    """List the layers that have attention: all, but for opened models with other mixers."""
+    lacks: Any = getattr(model, "lacks", dict[str, str])
+    without = lacks()
+    return [n for n in range(layer_count(model)) if f"blocks.{n}.attn" not in without]
 
 
 def scores_hook(model: nn.Module, layer: int) -> str:

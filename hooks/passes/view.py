@@ -57,8 +57,9 @@ class Needs:
         ranks: Sequence[int] = (),
         without: Sequence[int] = (),
         points: Sequence[str] = (),
+        layers: Sequence[int] | None = None,
     ) -> "Needs":
-        """Name what :class:`Pass` needs to answer these questions, in every layer.
+        """Name what :class:`Pass` needs to answer these questions.
 
         Args:
             model: a TransformerLens model.
@@ -67,15 +68,15 @@ class Needs:
             tokens: for ``Pass.embedding``.
             ranks, without: for ``Pass.ranked``.
             points: further hook points, for ``Pass.activation``.
+            layers: which layers; default, every one.
 
         Raises:
             InfoFlowError: if the model lacks a hook point.
         """
-        names, layers = [token_hook(model)] if tokens else [], range(layer_count(model))
-        attention = attention_hooks(model, layers) if scores or ranks else []
+        names = [token_hook(model)] if tokens else []
+        layers = range(layer_count(model)) if layers is None else layers
+        names += attention_hooks(model, layers) if scores or ranks else []
         for layer in layers:
-            # a slice, as the list is empty where neither scores nor ranks are asked for
-            names += attention[layer : layer + 1]
             names += [pattern_hook(model, layer)] if pattern else []
             for state in states:
                 names += _state_points(model, layer, state)

@@ -5,7 +5,7 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks import find_heads
-from tests.reference import zoo
+from tests.reference import families, zoo
 from tests.reference.real_models import folder_of
 
 TEXTS = [zoo.tokens(1, n, seed=n)[0] % 9 + 4 for n in (7, 9, 5)]
@@ -43,6 +43,19 @@ CASES = {
     6: lambda ids, q, k: k == 6,  # which the shortest text does not have
     -1: lambda ids, q, k: k == len(ids) - 1,
 }
+
+
+@torch.no_grad()
+def test_layers_without_attention_have_no_heads():
+    """Of a model in which a state space stands in the place of attention in the first layer."""
+    model, ids = families.build("jamba"), families.tokens()[:1]
+    (attention,) = model(ids, output_attentions=True).attentions
+    first = attention[0].argmax(dim=-1)
+    expected = (first[:, 1:] == torch.arange(first.shape[1] - 1)).double().mean(dim=1)
+    found = find_heads(model, ids, "previous", progress=False).sort_values("head")
+    assert found["layer"].tolist() == [1] * len(attention[0])
+    # query 1 sees one key beside its own; query 0 sees none that is meant
+    assert found["share"].tolist() == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
