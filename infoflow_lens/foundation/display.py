@@ -19,11 +19,7 @@ _ROWS = 12
 
 
 class Displayed:
-    """A base with a short display, for dataclasses whose values may be large.
-
-    A class may override :meth:`_facts` and :meth:`_notes`; both must be quick for any amount of
-    data.
-    """
+    """A base with a short display, for dataclasses whose values may be large."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -31,27 +27,22 @@ class Displayed:
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the values to show, by name; by default the fields of the dataclass."""
+        """Return the values to show, by name: the fields of the dataclass, but its notes."""
         if not is_dataclass(self):
             return {}
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.repr and not item.name.startswith("_")
+            if item.repr and not item.name.startswith("_") and item.name != "notes"
         }
 
-    def _notes(self) -> Sequence[str]:
-        """Return the sentences that a reader must know."""
-        return tuple(getattr(self, "notes", ()))
-
     def __repr__(self) -> str:
-        facts = {name: value for name, value in self._facts().items() if name != "notes"}
-        line = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
+        line = ", ".join(f"{name}={brief(value)}" for name, value in self._facts().items())
         return f"{type(self).__name__}({_cut(line, _LONGEST_LINE)})"
 
     def _repr_html_(self) -> str:
-        facts = {name: value for name, value in self._facts().items() if name != "notes"}
-        return panel(type(self).__name__, facts, self._notes(), _what_to_do(self))
+        notes = tuple(getattr(self, "notes", ()))
+        return panel(type(self).__name__, self._facts(), notes, _what_to_do(self))
 
 
 def plain_label(text: Any) -> str:

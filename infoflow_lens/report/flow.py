@@ -23,9 +23,9 @@ from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
     Move,
+    Replaced,
     ViewedInput,
     ViewedReasons,
-    ViewedReplaced,
 )
 from infoflow_lens.theory.information_sets import propagate
 
@@ -70,6 +70,33 @@ def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool 
     """
     FLOW_PAGE.check(path, overwrite=overwrite)  # before the page is made
     return FLOW_PAGE.write(path, render_flow(view), overwrite=overwrite)
+
+
+class Pictured:
+    """What shows itself as the interactive picture: in a notebook, and as a page."""
+
+    @property
+    def view(self) -> FlowView:
+        """The numbers that the picture shows."""
+        raise NotImplementedError
+
+    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the interactive picture as a page of its own, which needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page may be replaced, too.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
+        """
+        return write_flow(self.view, path, overwrite=overwrite)
+
+    def _repr_html_(self) -> str:
+        return render_flow(self.view, fragment=True)
 
 
 def picture_data(view: FlowView) -> str:
@@ -279,7 +306,7 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
     return packed
 
 
-def _pack_next_tokens(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
+def _pack_next_tokens(blob: _Blob, replaced: Replaced) -> dict[str, Any]:
     """Pack next tokens with each token replaced as the page reads them: words, and their places."""
     pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
     words = list(dict.fromkeys(token for token, _ in pairs))
