@@ -149,6 +149,12 @@ class Component:
         """Return what is maximised: the score, or minus it."""
         return self.score(x) if self.extremum == "max" else -self.score(x)
 
+    def inside(self, n_tokens: int) -> Bool[Tensor, " pos"]:
+        """Mark the positions of T that it looks at."""
+        inside = torch.full((n_tokens,), self.positions is None)
+        inside[list(self.positions or ())] = True
+        return inside
+
     def n_tuples(self, n_tokens: int, ordered: bool) -> int:
         """Count the tuples that it compares among T tokens."""
         if self.tuples is not None:
@@ -223,10 +229,7 @@ def best_inside(
     """Find for each holder the largest score of a tuple inside its set; -inf for an empty one."""
     if component.tuples is not None:
         return best_in_list(x, sets, component)
-    if component.positions is not None:
-        allowed = torch.zeros(x.shape[1], dtype=torch.bool)
-        allowed[list(component.positions)] = True
-        sets = sets & allowed
+    sets = sets & component.inside(x.shape[1])
     sizes = sets.sum(dim=-1)
     width = max(1, int(sizes.max()))
     # members first, in order; short sets repeat their first member, which changes no maximum
@@ -269,11 +272,8 @@ def pair_scores(
     scores = component.preference(torch.stack(pair, dim=-2))
     if component.distinct:
         scores = scores.masked_fill(torch.eye(n_tokens, dtype=torch.bool), -torch.inf)
-    if component.positions is not None:
-        inside = torch.zeros(n_tokens, dtype=torch.bool)
-        inside[list(component.positions)] = True
-        scores = scores.masked_fill(~(inside[:, None] & inside), -torch.inf)
-    return scores
+    inside = component.inside(n_tokens)
+    return scores.masked_fill(~(inside[:, None] & inside), -torch.inf)
 
 
 def common_positions(
@@ -742,14 +742,13 @@ def model_comparisons(
     sizes: Sequence[tuple[int, int]] | int,
     dimension: Number,
     trees: Number = 1,
-    per_head: Literal["T", "T-1"] = "T",
     roles: Sequence[int] | int = 1,
 ) -> int:
     """Comparisons that a model can make, eq (5).
 
     Every position of a hidden layer, and CLS alone in the last one (nothing else is read; [derived,
-    forced by eq 2]), compares h_l T keys by attention and ``trees * |I|^dimension`` tuples inside
-    what it holds.
+    forced by eq 2]), compares h_l T keys by attention (the paper's bound; T - 1 a head is exact)
+    and ``trees * |I|^dimension`` tuples inside what it holds.
 
     Args:
         n_heads: h_1 .. h_L.
@@ -759,7 +758,6 @@ def model_comparisons(
         dimension: beta_1 of the target.
         trees: K. 1 is the literal reading of eq (5); the number of trees removes its contradiction
             with one-head global aggregation [chosen; not proved sound in general].
-        per_head: comparisons of a head and query: T is the paper's bound, T - 1 is exact.
         roles: r, the scores that a head chooses from by what its query is, for all layers or each.
             1 is the paper's form. A head with r roles compares T keys for a query, as any other
             does, but of r scores: what counting asks of heads it then asks of heads times roles
@@ -773,15 +771,14 @@ def model_comparisons(
         raise InfoFlowError(
             f"sizes has {len(by_layer)} entries for {len(n_heads)} layers: give one for each"
         )
-    keys = n_tokens if per_head == "T" else n_tokens - 1
     total = 0
     many = check_by_layer(roles, "roles", len(n_heads))
     for layer, (heads, (token, cls)) in enumerate(zip(n_heads, by_layer, strict=True)):
         heads = heads * many[layer]
         # in the last layer CLS alone is read
         if layer < len(n_heads) - 1:
-            total += n_tokens * (heads * keys + trees * token**dimension)
-        total += heads * keys + trees * cls**dimension
+            total += n_tokens * (heads * n_tokens + trees * token**dimension)
+        total += heads * n_tokens + trees * cls**dimension
     return total
 
 
