@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ _ESCAPED_JOINER = re.compile(r"(?<!\\)((?:\\\\)*)\\u(200[cd])")  # no backslash 
 _LONGEST = 80  # characters of a value
 _LONGEST_LINE = 400
 _ROWS = 12
+MISSING = "\u2013"  # of a number
 
 
 class Displayed:
@@ -190,7 +192,7 @@ def table(frame: Any) -> str:
     esc = html.escape
     head = "".join(f"<th>{esc(_cut(str(name), 40))}</th>" for name in list(first.columns)[:20])
     rows = "".join(
-        "<tr>" + "".join(f"<td>{esc(_cell(value))}</td>" for value in row[:20]) + "</tr>"
+        "<tr>" + "".join(f"<td>{esc(_cut(number(value), 60))}</td>" for value in row[:20]) + "</tr>"
         for row in first.itertuples(index=False, name=None)
     )
     left = len(frame) - len(first)
@@ -198,7 +200,8 @@ def table(frame: Any) -> str:
     return f"<table><tr>{head}</tr>{rows}</table>{more}"
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "\u2013" if value != value else f"{value:.3g}"
-    return _cut(str(value), 60)
+def number(value: Any) -> str:
+    """Return a number with three digits, a dash for what is missing, other things as they are."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return MISSING
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

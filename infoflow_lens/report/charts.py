@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 from markupsafe import Markup, escape
 
+from infoflow_lens.foundation.display import MISSING, number
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 
-MISSING = "\u2013"
 _CELL, _LEFT = 30, 58
 
 
@@ -128,13 +128,6 @@ def render_chart(chart: Any) -> Markup:
         f"a section holds a {type(chart).__module__}.{type(chart).__name__}: expected a HeatMap, "
         "NameMap, Lines or Table of infoflow_lens.report.charts, or a matplotlib Figure"
     )
-
-
-def number(value: Any) -> str:
-    """Return a number with three digits, a dash for what is missing, other things as they are."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return MISSING
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _picture(figure: "mpl.Figure") -> Markup:

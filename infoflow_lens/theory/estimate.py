@@ -380,7 +380,7 @@ class _Case:
         """Search for the target's own list."""
         own = self.asked.readings[0]
         if not self.reachable:
-            return Answer(Found(None, True), own)
+            return Answer(Found(None), own)
         return Answer(self.asked.search(self.shape, self.n_tokens, max_position_only), own)
 
     @cached_property
