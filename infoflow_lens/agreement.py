@@ -103,10 +103,6 @@ class Agreement(Savable):
     coverage: float | None = None
     numbers: tuple[int, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers as JSON-compatible values."""
-        return asdict(self)
-
     def to_frame(self) -> "pd.DataFrame":
         """Return a row for each layer with and without self, and one for the read-out position."""
         rows: list[Mapping[str, Any]] = []

@@ -625,17 +625,3 @@ def _join(jobs: Sequence[LayerSchedule], others: Schedule, n_tokens: int) -> Sch
         last = number == len(jobs) - 1
         sizes.append(min(n_tokens, size + max(at_cls, 0 if last else at_tokens)))
     return Schedule(tuple(layers), size=max(sizes), sizes=tuple(sizes))
-
-
-def search(
-    components: Sequence[Component],
-    n_heads: Sequence[int],
-    n_tokens: int,
-    positional: bool = False,
-    *,
-    max_position_only: bool = False,
-) -> Schedule | None:
-    """Return the schedule of :func:`find`, or None if there is none."""
-    heads = tuple(n_heads)
-    found = find(components, heads, n_tokens, positional, max_position_only=max_position_only)
-    return found.schedule
