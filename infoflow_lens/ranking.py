@@ -324,11 +324,12 @@ def compare_rankings(
     exists = pair.exists & pair.asked
     for has_scores in held:
         exists = exists & has_scores
-    # controls: by chance, by nearness, and the best that is possible
+    # controls: by chance, by nearness (CLS stands behind the last), and the best that is possible
+    distance = torch.arange(n_pos)[:, None] - torch.arange(n_source)
     everything = {
         **ranked,
         "random": torch.zeros_like(influence),
-        "recency": _recency(n_pos, n_source).to(influence).expand_as(influence),
+        "recency": -distance.abs().to(influence).expand_as(influence),
         "measured": influence,
     }
     states = _States(influence, pair.measured, candidate, exists)
@@ -392,11 +393,6 @@ def _full(values: Any, name: str, measured: Any) -> tuple[Tensor, Tensor]:
             "[layer, batch, pos, source]"
         )
     return values, torch.ones(values.shape[1:3], dtype=torch.bool, device=values.device)
-
-
-def _recency(n_pos: int, n_source: int) -> Float[Tensor, "pos source"]:
-    """Score sources by how near they are; CLS stands behind the last."""
-    return -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs().float()
 
 
 class _Cut(NamedTuple):

@@ -167,8 +167,8 @@ def panel(
     """
     esc = html.escape
     rows = "".join(
-        f"<tr><th style='text-align:left'>{esc(str(name))}</th>"
-        f"<td style='text-align:left'>{esc(_plain(value))}</td></tr>"
+        f"<tr><th style='text-align:left'>{esc(str(name))}</th><td style='text-align:left'>"
+        f"{esc(_cut(value, 400) if isinstance(value, str) else brief(value))}</td></tr>"
         for name, value in list(facts.items())[:40]
     )
     said = "".join(f"<li>{esc(_cut(str(note), 400))}</li>" for note in list(notes)[:_ROWS])
@@ -180,10 +180,6 @@ def panel(
         f"<small>{esc(more)}</small>" if more else "",
     ]
     return f"<div>{''.join(parts)}</div>"
-
-
-def _plain(value: Any) -> str:
-    return _cut(value, 400) if isinstance(value, str) else brief(value)
 
 
 def table(frame: Any) -> str:

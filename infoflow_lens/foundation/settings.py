@@ -302,15 +302,11 @@ def _range(metadata: Iterable[Any]) -> str:
     words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
     # annotated_types writes a range as one object, or each end as its own
     ends = {
-        end: _format_number(getattr(part, end))
+        end: "2^63 - 1" if number == LARGEST_SEED else str(number)
         for end in words
         for part in metadata
-        if getattr(part, end, None) is not None
+        if (number := getattr(part, end, None)) is not None
     }
     if {"ge", "le"} <= ends.keys():
         return f" from {ends['ge']} to {ends['le']}"
     return " and".join(f" {words[end]} {number}" for end, number in ends.items())
-
-
-def _format_number(number: Any) -> str:
-    return "2^63 - 1" if number == LARGEST_SEED else str(number)

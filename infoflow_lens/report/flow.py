@@ -101,10 +101,12 @@ class Pictured:
 
 def picture_data(view: FlowView) -> str:
     """Return the JSON that the page's script reads, safe inside a script element."""
-    groups, first = [], 0
+    groups, first, notes = [], 0, list(view.notes)
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
         first += count
+    if any(each.influence is not None for each in view.inputs):
+        notes.append(f"Measured influence: {view.influence_name}.")
     opened = view.inputs[view.first]
     n_layers, n_pos = len(opened.ranked), opened.n_queries
     # opens at the last state of the last layer
@@ -115,7 +117,7 @@ def picture_data(view: FlowView) -> str:
                 "title": view.title,
                 "rules": view.rules,
                 "record": view.record,
-                "notes": [*view.notes, *_describe_influence(view)],
+                "notes": notes,
                 "unmeasured": view.unmeasured,
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
@@ -155,12 +157,6 @@ def fit_into_page(view: FlowView, most: int) -> FlowView:
 
 def _dumps(value: Any, **kwargs: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False, **kwargs)
-
-
-def _describe_influence(view: FlowView) -> list[str]:
-    if all(each.influence is None for each in view.inputs):
-        return []
-    return [f"Measured influence: {view.influence_name}."]
 
 
 def picture_element(data: str, inside: str = "") -> str:
