@@ -291,10 +291,9 @@ class Result(Displayed, Savable):
 
     def _repr_html_(self) -> str:
         head = self.to_frame() if self.small else None
-        facts = {name: value for name, value in self._facts().items() if name != "notes"}
         more = "more: .to_frame(), .plot(), .save(path)"
         said = self.sentences() if self.small else []
-        return panel(type(self).__name__, facts, (*said, *self.notes), more, head)
+        return panel(type(self).__name__, self._facts(), (*said, *self.notes), more, head)
 
     def _check_fields(self) -> None:
         self._check_places()

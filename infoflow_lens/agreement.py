@@ -103,10 +103,6 @@ class Agreement(Savable):
     coverage: float | None = None
     numbers: tuple[int, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers as JSON-compatible values."""
-        return asdict(self)
-
     def to_frame(self) -> "pd.DataFrame":
         """Return a row for each layer with and without self, and one for the read-out position."""
         rows: list[Mapping[str, Any]] = []
@@ -290,29 +286,6 @@ def influence_inside(
 def _mean(values: Tensor) -> float:
     defined = values[~values.isnan()]
     return float(defined.double().mean()) if len(defined) else math.nan
-
-
-def _set_agreement(
-    predicted: Bool[Tensor, "state source"],
-    measured: Bool[Tensor, "state source"],
-    influence: Float[Tensor, "state source"],
-    candidate: Bool[Tensor, "state source"],
-) -> SetAgreement:
-    predicted, measured = predicted & candidate, measured & candidate
-    both, either = (predicted & measured).sum(1), (predicted | measured).sum(1)
-    return SetAgreement(
-        n_states=len(predicted),
-        auroc=_mean(auroc(influence, predicted, candidate)),
-        average_precision=_mean(average_precision(influence, predicted, candidate)),
-        # of an empty set 0 / 0 is NaN, which the mean leaves out
-        precision=_mean(both / predicted.sum(1)),
-        recall=_mean(both / measured.sum(1)),
-        jaccard=_mean(torch.where(either > 0, both / either, 1.0)),
-        exact_match=_mean((predicted == measured).all(dim=1).double()),
-        influence_inside=_mean(influence_inside(influence, predicted, candidate)),
-        predicted_size=_mean(predicted.sum(1).double()),
-        measured_size=_mean(measured.sum(1).double()),
-    )
 
 
 def coverage(
@@ -614,11 +587,22 @@ class States:
         self, layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool
     ) -> SetAgreement:
         """Compare the sets of some states of a layer."""
-        return _set_agreement(
-            self.predicted[layer][chosen],
-            self.measured[layer][chosen],
-            self.influence[layer][chosen],
-            self.candidates(with_self)[chosen],
+        candidate, influence = self.candidates(with_self)[chosen], self.influence[layer][chosen]
+        predicted = self.predicted[layer][chosen] & candidate
+        measured = self.measured[layer][chosen] & candidate
+        both, either = (predicted & measured).sum(1), (predicted | measured).sum(1)
+        return SetAgreement(
+            n_states=len(predicted),
+            auroc=_mean(auroc(influence, predicted, candidate)),
+            average_precision=_mean(average_precision(influence, predicted, candidate)),
+            # of an empty set 0 / 0 is NaN, which the mean leaves out
+            precision=_mean(both / predicted.sum(1)),
+            recall=_mean(both / measured.sum(1)),
+            jaccard=_mean(torch.where(either > 0, both / either, 1.0)),
+            exact_match=_mean((predicted == measured).all(dim=1).double()),
+            influence_inside=_mean(influence_inside(influence, predicted, candidate)),
+            predicted_size=_mean(predicted.sum(1).double()),
+            measured_size=_mean(measured.sum(1).double()),
         )
 
     def explain(

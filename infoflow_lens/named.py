@@ -25,7 +25,10 @@ def estimate(architecture: Any, task: Any, **settings: Any) -> _estimate.Estimat
         architecture, task = task, architecture
     target = resolve_task(task)
     if _is_heads(architecture):
-        architecture = _make_shape(architecture, target.n_tokens)
+        given = plain(architecture)
+        counts = check(given if isinstance(given, tuple) else (given,), Heads, "heads")
+        width = (_WIDTH,) * len(counts)
+        architecture = ModelShape(n_heads=counts, d_model=width, n_tokens=target.n_tokens)
     return _estimate.estimate(architecture, target, **settings)
 
 
@@ -72,9 +75,3 @@ def _is_heads(value: Any) -> bool:
     return isinstance(given, Real) or (
         isinstance(given, tuple) and all(isinstance(count, Real) for count in given)
     )
-
-
-def _make_shape(heads: Any, n_tokens: int) -> ModelShape:
-    given = plain(heads)
-    counts = check(given if isinstance(given, tuple) else (given,), Heads, "heads")
-    return ModelShape(n_heads=counts, d_model=(_WIDTH,) * len(counts), n_tokens=n_tokens)

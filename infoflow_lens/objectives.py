@@ -257,8 +257,8 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _evaluation_data(
-    model: nn.Module, data: Data, wanted: type[Any], other: str
+def _outputs_and_targets(
+    model: nn.Module, data: Data, batch_size: int, wanted: type[Any], other: str
 ) -> tuple[Tensor, Tensor]:
     check_module(model)
     x, y = tensors_of(data, "evaluation")
@@ -267,7 +267,8 @@ def _evaluation_data(
         raise InfoFlowError(f"the evaluation targets are {y.dtype} {tuple(y.shape)}: use {other}")
     objective.check_fit(model, x, y, "evaluation")
     objective.check_variance(y, "evaluation")
-    return x, y.cpu()  # where outputs are compared
+    # on the CPU, where they are compared
+    return outputs_of(model, objective.predict(model), x, batch_size), y.cpu()
 
 
 @checked
@@ -277,8 +278,8 @@ def evaluate(model: nn.Module, data: Data, batch_size: Count = 2048) -> float:
     Raises:
         InfoFlowError: for empty data, labels, or targets that are constant (NMSE is undefined).
     """
-    x, y = _evaluation_data(model, data, SquaredError, "evaluate_labels for labels")
-    return nmse(outputs_of(model, SquaredError().predict(model), x, batch_size), y)
+    other = "evaluate_labels for labels"
+    return nmse(*_outputs_and_targets(model, data, batch_size, SquaredError, other))
 
 
 @checked
@@ -288,8 +289,8 @@ def evaluate_labels(model: nn.Module, data: Data, batch_size: Count = 2048) -> L
     Raises:
         InfoFlowError: for empty data, targets that are no labels, or data that are not the model's.
     """
-    x, y = _evaluation_data(model, data, CrossEntropy, "evaluate for target vectors")
-    return label_scores(outputs_of(model, CrossEntropy().predict(model), x, batch_size), y)
+    other = "evaluate for target vectors"
+    return label_scores(*_outputs_and_targets(model, data, batch_size, CrossEntropy, other))
 
 
 def is_finite(row: Mapping[str, float | int]) -> bool:

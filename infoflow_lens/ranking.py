@@ -1,7 +1,7 @@
 """Scores of sources beside information sets: both compared with influence, at equal set sizes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -41,7 +41,6 @@ METRICS = (
     "auroc_measured",
     "spearman",
 )
-OF_RANKINGS = ("auroc_measured", "spearman")  # which need no set
 CONTROLS = ("random", "recency", "measured")
 Starts = Annotated[tuple[Index, ...], MinLen(1), Distinct()]  # of ranges of positions
 Confidence = Annotated[float, Interval(gt=0, lt=1)]
@@ -325,11 +324,12 @@ def compare_rankings(
     exists = pair.exists & pair.asked
     for has_scores in held:
         exists = exists & has_scores
-    # controls: by chance, by nearness, and the best that is possible
+    # controls: by chance, by nearness (CLS stands behind the last), and the best that is possible
+    distance = torch.arange(n_pos)[:, None] - torch.arange(n_source)
     everything = {
         **ranked,
         "random": torch.zeros_like(influence),
-        "recency": _recency(n_pos, n_source).to(influence).expand_as(influence),
+        "recency": -distance.abs().to(influence).expand_as(influence),
         "measured": influence,
     }
     states = _States(influence, pair.measured, candidate, exists)
@@ -393,11 +393,6 @@ def _full(values: Any, name: str, measured: Any) -> tuple[Tensor, Tensor]:
             "[layer, batch, pos, source]"
         )
     return values, torch.ones(values.shape[1:3], dtype=torch.bool, device=values.device)
-
-
-def _recency(n_pos: int, n_source: int) -> Float[Tensor, "pos source"]:
-    """Score sources by how near they are; CLS stands behind the last."""
-    return -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs().float()
 
 
 class _Cut(NamedTuple):
@@ -481,21 +476,14 @@ class _States:
         scores: Float[Tensor, "layer batch pos source"],
     ) -> dict[str, Float[Tensor, " state"]]:
         """Compute the metrics of the states that take part."""
-        candidate = self.candidate.expand_as(self.above)[chosen]
-        rows = max(1, _ROOM // candidate.shape[1] ** 2)
-        parts = [
-            _metrics(*part)
-            for part in zip(
-                self.influence[chosen].double().split(rows),
-                self.above[chosen].split(rows),
-                candidate.split(rows),
-                size.split(rows),
-                scores[chosen].split(rows),
-                strict=True,
-            )
-        ]
-        at_size = [metric for metric in METRICS if metric not in OF_RANKINGS]
-        return {metric: torch.cat([part[metric] for part in parts]) for metric in at_size}
+        return _measure_in_parts(
+            _metrics,
+            self.influence[chosen].double(),
+            self.above[chosen],
+            self.candidate.expand_as(self.above)[chosen],
+            scores[chosen],
+            size,
+        )
 
     def rank(
         self, scores: Float[Tensor, "layer batch pos source"]
@@ -504,31 +492,41 @@ class _States:
         candidate = self.candidate.expand_as(self.above)
         chosen = self.exists & (candidate.sum(dim=-1) > 1)
         chosen = chosen & ((self.influence > 0) & candidate).any(dim=-1)
-        rows = max(1, _ROOM // candidate.shape[-1] ** 2)
-        parts = [
-            (auroc(score, above, those), spearman(score.double(), influence, those))
-            for influence, above, those, score in zip(
-                self.influence[chosen].double().split(rows),
-                self.above[chosen].split(rows),
-                candidate[chosen].split(rows),
-                scores[chosen].split(rows),
-                strict=True,
-            )
-        ]
-        found = zip(*parts, strict=True) if parts else ((scores.new_zeros(0),),) * 2
-        return {
-            metric: self.spread(chosen, torch.cat(tuple(values)))
-            for metric, values in zip(OF_RANKINGS, found, strict=True)
-        }
+        found = _measure_in_parts(
+            _rank,
+            self.influence[chosen].double(),
+            self.above[chosen],
+            candidate[chosen],
+            scores[chosen],
+        )
+        return {metric: self.spread(chosen, values) for metric, values in found.items()}
+
+
+Metrics = dict[str, Float[Tensor, " state"]]
+
+
+def _measure_in_parts(function: Callable[..., Metrics], *rows: Tensor) -> Metrics:
+    """Call a function with some states at a time, as it makes tables of pairs of their sources."""
+    size = max(1, _ROOM // rows[0].shape[1] ** 2)
+    parts = [function(*part) for part in zip(*(each.split(size) for each in rows), strict=True)]
+    return {metric: torch.cat([part[metric] for part in parts]) for metric in parts[0]}
+
+
+def _rank(influence: Tensor, above: Tensor, candidate: Tensor, scores: Tensor) -> Metrics:
+    """Compute the metrics of whole rankings."""
+    return {
+        "auroc_measured": auroc(scores, above, candidate),
+        "spearman": spearman(scores.double(), influence, candidate),
+    }
 
 
 def _metrics(
     influence: Float[Tensor, "state source"],
     above: Bool[Tensor, "state source"],
     candidate: Bool[Tensor, "state source"],
-    size: Float[Tensor, " state"],
     scores: Float[Tensor, "state source"],
-) -> dict[str, Float[Tensor, " state"]]:
+    size: Float[Tensor, " state"],
+) -> Metrics:
     """Expectations over the order of equal scores."""
     cut = _Cut.choose(scores, candidate, size)
     both = cut.both() * (candidate[:, :, None] & candidate[:, None])

@@ -21,6 +21,7 @@ from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import (
     RunRecord,
+    attention_kinds,
     configuration_fingerprint,
     fingerprint,
 )
@@ -419,10 +420,8 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def _describe_model(model: nn.Module) -> dict[str, Any]:
     """Describe what a run depends on that no state_dict holds."""
-    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
-    patterns = [getattr(layer, "hook_pattern", None) for layer in layers]
     return {
-        "attention": [getattr(pattern, "kind", "softmax") for pattern in patterns],
+        "attention": attention_kinds(model),
         "configuration": configuration_fingerprint(model),
         "fixed": [name for name, p in model.named_parameters() if not p.requires_grad],
     }

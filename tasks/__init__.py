@@ -1,7 +1,5 @@
 """Synthetic tasks whose active tokens are known: inputs, targets, datasets."""
 
-import typing
-
 from infoflow_lens.foundation import naming
 from infoflow_lens.tasks.aggregation import GlobalMean as GlobalMean
 from infoflow_lens.tasks.aggregation import PositionSum as PositionSum
@@ -25,9 +23,3 @@ from infoflow_lens.tasks.tuples import IntrinsicDimension as IntrinsicDimension
 from infoflow_lens.tasks.tuples import TriangleCenter as TriangleCenter
 
 __all__ = naming.list_public(globals())
-
-
-def __getattr__(name: str) -> typing.Any:
-    """Say what takes the place of a name that is gone."""
-    instead = "; use infoflow_lens.foundation.naming.find_named" if name == "is_task" else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -16,7 +16,6 @@ from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.task import TokenDistribution, VectorTask, check_positions
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
-    ComparisonTree,
     Component,
     best_tuples,
     components_profile,
@@ -61,22 +60,6 @@ class RetrievalTask(VectorTask):
     def comparison(self) -> ComparisonProfile | None:
         """Dimension, order and number of comparisons, derived from the components."""
         return components_profile(self.name, self.components)
-
-    def trees(
-        self, shape: Literal["balanced", "chain"] | torch.Generator = "balanced"
-    ) -> tuple[ComparisonTree, ...]:
-        """Return a tree of comparison for each component, which retrieves its tuple (Def. 1).
-
-        Raises:
-            InfoFlowError: for a component of rank above 1, which is no best tuple.
-        """
-        for component in self.components:
-            if component.rank > 1:
-                raise InfoFlowError(
-                    f"a component has rank {component.rank}: a tree keeps the best tuple, so "
-                    "expected rank 1"
-                )
-        return tuple(ComparisonTree.over(self.n_tokens, c, shape) for c in self.components)
 
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
         """F(X), differentiable in `x` through the tokens that are retrieved."""

@@ -37,15 +37,17 @@ def pattern_of(wildcards: Sequence[object]) -> Pattern:
     return tuple(first.setdefault(wildcard, len(first)) for wildcard in wildcards)
 
 
-def all_patterns(length: int) -> Iterator[Pattern]:
-    """Yield every template of a length, in lexicographic order: its positions' set partitions."""
+@lru_cache(maxsize=16)
+def all_patterns(length: int) -> tuple[Pattern, ...]:
+    """List every template of a length, in lexicographic order: its positions' set partitions."""
     if length == 0:
-        yield ()
-        return
-    for head in all_patterns(length - 1):
-        # the next word is equal to one of those so far, or the first of a new kind
-        for last in range(max(head, default=-1) + 2):
-            yield (*head, last)
+        return ((),)
+    # the next word is equal to one of those so far, or the first of a new kind
+    return tuple(
+        (*head, last)
+        for head in all_patterns(length - 1)
+        for last in range(max(head, default=-1) + 2)
+    )
 
 
 def patterns_of(words: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch pos"]:
@@ -56,11 +58,6 @@ def patterns_of(words: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch pos"]:
     is_new = first == torch.arange(words.shape[-1], device=words.device)
     # new words are counted through; a repeated one has the number of its first place
     return (is_new.cumsum(dim=-1) - 1).gather(-1, first)
-
-
-@lru_cache(maxsize=16)
-def _list_patterns(length: int) -> tuple[Pattern, ...]:
-    return tuple(all_patterns(length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +133,7 @@ class TemplateTask(TokenTask):
     def patterns(self) -> tuple[Pattern, ...]:
         """The templates, each as the numbers of its wildcards in the order of appearance."""
         if self.templates is None:
-            return _list_patterns(self.length)
+            return all_patterns(self.length)
         return tuple(map(pattern_of, self.templates))
 
     @property

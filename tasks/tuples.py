@@ -13,7 +13,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Positive
 from infoflow_lens.tasks.splits import Split
-from infoflow_lens.tasks.target import RetrievalTask, Target
+from infoflow_lens.tasks.target import RetrievalTask
 from infoflow_lens.tasks.task import TokenDistribution
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
@@ -324,25 +324,3 @@ class TriangleCenter(RetrievalTask):
     def comparison(self) -> ComparisonProfile:
         """Between C(T,3) - 3 and T^3 - 1 comparisons of triples."""
         return triangle_center_profile()
-
-
-def depth_separation_on_cube(n_tokens: int) -> Target:
-    """Theorem 1's target for tokens in [0, 1]^3, as its remark says there is one [chosen].
-
-    ``min over s != t of ||x(s) + x(t) - (1, 1, 1)||^2``: the pair that is nearest to lying opposite
-    about the centre. Positions differ, for a token near the centre would otherwise be its own pair.
-    """
-    pair = Component(2, _squared_distance_from_opposite, True, extremum="min", distinct=True)
-    return Target(
-        components=(pair,),
-        n_tokens=n_tokens,
-        d_token=3,
-        tokens="unit",
-        name="depth_separation_on_cube",
-    )
-
-
-def _squared_distance_from_opposite(
-    x: Float[Tensor, "*batch arity d"],
-) -> Float[Tensor, "*batch"]:
-    return (x.sum(dim=-2) - 1).square().sum(dim=-1)

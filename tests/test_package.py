@@ -318,9 +318,9 @@ NAMES = {
         TemplateMatching TokenTask TriangleCenter VectorTask dataset_card list_tasks load_task
     """,
     "theory": """
-        ComparisonProfile ComparisonTree Component DigitCode Estimate GlobalAggregation
+        ComparisonProfile Component DigitCode Estimate GlobalAggregation
         GradedSets InformationSets MaxPosition Schedule SpecificPositions exponent learns
-        propagate run_schedule search
+        propagate run_schedule
     """,
 }
 

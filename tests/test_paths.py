@@ -118,8 +118,8 @@ def summarised(path):
 
 # What writes a file, or files with this beginning: the end of its name, and the call.
 FILES = {
-    "Flow.to_html": (".html", lambda m, p: m["flow"].to_html(p)),
-    "FlowComparison.to_html": (".html", lambda m, p: compare_flows(*[m["flow"]] * 2).to_html(p)),
+    "Pictured.to_html": (".html", lambda m, p: m["flow"].to_html(p)),
+    "Pictured.to_html, of two": (".html", lambda m, p: compare_flows(*[m["flow"]] * 2).to_html(p)),
     "write_flow": (".html", lambda m, p: write_flow(m["flow"].view, p)),
     "Answer.to_html": (".html", lambda m, p: m["answer"].to_html(p)),
     "ProbingResult.report": (".html", lambda m, p: m["probed"].report(p)),

@@ -42,9 +42,8 @@ for result in run_probes(
     model, x, [PositionsProbe((1, 3)), RecoveryProbe((1, 2)), JacobianInfluence()], progress=False
 ):
     result.to_frame(), result.plot()
-from infoflow_lens.theory import DigitCode, ComparisonTree
+from infoflow_lens.theory import DigitCode
 from infoflow_lens.studies.bounds import kth_largest_collision
-from infoflow_lens.theory.cost import exponents
 for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
     task = load_task(name, n_tokens=6, d_token=4)
     for positions in ("none", "learned"):
@@ -53,7 +52,6 @@ for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle
                          positional_embedding=positions), task, verify=5)
     x, _ = task.sample(3, seed=0)
     task.active_index_set(x)
-    ComparisonTree.over(6, task.components[0]).evaluate(x)
 small = {
     "n_words": 4, "length": 3, "n_sequences": 5, "n_questions": 3, "n_answers": 4, "n_pairs": 2,
     "n_entities": 9, "hops": 2,

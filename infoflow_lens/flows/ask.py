@@ -330,24 +330,16 @@ def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
                 "folder for the measured numbers of answers; name a new one"
             )
         checkpoint = Checkpoint(run, _KEPT)
-        last: list[Any] = []
-
-        # written some seconds apart; what is newer waits, and is written at the end
-        def keep(state: Any) -> None:
-            last[:] = [state]
-            if checkpoint.keep(lambda: state):
-                last.clear()
-
         try:
-            yield {"resume": checkpoint.load(), "after": keep}
+            # written some seconds apart; what is newer waits, and is written at the end
+            yield {"resume": checkpoint.load(), "after": checkpoint.take}
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 "what was measured is kept; ask the same with "
                 f"resume={os.fspath(folder)!r} (--resume in the command) to go on"
             ) from None
         finally:
-            if last:
-                checkpoint.save(last[0])
+            checkpoint.flush()
 
 
 def _read(model: NamedModel, text: Any, name: str, any_length: bool = False) -> Batches:

@@ -1,17 +1,16 @@
 """Two flows side by side: two texts in one model, or one text in two models, and what changed."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
-from pathlib import Path
 
 from infoflow_lens.flows.result import Flow
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.settings import checked
+from infoflow_lens.report.flow import Pictured
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
 
 _NAME = 40  # characters of a text that names its side [chosen]
@@ -60,7 +59,7 @@ def compare_flows(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FlowComparison:
+class FlowComparison(Pictured):
     """What changed from one flow to another. In a notebook it shows both, linked.
 
     Attributes:
@@ -140,23 +139,6 @@ class FlowComparison:
                 keys = one[0, :, position].tolist(), other[0, :, second].tolist()
                 yield layer, position, second, list(zip(*keys, strict=True))
 
-    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write both pictures as one page, which needs no network.
-
-        Args:
-            path: of the page.
-            overwrite: whether a file that is no such page may be replaced, too.
-
-        Returns:
-            The file.
-
-        Raises:
-            InfoFlowError: if the file cannot be written, or another one stands in its place.
-        """
-        from infoflow_lens.report.flow import write_flow
-
-        return write_flow(self.view, path, overwrite=overwrite)
-
     @cached_property
     def view(self) -> FlowView:
         """The numbers that the page shows."""
@@ -194,11 +176,6 @@ class FlowComparison:
 
     def __repr__(self) -> str:
         return f"FlowComparison({self.names[0]!r}, {self.names[1]!r}: {self.summary()})"
-
-    def _repr_html_(self) -> str:
-        from infoflow_lens.report.flow import render_flow
-
-        return render_flow(self.view, fragment=True)
 
 
 def align(first: Flow, second: Flow) -> tuple[tuple[int, int], ...]:

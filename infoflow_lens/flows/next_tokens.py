@@ -1,9 +1,8 @@
 """The next tokens that a language model predicts for a few texts, also with tokens replaced."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,28 +12,13 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.model.points import config_value, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.passes.run import run
+from infoflow_lens.report.flow_view import NextTokens, Replaced
 
-NextTokens: TypeAlias = tuple[tuple[tuple[str, float], ...], ...]
 SaidT = TypeVar("SaidT")
 _MOST = 5  # next tokens of a position [chosen]
 _TOGETHER = 16  # texts in a pass
 _TWO_SECONDS = 6e10  # multiplications of all passes with a token replaced [chosen]
 _MOST_SAID = 60_000  # tokens with their probabilities, of all passes together [chosen]
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """The next tokens that a model predicts when one token of a text is replaced, one by one.
-
-    Attributes:
-        by: for each token what was put in its place: the most probable other token, as the model
-            reads the text before it; for the first, the token that is likeliest after it.
-        next_tokens: for each replaced token and each position from that one on, the most probable
-            next tokens, as pairs of token and probability; earlier positions do not change.
-    """
-
-    by: tuple[str, ...]
-    next_tokens: tuple[NextTokens, ...]
 
 
 def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, ...] | None:

@@ -1,11 +1,9 @@
 """What can reach the states of a few inputs, beside what does."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,7 +11,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, compare, explained
-from infoflow_lens.flows.next_tokens import NextTokens, Replaced
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
@@ -31,13 +28,15 @@ from infoflow_lens.hooks.passes.ranking import mark_places, mark_sources
 from infoflow_lens.hooks.routes.base import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
 from infoflow_lens.hooks.why.result import WhyAll
+from infoflow_lens.report.flow import Pictured, render_flow
 from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
+    NextTokens,
+    Replaced,
     ViewedInput,
     ViewedMechanism,
     ViewedReasons,
-    ViewedReplaced,
     view_mechanisms,
 )
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
@@ -47,7 +46,7 @@ RuleName = Literal["max_position", "top_k", "mechanisms"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Flow(Savable):
+class Flow(Pictured, Savable):
     """What can reach the states of a few inputs, by theory, beside what does, measured.
 
     Layers and positions count from 0. In a notebook it shows itself as the interactive picture.
@@ -295,23 +294,6 @@ class Flow(Savable):
         layer = layer + self.sets.n_layers if layer < 0 else layer
         return draw_flow(viewed, self.rule, self.k, layer, position)
 
-    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write the interactive picture as a page of its own, which needs no network.
-
-        Args:
-            path: of the page.
-            overwrite: whether a file that is no such page may be replaced, too.
-
-        Returns:
-            The file.
-
-        Raises:
-            InfoFlowError: if the file cannot be written, or another one stands in its place.
-        """
-        from infoflow_lens.report.flow import write_flow
-
-        return write_flow(self.view, path, overwrite=overwrite)
-
     @classmethod
     def _build(cls, values: Mapping[str, Any]) -> "Flow":
         """Build the flow of what was measured, or read; predictions follow from it.
@@ -342,8 +324,6 @@ class Flow(Savable):
         return cls(**values, sets=sets, rules=rules, agreement=agreement)
 
     def _check_fields(self) -> None:
-        from infoflow_lens.report.flow import render_flow
-
         super()._check_fields()
         render_flow(self.view)
 
@@ -356,11 +336,6 @@ class Flow(Savable):
         n, longest = len(self.tokens), max(map(len, self.tokens))
         inputs = f"{longest} tokens" if n == 1 else f"{n} inputs of up to {longest} tokens"
         return f"Flow({inputs}, {self.sets.n_layers} layers, rule {self.rule!r}: {self.summary()})"
-
-    def _repr_html_(self) -> str:
-        from infoflow_lens.report.flow import render_flow
-
-        return render_flow(self.view, fragment=True)
 
 
 _UNMEASURED = (
@@ -437,27 +412,20 @@ def _view_input(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         possible=(visible & other).sum(dim=-1),
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
-        replaced=None if flow.replaced is None else _view_next_tokens(flow.replaced[index]),
+        replaced=None if flow.replaced is None else flow.replaced[index],
         causal=flow.attention.is_causal,
     )
-
-
-def _view_next_tokens(found: Replaced) -> ViewedReplaced:
-    return ViewedReplaced(found.by, found.next_tokens)
 
 
 def _reasons(flow: Flow, index: int, n_states: int) -> ViewedReasons | None:
     if flow.reasons is None:
         return None
     found, of_input = flow.reasons, (index, slice(None), slice(n_states))
-    return ViewedReasons(
-        keys=[layer[of_input] for layer in found.keys],
-        margins=[layer[of_input] for layer in found.margins],
-        parts=[layer[of_input] for layer in found.parts],
-        values=[layer[of_input] for layer in found.values],
-        rest=[layer[of_input] for layer in found.rest],
-        part_names=found.part_names,
-    )
+    layers = {
+        name: [layer[of_input] for layer in getattr(found, name)]
+        for name in ("keys", "margins", "parts", "values", "rest")
+    }
+    return ViewedReasons(**layers, part_names=found.part_names)
 
 
 def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechanism]] | None:

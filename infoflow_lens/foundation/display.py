@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +17,11 @@ _ESCAPED_JOINER = re.compile(r"(?<!\\)((?:\\\\)*)\\u(200[cd])")  # no backslash 
 _LONGEST = 80  # characters of a value
 _LONGEST_LINE = 400
 _ROWS = 12
+MISSING = "\u2013"  # of a number
 
 
 class Displayed:
-    """A base with a short display, for dataclasses whose values may be large.
-
-    A class may override :meth:`_facts` and :meth:`_notes`; both must be quick for any amount of
-    data.
-    """
+    """A base with a short display, for dataclasses whose values may be large."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -31,27 +29,22 @@ class Displayed:
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the values to show, by name; by default the fields of the dataclass."""
+        """Return the values to show, by name: the fields of the dataclass, but its notes."""
         if not is_dataclass(self):
             return {}
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if item.repr and not item.name.startswith("_")
+            if item.repr and not item.name.startswith("_") and item.name != "notes"
         }
 
-    def _notes(self) -> Sequence[str]:
-        """Return the sentences that a reader must know."""
-        return tuple(getattr(self, "notes", ()))
-
     def __repr__(self) -> str:
-        facts = {name: value for name, value in self._facts().items() if name != "notes"}
-        line = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
+        line = ", ".join(f"{name}={brief(value)}" for name, value in self._facts().items())
         return f"{type(self).__name__}({_cut(line, _LONGEST_LINE)})"
 
     def _repr_html_(self) -> str:
-        facts = {name: value for name, value in self._facts().items() if name != "notes"}
-        return panel(type(self).__name__, facts, self._notes(), _what_to_do(self))
+        notes = tuple(getattr(self, "notes", ()))
+        return panel(type(self).__name__, self._facts(), notes, _what_to_do(self))
 
 
 def plain_label(text: Any) -> str:
@@ -174,8 +167,8 @@ def panel(
     """
     esc = html.escape
     rows = "".join(
-        f"<tr><th style='text-align:left'>{esc(str(name))}</th>"
-        f"<td style='text-align:left'>{esc(_plain(value))}</td></tr>"
+        f"<tr><th style='text-align:left'>{esc(str(name))}</th><td style='text-align:left'>"
+        f"{esc(_cut(value, 400) if isinstance(value, str) else brief(value))}</td></tr>"
         for name, value in list(facts.items())[:40]
     )
     said = "".join(f"<li>{esc(_cut(str(note), 400))}</li>" for note in list(notes)[:_ROWS])
@@ -189,17 +182,13 @@ def panel(
     return f"<div>{''.join(parts)}</div>"
 
 
-def _plain(value: Any) -> str:
-    return _cut(value, 400) if isinstance(value, str) else brief(value)
-
-
 def table(frame: Any) -> str:
     """Return the first rows of a data frame as HTML, its strings escaped and cut."""
     first = frame.head(_ROWS)
     esc = html.escape
     head = "".join(f"<th>{esc(_cut(str(name), 40))}</th>" for name in list(first.columns)[:20])
     rows = "".join(
-        "<tr>" + "".join(f"<td>{esc(_cell(value))}</td>" for value in row[:20]) + "</tr>"
+        "<tr>" + "".join(f"<td>{esc(_cut(number(value), 60))}</td>" for value in row[:20]) + "</tr>"
         for row in first.itertuples(index=False, name=None)
     )
     left = len(frame) - len(first)
@@ -207,7 +196,8 @@ def table(frame: Any) -> str:
     return f"<table><tr>{head}</tr>{rows}</table>{more}"
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return "\u2013" if value != value else f"{value:.3g}"
-    return _cut(str(value), 60)
+def number(value: Any) -> str:
+    """Return a number with three digits, a dash for what is missing, other things as they are."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return MISSING
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -103,8 +103,8 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB"
 
 
-def check_device(device: Any, name: str = "device") -> str:
-    """`device`, if numbers can be put on it.
+def check_device(device: Any) -> str:
+    """Return the name of a device if numbers can be put on it.
 
     Raises:
         InfoFlowError: with what it answered.
@@ -116,9 +116,9 @@ def check_device(device: Any, name: str = "device") -> str:
         kind = torch.device(device).type
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise InfoFlowError(
-            f"{name} is {device!r}, which does not answer ({first_line(error)}): expected "
+            f"device is {device!r}, which does not answer ({first_line(error)}): expected "
             "cpu, or an accelerator that this PyTorch sees, such as cuda:0"
         ) from error
     if kind == "meta":
-        raise InfoFlowError(f"{name} 'meta' holds no numbers: expected cpu, or an accelerator")
+        raise InfoFlowError("device 'meta' holds no numbers: expected cpu, or an accelerator")
     return str(device)

@@ -83,11 +83,14 @@ def configuration_fingerprint(model: nn.Module) -> str:
     parts["cfg"] = _settings_of(getattr(model, "cfg", None))
     parts["config"] = _settings_of(getattr(getattr(model, "original_model", model), "config", None))
     parts["architecture"] = _settings_of(getattr(model, "architecture", None))
-    # what set_attention has changed stands in no config
-    blocks = getattr(model, "blocks", ())
-    patterns = [getattr(getattr(block, "attn", None), "hook_pattern", None) for block in blocks]
-    parts["attention"] = [getattr(pattern, "kind", "softmax") for pattern in patterns]
+    parts["attention"] = attention_kinds(model)  # which stands in no config
     return hash_values(parts)
+
+
+def attention_kinds(model: nn.Module) -> list[str]:
+    """List how each layer makes a pattern of its scores, as `set_attention` has left it."""
+    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    return [getattr(getattr(each, "hook_pattern", None), "kind", "softmax") for each in layers]
 
 
 def _settings_of(config: Any) -> Any:

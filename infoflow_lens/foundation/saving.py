@@ -6,7 +6,6 @@ and not where somebody uses them later. Reading calls nothing that the files nam
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -14,10 +13,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from io import BytesIO
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    BinaryIO,
     ClassVar,
     TypeAlias,
     TypeVar,
@@ -40,6 +41,7 @@ from infoflow_lens.foundation.files import (
     atomic_path,
     atomic_paths,
     digest_of,
+    has_digest,
     naming_file,
     open_regular,
     read_json,
@@ -52,13 +54,12 @@ from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import check
 
 _ENTRY = "infoflow-lens"  # of the metadata
-_SCHEMA = "infoflow-lens state"
-_VERSION = 2
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-class _UnreadableError(Exception):
-    """The content of a file is no state of this version."""
+_SCHEMA = "infoflow-lens state 3"
+# what reading raises where a file is not as it was written
+SPOILED = (
+    OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, IndexError,
+    RuntimeError, ArithmeticError,
+)  # fmt: skip
 
 
 def write_state(path: Path, value: Any) -> None:
@@ -69,10 +70,9 @@ def write_state(path: Path, value: Any) -> None:
         value: tensors, numbers, strings, booleans and None in dicts, lists and tuples.
 
     Raises:
-        InfoFlowError: if the file cannot be written.
-        TypeError: for values of other kinds, which are mistakes of the caller.
+        InfoFlowError: if the file cannot be written, and for values of other kinds.
     """
-    tensors, header = _encode_state(value)
+    tensors, header = _pack_state(value)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata=header)
 
@@ -89,23 +89,16 @@ def read_state(path: Path, what: str, hint: str) -> Any:
         InfoFlowError: for a file that is spoiled, of another format or of another version of it.
     """
     try:
-        return _decode_state(read_tensors(path), _header_of(path))
-    except (OSError, SafetensorError, _UnreadableError, RuntimeError, ValueError) as error:
+        tensors = read_tensors(path)
+        with open_regular(path) as file:
+            return _unpack_state(tensors, file)
+    except SPOILED as error:
         raise InfoFlowError(f"{what} {str(path)!r} cannot be read ({error}): {hint}") from error
-
-
-def _header_of(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, which lie before its tensors."""
-    with open_regular(path) as file:
-        # safetensors begins with eight bytes that say how long its header is
-        length = int.from_bytes(file.read(8), "little")
-        found = json.loads(file.read(length)).get("__metadata__", {})
-        return found if isinstance(found, dict) else {}
 
 
 def state_to_bytes(value: Any) -> bytes:
     """Nested tensors and plain values as bytes, for another process."""
-    tensors, header = _encode_state(value)
+    tensors, header = _pack_state(value)
     return bytes(to_bytes(tensors, metadata=header))
 
 
@@ -116,95 +109,47 @@ def state_from_bytes(data: bytes) -> Any:
         InfoFlowError: for other bytes.
     """
     try:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        return _decode_state(from_bytes(data), header)
-    except (SafetensorError, _UnreadableError, ValueError, AttributeError) as error:
+        return _unpack_state(from_bytes(data), BytesIO(data))
+    except SPOILED as error:
         raise InfoFlowError(f"what another process sent is no state ({error})") from error
 
 
-def _encode_state(value: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    tensors: list[Tensor] = []
-    places: dict[tuple[Any, ...], int] = {}
-    stored: set[int] = set()
-    alive: list[Tensor] = []  # so that no other tensor comes to lie at the same place
-
-    def plain(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            part = part.detach().cpu()
-            key = (part.data_ptr(), tuple(part.shape), part.stride(), part.dtype)
-            if not part.numel() or key not in places:  # the same tensor is written once
-                alive.append(part)
-                # safetensors holds no storage twice, and no strides
-                storage = part.untyped_storage().data_ptr()
-                if storage in stored or not part.is_contiguous():
-                    part = part.clone(memory_format=torch.contiguous_format)
-                stored.add(storage)
-                places[key] = len(tensors)
-                tensors.append(part)
-            return {"tensor": places[key]}
-        if isinstance(part, Mapping):
-            return {"dict": [[plain(key), plain(item)] for key, item in part.items()]}
-        if isinstance(part, tuple):
-            return {"tuple": [plain(item) for item in part]}
-        if isinstance(part, list):
-            return [plain(item) for item in part]
-        # JSON has no infinity, and no NaN
-        if isinstance(part, float) and not math.isfinite(part):
-            return {"float": "nan" if part != part else "inf" if part > 0 else "-inf"}
-        if part is None or isinstance(part, (str, bool, int, float)):
-            return part
-        raise TypeError(f"a state holds a {type(part).__name__}: expected tensors and plain values")
-
-    content = json.dumps(plain(value), allow_nan=False)
-    named = {str(index): tensor for index, tensor in enumerate(tensors)}
-    header = {"schema": _SCHEMA, "version": str(_VERSION), "content": content}
-    header["digest"] = _digest(named, content)
+def _pack_state(value: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a value, and a header with all else."""
+    tensors: dict[str, Tensor] = {}
+    content = _encode(value, "", tensors, tuples=True)
+    _part_storages(tensors)
     # one entry: safetensors writes several in an order that changes
-    return named, {_ENTRY: json.dumps(header)}
+    text = sign(_SCHEMA, {"content": content, "tensors": fingerprint(tensors)})
+    return tensors, {_ENTRY: text}
 
 
-def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    return hashlib.sha256((text + fingerprint(tensors)).encode()).hexdigest()[:16]
+def _unpack_state(tensors: Mapping[str, Tensor], file: BinaryIO) -> Any:
+    """Return the value of these tensors and of the header of their file.
+
+    Raises:
+        ValueError: for a file that is no state, or has changed.
+    """
+    # safetensors begins with eight bytes that say how long its header is
+    length = int.from_bytes(file.read(8), "little")
+    metadata = json.loads(file.read(length)).get("__metadata__", {})
+    # a file from elsewhere: nothing of it is believed before its digests fit
+    held = json.loads(metadata.get(_ENTRY, "{}"))
+    if held.get("schema") != _SCHEMA:
+        raise ValueError("it is no state of infoflow-lens of this version")
+    if not has_digest(held) or held["tensors"] != fingerprint(tensors):
+        raise ValueError("it has changed since it was written")
+    return _decode(held["content"], tensors)
 
 
-def _decode_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
-    # a file from elsewhere: nothing of it is believed before its digest fits
-    try:
-        header: Any = json.loads(metadata.get(_ENTRY, "{}"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _UnreadableError(f"its header is spoiled: {error}") from error
-    if not isinstance(header, dict) or header.get("schema") != _SCHEMA:
-        raise _UnreadableError("it is no state of infoflow-lens")
-    if header.get("version") != str(_VERSION):
-        raise _UnreadableError(
-            f"its format has version {header.get('version')}, this is {_VERSION}"
-        )
-    content = str(header.get("content", ""))
-    if header.get("digest") != _digest(tensors, content):
-        raise _UnreadableError("it has changed since it was written")
-
-    def value(part: Any) -> Any:
-        if isinstance(part, list):
-            return [value(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        # each object has one key, which says what it is
-        ((kind, inner),) = part.items()
-        if kind == "tensor":
-            return tensors[str(inner)]
-        if kind == "float":
-            return _FLOATS[inner]
-        if kind == "tuple":
-            return tuple(value(item) for item in inner)
-        if kind == "dict":
-            return {value(key): value(item) for key, item in inner}
-        raise _UnreadableError(f"it holds a {kind!r}")
-
-    try:
-        return value(json.loads(content))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _UnreadableError(f"{type(error).__name__}: {error}") from error
+def _part_storages(tensors: dict[str, Tensor]) -> None:
+    """Copy tensors that lie in others, as a file holds no number under two names."""
+    written: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in written or storage.nbytes() > tensor.numel() * tensor.itemsize:
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+        written.add(storage.data_ptr())
 
 
 SavableT = TypeVar("SavableT", bound="Savable")
@@ -243,13 +188,7 @@ class Savable:
         """Return what is written: values for JSON, and tensors by name."""
         tensors: dict[str, Tensor] = {}
         plain = _encode(self, "", tensors)
-        written: set[int] = set()
-        for name, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            # a file holds no number under two names
-            if storage.data_ptr() in written or storage.nbytes() > tensor.numel() * tensor.itemsize:
-                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-            written.add(storage.data_ptr())
+        _part_storages(tensors)
         return plain, tensors
 
     @classmethod
@@ -429,7 +368,7 @@ def read_parts(
         if fingerprint(found) != plain.pop("tensors", None):
             raise ValueError(f"it has changed since {text.name} was written")
         yield plain, found
-    except _SPOILED as error:
+    except SPOILED as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         # an error that names the other file already says what to do
         if isinstance(error, InfoFlowError) and str(text) in reason:
@@ -437,13 +376,6 @@ def read_parts(
         raise InfoFlowError(
             f"{str(held)!r} cannot be read ({reason}): {describe_remedy(path)}"
         ) from error
-
-
-_KINDS = {"tensor", "pairs", "float"}  # keys of what stands for a value that JSON does not have
-_SPOILED = (
-    OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, IndexError,
-    RuntimeError, ArithmeticError,
-)  # fmt: skip
 
 
 def describe_remedy(path: str | os.PathLike[str]) -> str:
@@ -609,10 +541,15 @@ def _fields_to_save(of: Any) -> Iterator["dataclasses.Field[Any]"]:
     yield from (item for item in dataclasses.fields(of) if item.metadata.get("saved", True))
 
 
-def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+# keys of what stands for a value that JSON does not have
+_KINDS = {"tensor", "pairs", "float", "tuple"}
+
+
+def _encode(value: Any, name: str, tensors: dict[str, Tensor], tuples: bool = False) -> Any:
     """Return a value for JSON; its tensors go to `tensors`, under names.
 
-    Names are made of those of fields and keys, and of numbers, so that no two are the same.
+    Names are made of those of fields and keys, and of numbers, so that no two are the same. Without
+    `tuples` they become lists, as the annotations of fields tell them apart.
     """
     if isinstance(value, Tensor):
         dense = value if value.layout is torch.strided else value.to_dense()
@@ -629,7 +566,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         # a key with a dot, say, could make the name of another tensor: its place stands for it
         names = [k if isinstance(k, str) and k.isidentifier() else i for i, k in enumerate(value)]
         parts = [
-            _encode(item, f"{inside}{key}", tensors)
+            _encode(item, f"{inside}{key}", tensors, tuples)
             for key, item in zip(names, value.values(), strict=True)
         ]
         # a mapping with such a key alone would be read as the value that the key stands for
@@ -637,7 +574,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             return dict(zip(value, parts, strict=True))
         return {"pairs": [list(pair) for pair in zip(value, parts, strict=True)]}
     if isinstance(value, (list, tuple)):
-        return [_encode(item, f"{inside}{place}", tensors) for place, item in enumerate(value)]
+        parts = [
+            _encode(item, f"{inside}{place}", tensors, tuples) for place, item in enumerate(value)
+        ]
+        return {"tuple": parts} if tuples and isinstance(value, tuple) else parts
     # JSON has no infinity, and None is another answer than NaN
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(float(value))}
@@ -645,7 +585,7 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that :func:`_encode` gave, with lists for tuples."""
+    """Return the value that :func:`_encode` was given."""
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -654,6 +594,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value["tensor"]]
     if set(value) == {"float"}:
         return float(value["float"])
+    if set(value) == {"tuple"}:
+        return tuple(_decode(value["tuple"], tensors))
     if set(value) == {"pairs"}:
         return {
             # JSON gives tuples back as lists, which cannot be keys

@@ -12,10 +12,11 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen, MinLen
+from annotated_types import Ge, Gt, Interval, MaxLen, MinLen
 from typing_extensions import dataclass_transform
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -143,23 +144,16 @@ def check(value: Any, annotation: Any, name: str) -> Any:
     from pydantic import ValidationError
 
     given = plain(value)
-    adapter = _adapter(annotation)
-    try:
-        found = adapter.validate_python(given)
-    except ValidationError:
-        found, wrong = None, True
-    else:
-        wrong = not _is_distinct(found, annotation)
-    if wrong:
-        # what was allowed is said in words, or by the nearest of some names
-        choices = _choices(annotation)
-        expected = nearest(given, choices) if choices else f": expected {_words(annotation)}"
-        remedies = [part.text for part in _metadata(annotation) if isinstance(part, Remedy)]
-        verb = "are" if name.endswith("s") and isinstance(given, tuple) else "is"
-        raise InfoFlowError(
-            f"{name} {verb} {value!r}{expected}{''.join(f', {r}' for r in remedies)}"
-        )
-    return found
+    with suppress(ValidationError):
+        found = _adapter(annotation).validate_python(given)
+        if _is_distinct(found, annotation):
+            return found
+    # what was allowed is said in words, or by the nearest of some names
+    choices = _choices(annotation)
+    expected = nearest(given, choices) if choices else f": expected {_words(annotation)}"
+    remedies = [part.text for part in _metadata(annotation) if isinstance(part, Remedy)]
+    verb = "are" if name.endswith("s") and isinstance(given, tuple) else "is"
+    raise InfoFlowError(f"{name} {verb} {value!r}{expected}{''.join(f', {r}' for r in remedies)}")
 
 
 def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
@@ -264,12 +258,8 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _is_distinct(value: Any, annotation: Any) -> bool:
-    if value is None or not isinstance(value, tuple):
-        return True
-    asks = any(
-        isinstance(part, Distinct) for option in _options(annotation) for part in _metadata(option)
-    ) or any(isinstance(part, Distinct) for part in _metadata(annotation))
-    return not asks or len(set(value)) == len(value)
+    marks = [part for each in (annotation, *_options(annotation)) for part in _metadata(each)]
+    return not (isinstance(value, tuple) and Distinct() in marks) or len({*value}) == len(value)
 
 
 def _words(annotation: Any) -> str:
@@ -309,31 +299,14 @@ def _plural(words: str) -> str:
 
 
 def _range(metadata: Iterable[Any]) -> str:
-    low: Any = None
-    high: Any = None
-    above: Any = None
-    below: Any = None
+    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
     # annotated_types writes a range as one object, or each end as its own
-    for part in metadata:
-        if isinstance(part, (Ge, Interval)) and part.ge is not None:
-            low = part.ge
-        if isinstance(part, (Gt, Interval)) and part.gt is not None:
-            above = part.gt
-        if isinstance(part, (Le, Interval)) and part.le is not None:
-            high = part.le
-        if isinstance(part, (Lt, Interval)) and part.lt is not None:
-            below = part.lt
-    parts = [
-        f"of at least {low}" if low is not None else "",
-        f"above {above}" if above is not None else "",
-        f"at most {_format_number(high)}" if high is not None else "",
-        f"below {below}" if below is not None else "",
-    ]
-    if low is not None and high is not None:
-        parts = [f"from {low} to {_format_number(high)}"]
-    words = " and ".join(part for part in parts if part)
-    return f" {words}" if words else ""
-
-
-def _format_number(number: Any) -> str:
-    return "2^63 - 1" if number == LARGEST_SEED else str(number)
+    ends = {
+        end: "2^63 - 1" if number == LARGEST_SEED else str(number)
+        for end in words
+        for part in metadata
+        if (number := getattr(part, end, None)) is not None
+    }
+    if {"ge", "le"} <= ends.keys():
+        return f" from {ends['ge']} to {ends['le']}"
+    return " and".join(f" {words[end]} {number}" for end, number in ends.items())

@@ -19,7 +19,6 @@ from infoflow_lens.foundation.settings import (
     checked,
     plain,
 )
-from infoflow_lens.theory.shapes import shape_of
 
 ActivationName = Literal["tanh", "relu", "gelu", "square"]
 PositionalEmbedding = Literal["none", "learned"]
@@ -138,37 +137,6 @@ class Architecture(_OfLayers):
     def head_dimensions(self) -> tuple[int, ...]:
         """n_l, the per-head dimension of every layer."""
         return self.d_head or tuple(self.d_model // heads for heads in self.n_heads)
-
-    @classmethod
-    def like(cls, model: Any, *, d_token: int, n_tokens: int, **settings: Any) -> Architecture:
-        """Return heads, widths and positions of another model, over vector tokens: to be trained.
-
-        Masks are not kept: tokens see all tokens, and CLS is read. The theory asks about the model
-        as it is; see :func:`infoflow_lens.theory.shapes.shape_of`.
-
-        Args:
-            model: what `shape_of` takes: a config or model of TransformerLens or Hugging Face, or a
-                folder with a config.
-            d_token, n_tokens: of the tokens.
-            settings: other fields, in place of the model's.
-
-        Raises:
-            InfoFlowError: for an object without sizes, or layers of several widths.
-        """
-        shape = shape_of(model)
-        if len(set(shape.d_model)) > 1:
-            raise InfoFlowError(
-                f"the layers of {shape.source} have widths {shape.d_model}: expected one width"
-            )
-        width = shape.d_model[0]
-        own = {
-            "n_heads": shape.n_heads,
-            "d_model": width,
-            "d_head": shape.d_head,
-            "d_mlp": 4 * width if shape.has_mlp else 0,
-            "positional_embedding": "learned" if shape.positional else "none",
-        }
-        return cls(d_token=d_token, n_tokens=n_tokens, **{**own, **settings})
 
 
 @refuse_names(of_layers="from_layers")

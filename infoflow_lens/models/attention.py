@@ -19,13 +19,6 @@ from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.architecture import AttentionKind
 
 
-def relu_pattern(
-    scores: Float[Tensor, "batch head query key"],
-) -> Float[Tensor, "batch head query key"]:
-    """max(0, score); rows need not sum to 1."""
-    return scores.relu()
-
-
 def hardmax_pattern(
     scores: Float[Tensor, "batch head query key"],
 ) -> Float[Tensor, "batch head query key"]:
@@ -38,7 +31,7 @@ def hardmax_pattern(
     return ((keys == chosen) & (largest > -torch.inf)).to(scores.dtype)
 
 
-_PATTERNS = {"relu": relu_pattern, "hardmax": hardmax_pattern}
+_PATTERNS = {"relu": torch.relu, "hardmax": hardmax_pattern}  # rows of ReLU need not sum to 1
 
 
 class KeptScores(HookPoint):

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
@@ -36,7 +35,8 @@ from infoflow_lens.foundation.files import (
     writable_folder,
 )
 from infoflow_lens.foundation.modules import SeededRandom
-from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.foundation.record import attention_kinds, fingerprint
+from infoflow_lens.foundation.saving import SPOILED
 from infoflow_lens.foundation.sequences import check_token_ids, check_vectors
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.models.architecture import (
@@ -381,9 +381,7 @@ def save_model(
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:
     """Return the architecture, with the attention that `set_attention` may have changed since."""
-    kinds: set[Any] = {
-        getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks
-    }
+    kinds: set[Any] = {*attention_kinds(model)}
     if len(kinds) > 1:
         raise InfoFlowError(
             f"the layers have different attention ({', '.join(sorted(kinds))}): expected one kind "
@@ -421,16 +419,7 @@ def load_model(
         # loading would cast the weights to the model's precision, so the model takes theirs first
         model.to(device, state["embed.W_E"].dtype)
         model.load_state_dict(state)
-    except (
-        TypeError,
-        ValueError,  # of JSON, too
-        KeyError,
-        AttributeError,
-        OverflowError,
-        OSError,
-        RuntimeError,  # RecursionError, too
-        SafetensorError,
-    ) as error:
+    except SPOILED as error:
         if isinstance(error, InfoFlowError):
             raise
         raise InfoFlowError(

@@ -45,11 +45,8 @@ from infoflow_lens.models.pretrained import (
 from infoflow_lens.models.shipped import SHIPPED, find_package_folder
 
 Backend = Literal["auto", "hooked", "opened"]
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
 _WEIGHTS = (
     "model.safetensors",
@@ -202,9 +199,7 @@ def _load(
             return _open_adapter(folder, place)
         return _open(str(folder), place, "folder")
     if shipped := find_package_folder(name):
-        if hooked:
-            _check_backend()
-            return _load_gpt2(shipped, place)
+        _refuse_backend(hooked, f"{shipped.name!r} comes with this package")
         return _open(str(shipped), place, "name", shipped.name)
     # libraries read a folder of that name in the place of the hub
     if os.path.isdir(name) and "@" not in name:
@@ -331,45 +326,6 @@ def _from_gguf(path: Path, place: Place) -> LoadedModel:
         alone, _ = transformers_model(folder, config, place, gguf_file=path.name)
         opened = open_model(alone, load_tokenizer(folder, gguf_file=path.name))
     return _describe(opened, "file", str(path))
-
-
-def _load_gpt2(folder: Path, place: Place) -> LoadedModel:
-    """Load a folder of a GPT-2 of any size; HookedTransformer itself loads only official ones."""
-    import transformer_lens
-    from transformers import AutoConfig, AutoTokenizer
-
-    name = folder.name
-    with without_trace(), _naming_model(name):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        alone, _ = transformers_model(str(folder), config, place)
-        model = transformer_lens.HookedTransformer(
-            transformer_lens.HookedTransformerConfig(
-                n_layers=config.n_layer,
-                d_model=config.n_embd,
-                n_heads=config.n_head,
-                d_head=config.n_embd // config.n_head,
-                d_mlp=config.n_inner or 4 * config.n_embd,
-                n_ctx=config.n_positions,
-                d_vocab=config.vocab_size,
-                act_fn=config.activation_function,
-                normalization_type="LN",
-                eps=config.layer_norm_epsilon,
-                original_architecture="GPT2LMHeadModel",
-                model_name=name,
-                device=place.device,
-                dtype=place.dtype,
-            ),
-            tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
-        )
-        # with the weights as they are: folding would change what the hook points show
-        conversions = import_module("transformer_lens.pretrained.weight_conversions")
-        weights = conversions.convert_gpt2_weights(alone, model.cfg)
-        model.load_and_process_state_dict(
-            weights, fold_ln=False, center_writing_weights=False, center_unembed=False,
-            fold_value_biases=False,
-        )  # fmt: skip
-        model.to(place.device)
-    return _describe(model.eval(), "name", name)
 
 
 def _load_name(name: str, place: Place, hooked: bool) -> LoadedModel:

@@ -255,9 +255,7 @@ class Stored:
                 f"the weights in {str(folder)!r} cannot be read ({first_line(error)}): expected "
                 "what save_pretrained writes; save or download them again"
             ) from error
-        longest = max((size for shape in shapes.values() for size in shape), default=0)
-        n_numbers = sum(math.prod(shape) for shape in shapes.values())
-        return cls(len(shapes), min(n_numbers, n_bytes), min(longest, n_bytes))
+        return cls._count([*shapes.values()], n_bytes)
 
     @classmethod
     def read_gguf(cls, path: Path) -> "Stored":
@@ -265,7 +263,11 @@ class Stored:
         from gguf import GGUFReader
 
         shapes = [tuple(map(int, tensor.shape)) for tensor in GGUFReader(path).tensors]
-        most = 8 * path.stat().st_size
+        return cls._count(shapes, 8 * path.stat().st_size)
+
+    @classmethod
+    def _count(cls, shapes: list[tuple[int, ...]], most: int) -> "Stored":
+        """Count the numbers of tensors, of which a file holds at most so many."""
         longest = max((size for shape in shapes for size in shape), default=0)
         return cls(len(shapes), min(sum(map(math.prod, shapes)), most), min(longest, most))
 

@@ -31,36 +31,6 @@ from infoflow_lens.probing.part import Part
 from infoflow_lens.theory import InformationSets, propagate
 
 
-def compare_with_influence(
-    found: Mapping[str, Any],
-    without: Sequence[int] = (),
-) -> tuple[dict[str, Agreement], dict[str, InformationSets], CoverageCurve | None]:
-    """Predict sets, and compare them with measured influence on the same sequences.
-
-    Args:
-        found: the results of a run by name.
-        without: positions that are no keys of first choices, and no candidates.
-
-    Returns:
-        The agreement by rule, the predicted sets by rule, and the coverage curve; empty and None
-        without influence.
-    """
-    if "influence" not in found:
-        return {}, {}, None
-    influence: InfluenceResult = found["influence"]
-    attended: AttendedResult = found["influence_attended"]
-    chosen: PositionsResult = found["influence_positions"]
-    n_source = influence.influence.shape[-1]
-    # the rule of the paper, and each head by its label, where heads have labels
-    predicted = {"max_position": propagate(chosen.argmax, n_source)}
-    if "labels" in found:
-        labels: HeadLabels = found["labels"]
-        predicted["mechanisms"] = propagate(labels.rules(attended, chosen), n_source)
-    left_out = tuple(without)
-    agreement = {n: compare(sets, influence, without=left_out) for n, sets in predicted.items()}
-    return agreement, predicted, coverage_curve(chosen.positions, influence, without=left_out)
-
-
 def predict_by_top_k(
     chosen: PositionsResult, n_source: int, most: Sequence[int] = (1, 2, 4)
 ) -> dict[str, InformationSets]:
@@ -84,27 +54,6 @@ def predict_by_top_k(
 Rows = Mapping[tuple[str, str], Explained]  # by (states, rule)
 
 
-def explain_layers(
-    predicted: Mapping[str, InformationSets],
-    influence: InfluenceResult,
-    without: tuple[int, ...] = (),
-) -> Rows:
-    """Measure how much of the influence lies inside the sets, by (states, rule).
-
-    The last state comes first, then every layer; within each the max-position rule comes first.
-    """
-    rules = sorted(predicted, key=lambda name: name != "max_position")
-    rows = {}
-    for rule in rules:
-        row = explained(predicted[rule], influence, last=True, without=without)
-        rows[row.states, rule] = row
-    for index in range(len(influence.layers)):
-        for rule in rules:
-            row = explained(predicted[rule], influence, index, without=without)
-            rows[row.states, rule] = row  # the first one again where the last alone was measured
-    return rows
-
-
 @dataclass(frozen=True, repr=False)
 class Findings:
     """What a probe run found.
@@ -115,12 +64,7 @@ class Findings:
         capabilities: what can be measured on the model, layer by layer.
         parts: the parts that were measured, by name.
         found: results by name; those of the parts, and what predictions are made from.
-        agreement: predicted against measured sets, by the rule that made the prediction:
-            "max_position", every head passes the key of its largest score, and "mechanisms", every
-            head by its label.
-        curve: influence inside the sets when heads pass their k largest positions.
         texts: the tokens of the shown sequences, as strings.
-        predicted: sets by the same rules, for the sequences whose influence was measured.
         record: of the run.
     """
 
@@ -129,20 +73,60 @@ class Findings:
     capabilities: ModelCapabilities
     parts: Mapping[str, Part]
     found: Mapping[str, Result]
-    agreement: Mapping[str, Agreement]
-    curve: CoverageCurve | None
     texts: tuple[tuple[str, ...], ...]
-    predicted: Mapping[str, InformationSets]
     record: RunRecord
 
     @cached_property
-    def explained(self) -> Rows:
-        """The share of influence inside the sets, by (states, rule): the one object that
-        tables, page and sentences show. Empty without influence.
+    def predicted(self) -> dict[str, InformationSets]:
+        """The sets of the sequences whose influence was measured, by rule; empty without influence.
+
+        By "max_position" every head passes the key of its largest score; by "mechanisms", where
+        heads have labels, what its label says.
         """
         if self.influence is None:
             return {}
-        return explain_layers(self.predicted, self.influence, self.config.without)
+        chosen = self._find("influence_positions", PositionsResult)
+        n_source = self.influence.influence.shape[-1]
+        sets = {"max_position": propagate(chosen.argmax, n_source)}
+        if self.labels is not None:
+            attended = self._find("influence_attended", AttendedResult)
+            rules = self.labels.rules(attended, chosen)
+            sets["mechanisms"] = propagate(rules, n_source)
+        return sets
+
+    @cached_property
+    def agreement(self) -> dict[str, Agreement]:
+        """Predicted against measured sets, by rule; empty without influence."""
+        influence, without = self.influence, self.config.without
+        if influence is None:
+            return {}
+        return {r: compare(sets, influence, without=without) for r, sets in self.predicted.items()}
+
+    @cached_property
+    def curve(self) -> CoverageCurve | None:
+        """Influence inside the sets when heads pass their k largest positions; None without it."""
+        if self.influence is None:
+            return None
+        chosen = self._find("influence_positions", PositionsResult)
+        return coverage_curve(chosen.positions, self.influence, without=self.config.without)
+
+    @cached_property
+    def explained(self) -> Rows:
+        """The share of influence inside the sets, by (states, rule); empty without influence.
+
+        The last state comes first, then every layer. Tables, page and sentences show these rows.
+        """
+        rows: dict[tuple[str, str], Explained] = {}
+        influence, without = self.influence, self.config.without
+        if influence is None:
+            return rows
+        # the first row comes again where the last state alone was measured
+        layers = range(len(influence.layers))
+        for layer, last in ((-1, True), *((index, False) for index in layers)):
+            for rule, sets in self.predicted.items():
+                row = explained(sets, influence, layer, last=last, without=without)
+                rows[row.states, rule] = row
+        return rows
 
     @property
     def last(self) -> dict[str, Explained]:

@@ -49,18 +49,17 @@ def per_head(result: Findings) -> "pd.DataFrame":
     layers = [layer.n_heads or 0 for layer in result.capabilities.layers]
     table = pd.DataFrame([(i, h) for i, n in enumerate(layers) for h in range(n)], columns=_HEAD)
 
-    # left joins on layer and head: heads that a part did not measure have NaN
-    def add_columns(frame: "pd.DataFrame") -> None:
-        nonlocal table
-        table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")
-
+    found = []
     if result.labels is not None:
-        add_columns(result.labels.to_frame())
+        found.append(result.labels.to_frame())
     if result.positions is not None:
-        add_columns(result.positions.summary())
+        found.append(result.positions.summary())
     if result.recovery is not None:
         frame = result.recovery.to_frame().pivot(index=_HEAD, columns="rank", values="fvu")
-        add_columns(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
+        found.append(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
+    # left joins on layer and head: heads that a part did not measure have NaN
+    for frame in found:
+        table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")
     needed = result.found.get("top_k")
     if isinstance(needed, TopKResult):
         # the last number is of all layers at once
@@ -95,14 +94,9 @@ def heads_table(result: Findings) -> Table | None:
             ]
         )
     # columns of what was not measured are left out
-    empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_HEAD_COLUMNS))]
-    columns = {n: m for (n, m), gone in zip(_HEAD_COLUMNS.items(), empty, strict=True) if not gone}
-    kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]
-    return Table(columns, kept, caption=f"{len(kept)} heads")
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    frame = pd.DataFrame(rows, columns=list(_HEAD_COLUMNS), dtype=object).dropna(axis=1, how="all")
+    columns = {name: _HEAD_COLUMNS[name] for name in frame}
+    return Table(columns, frame.to_numpy().tolist(), caption=f"{len(frame)} heads")
 
 
 def examples(result: Findings) -> dict[str, list[list[float]]]:
@@ -232,7 +226,7 @@ def _spread_influence(result: Findings) -> Tensor:
 def _weights(
     positions: PositionsResult, index: int, n_pos: int, softmax: Sequence[bool]
 ) -> list[Tensor] | None:
-    """The weights of the ranked keys, where those of the first were measured; NaN for others.
+    """Return the weights of the ranked keys, NaN where that of the first was not measured.
 
     The scores of keys that follow each other differ by the margin, and so do, with a softmax, the
     logarithms of their weights.
@@ -439,21 +433,16 @@ def _map_places(result: Findings) -> Iterator[HeatMap]:
     ):
         return
     rows = explain_positions(result.predicted["max_position"], influence, result.config.without)
-    for values, title in (
-        (
-            [[each.inside for each in row] for row in rows],
-            "Influence of other tokens inside the predicted set",
-        ),
-        (
-            [[each.auroc for each in row] for row in rows],
-            "AUROC of influence for the predicted set, .5 is chance",
-        ),
+    for measure, title in (
+        ("inside", "Influence of other tokens inside the predicted set"),
+        ("auroc", "AUROC of influence for the predicted set, .5 is chance"),
     ):
+        values = [[getattr(each, measure) for each in row] for row in rows]
         yield HeatMap(title, values, 1.0, "layer", "position")
 
 
 def _curve(curve: CoverageCurve) -> Lines:
-    """Influence inside the sets as heads pass more keys."""
+    """Draw influence inside the sets as heads pass more keys."""
     ks = range(1, len(curve.last) + 1)
     of_k = [curve.take_k(k) for k in ks]
     series = {f"layer {layer}": [shares[layer] for shares in of_k] for layer in sorted(of_k[0])}

@@ -38,7 +38,7 @@ from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig, register_parts
 from infoflow_lens.probing.data import check_data, data_identity, stream_data
-from infoflow_lens.probing.findings import Findings, compare_with_influence
+from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.measuring import (
     code_of_own,
     measure_parts,
@@ -48,7 +48,7 @@ from infoflow_lens.probing.measuring import (
 from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.part import Part, ProbePart, RunContext, Say
 from infoflow_lens.probing.store import find_sequences, store_sequences
-from infoflow_lens.probing.windows import spread_windows, token_stream
+from infoflow_lens.probing.windows import windows
 from infoflow_lens.report.probing import render_probing
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.folder import RunFolder, write_output
@@ -296,17 +296,13 @@ def run_probing(
             raise KeyboardInterrupt(
                 f"what is finished is kept in {str(out)!r}; go on with {executor.again}"
             ) from None
-        agreement, predicted, curve = compare_with_influence(found, config.without)
         result = ProbingResult(
             out=out,
             config=config,
             capabilities=capabilities,
             parts=parts,
             found=found,
-            agreement=agreement,
-            curve=curve,
             texts=readable_tokens(model, batches.first(config.n_shown).rows),
-            predicted=predicted,
             record=record,
         )
         write_tables(out, result)
@@ -533,8 +529,7 @@ def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
         longest = min(config.window, longest or config.window)
         texts = _texts(data, config.column)
         if texts is not None:
-            prefix, stream = token_stream(model, texts)
-            data = spread_windows(prefix, stream, longest, config.n, "data")
+            data = torch.cat(list(windows(model, texts, longest, config.n, "data")))
     # a table is cut before its texts are tokenised, other data afterwards
     if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
         data = data.select(range(min(config.n, len(data))))

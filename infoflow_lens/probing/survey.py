@@ -60,8 +60,8 @@ def run_survey(
 
 
 def _write_heads(result: ProbingResult) -> None:
-    if result.out is not None:
-        write_text(result.out / "heads.csv", per_head(result).to_csv(index=False))
+    assert result.out is not None
+    write_text(result.out / "heads.csv", per_head(result).to_csv(index=False))
 
 
 def _check(context: RunContext, config: SurveyConfig) -> None:

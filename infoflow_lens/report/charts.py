@@ -7,16 +7,16 @@ library in the page.
 import base64
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from markupsafe import Markup, escape
 
+from infoflow_lens.foundation.display import MISSING, number
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 
-MISSING = "\u2013"
 _CELL, _LEFT = 30, 58
 
 
@@ -97,10 +97,9 @@ class Table:
     anchors: Sequence[str] = ()
 
     @classmethod
-    def from_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
+    def from_frame(cls, frame: "pd.DataFrame", most: int = 300) -> "Table":
         """Take a frame's first rows; the caption says how many there are."""
-        if len(frame) > most:
-            caption = f"{caption} The first {most} of {len(frame)} rows.".strip()
+        caption = f"The first {most} of {len(frame)} rows." if len(frame) > most else ""
         columns = {str(name).replace("_", " "): "" for name in frame.columns}
         return cls(columns, frame.head(most).to_numpy(dtype=object).tolist(), caption=caption)
 
@@ -130,13 +129,6 @@ def render_chart(chart: Any) -> Markup:
     )
 
 
-def number(value: Any) -> str:
-    """Return a number with three digits, a dash for what is missing, other things as they are."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return MISSING
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 def _picture(figure: "mpl.Figure") -> Markup:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
@@ -161,62 +153,63 @@ def _text(x: float, y: float, text: object, anchor: str = "middle", kind: str = 
     )
 
 
-def _grid(n_rows: int, n_columns: int, row_name: str, column_name: str, cell: int) -> list[str]:
+def _grid(
+    rows: Sequence[Sequence[Any]],
+    row_name: str,
+    column_name: str,
+    draw: Callable[[int, int], tuple[str, str]],
+) -> tuple[list[str], int, int]:
+    """Draw a square for every value; return also the width and the height.
+
+    Args:
+        rows: of values; they may differ in length.
+        row_name, column_name: what rows and columns are.
+        draw: takes row and column, and returns the attributes of a square and what it says.
+    """
+    n_columns = max(map(len, rows), default=0)
+    # many columns get smaller cells, so that the picture fits a screen
+    cell = _CELL if n_columns <= 24 else 16
+    parts = []
+    for i, row in enumerate(rows):
+        parts.append(_text(_LEFT - 6, cell * (i + 0.5) + 4, f"{row_name} {i}", "end"))
+        for j in range(len(row)):
+            attributes, said = draw(i, j)
+            parts.append(
+                f'<rect {attributes} x="{_LEFT + cell * j + 1}" y="{cell * i + 1}" '
+                f'width="{cell - 2}" height="{cell - 2}">'
+                f"<title>{escape(f'{row_name} {i}, {column_name} {j}: {said}')}</title></rect>"
+            )
+    below = cell * len(rows) + 14
     # a number takes about 18 pixels, so that narrow cells show some numbers only
-    step = max(1, -(-18 // cell))
-    parts = [
-        _text(_LEFT - 6, cell * (row + 0.5) + 4, f"{row_name} {row}", "end")
-        for row in range(n_rows)
-    ]
-    below = cell * n_rows + 14
-    parts += [
-        _text(_LEFT + cell * (column + 0.5), below, column) for column in range(0, n_columns, step)
-    ]
+    for j in range(0, n_columns, max(1, -(-18 // cell))):
+        parts.append(_text(_LEFT + cell * (j + 0.5), below, j))
     parts.append(_text(_LEFT + cell * n_columns / 2, below + 15, column_name))
-    return parts
+    return parts, _LEFT + cell * n_columns + 2, below + 20
 
 
 def _heat_map(chart: HeatMap) -> Markup:
-    n_columns = max((len(row) for row in chart.values), default=0)
-    cell = _CELL if n_columns <= 24 else 16
     known = [v for row in chart.values for v in row if not math.isnan(v)]
     most = chart.most or max([*known, 1e-12])
-    parts = _grid(len(chart.values), n_columns, chart.row_name, chart.column_name, cell)
-    for i, row in enumerate(chart.values):
-        for j, value in enumerate(row):
-            place = f"{chart.row_name} {i}, {chart.column_name} {j}: "
-            said = chart.hover[i][j] if chart.hover else number(float(value))
-            if math.isnan(value):
-                said, kind, share = f"{said} (not measured)", "cell missing", 1.0
-            else:
-                kind, share = "cell", min(1.0, max(0.0, value / most))
-            parts.append(
-                f'<rect class="{kind}" x="{_LEFT + cell * j + 1}" y="{cell * i + 1}" '
-                f'width="{cell - 2}" height="{cell - 2}" fill-opacity="{share:.3f}">'
-                f"<title>{escape(place + said)}</title></rect>"
-            )
-    width, height = _LEFT + cell * n_columns + 2, cell * len(chart.values) + 34
-    scale = f"{chart.title} (shade: 0 to {most:.2g})"
-    return _figure(scale, width, height, parts)
+
+    def draw(i: int, j: int) -> tuple[str, str]:
+        value = chart.values[i][j]
+        said = chart.hover[i][j] if chart.hover else number(float(value))
+        if math.isnan(value):
+            return 'class="cell missing"', f"{said} (not measured)"
+        return f'class="cell" fill-opacity="{min(1.0, max(0.0, value / most)):.3f}"', said
+
+    parts, width, height = _grid(chart.values, chart.row_name, chart.column_name, draw)
+    return _figure(f"{chart.title} (shade: 0 to {most:.2g})", width, height, parts)
 
 
 def _name_map(chart: NameMap) -> Markup:
-    # many heads get smaller cells, so that the picture fits a screen
-    n_columns = max((len(row) for row in chart.names), default=0)
-    cell = _CELL if n_columns <= 24 else 16
-    parts = _grid(len(chart.names), n_columns, "layer", "head", cell)
-    for i, row in enumerate(chart.names):
-        for j, name in enumerate(row):
-            said = f"layer {i}, head {j}: {name}"
-            if chart.hover:
-                said += f"\n{chart.hover[i][j]}"
-            colour = escape(chart.colours.get(name, "#888"))
-            parts.append(
-                f'<rect fill="{colour}" x="{_LEFT + cell * j + 1}" '
-                f'y="{cell * i + 1}" width="{cell - 2}" height="{cell - 2}" rx="3">'
-                f"<title>{escape(said)}</title></rect>"
-            )
-    at = cell * len(chart.names) + 48
+    def draw(i: int, j: int) -> tuple[str, str]:
+        name = chart.names[i][j]
+        said = f"{name}\n{chart.hover[i][j]}" if chart.hover else name
+        return f'fill="{escape(chart.colours.get(name, "#888"))}" rx="3"', said
+
+    parts, width, height = _grid(chart.names, "layer", "head", draw)
+    at = height + 14
     # only colours that are seen are in the legend
     used = [n for n in chart.colours if any(n in row for row in chart.names)]
     for index, name in enumerate(used):
@@ -225,8 +218,7 @@ def _name_map(chart: NameMap) -> Markup:
             f'width="14" height="14" rx="3"/>'
             + _text(_LEFT + 20, at + 20 * index + 12, name.replace("_", " "), "start")
         )
-    width = max(_LEFT + cell * n_columns + 2, 240)
-    return _figure(chart.title, width, at + 20 * len(used) + 4, parts)
+    return _figure(chart.title, max(width, 240), at + 20 * len(used) + 4, parts)
 
 
 _COLOURS = 8  # line colours in the style sheet
@@ -350,7 +342,7 @@ def by_head(
 
 
 def draw_names(
-    frame: "pd.DataFrame", column: str, colours: Mapping[str, str], hover: Sequence[str]
+    frame: "pd.DataFrame", column: str, colours: Mapping[str, str], hover: str
 ) -> NameMap:
     """Draw a name for every head, in its colour.
 
@@ -358,12 +350,7 @@ def draw_names(
         frame: a row for each layer and head.
         column: with the names.
         colours: by name, in the order of the legend.
-        hover: what is shown on hover, for each row.
+        hover: the column with what is shown on hover.
     """
-    said = frame.assign(_said=list(hover))
-    return NameMap(
-        column.replace("_", " "),
-        _by_layer(frame, column, ""),
-        colours,
-        _by_layer(said, "_said", ""),
-    )
+    names, said = _by_layer(frame, column, ""), _by_layer(frame, hover, "")
+    return NameMap(column.replace("_", " "), names, colours, said)

@@ -23,9 +23,9 @@ from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
     Move,
+    Replaced,
     ViewedInput,
     ViewedReasons,
-    ViewedReplaced,
 )
 from infoflow_lens.theory.information_sets import propagate
 
@@ -72,12 +72,41 @@ def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool 
     return FLOW_PAGE.write(path, render_flow(view), overwrite=overwrite)
 
 
+class Pictured:
+    """What shows itself as the interactive picture: in a notebook, and as a page."""
+
+    @property
+    def view(self) -> FlowView:
+        """The numbers that the picture shows."""
+        raise NotImplementedError
+
+    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the interactive picture as a page of its own, which needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page may be replaced, too.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
+        """
+        return write_flow(self.view, path, overwrite=overwrite)
+
+    def _repr_html_(self) -> str:
+        return render_flow(self.view, fragment=True)
+
+
 def picture_data(view: FlowView) -> str:
     """Return the JSON that the page's script reads, safe inside a script element."""
-    groups, first = [], 0
+    groups, first, notes = [], 0, list(view.notes)
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
         first += count
+    if any(each.influence is not None for each in view.inputs):
+        notes.append(f"Measured influence: {view.influence_name}.")
     opened = view.inputs[view.first]
     n_layers, n_pos = len(opened.ranked), opened.n_queries
     # opens at the last state of the last layer
@@ -88,7 +117,7 @@ def picture_data(view: FlowView) -> str:
                 "title": view.title,
                 "rules": view.rules,
                 "record": view.record,
-                "notes": [*view.notes, *_describe_influence(view)],
+                "notes": notes,
                 "unmeasured": view.unmeasured,
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
@@ -128,12 +157,6 @@ def fit_into_page(view: FlowView, most: int) -> FlowView:
 
 def _dumps(value: Any, **kwargs: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False, **kwargs)
-
-
-def _describe_influence(view: FlowView) -> list[str]:
-    if all(each.influence is None for each in view.inputs):
-        return []
-    return [f"Measured influence: {view.influence_name}."]
 
 
 def picture_element(data: str, inside: str = "") -> str:
@@ -279,7 +302,7 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
     return packed
 
 
-def _pack_next_tokens(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
+def _pack_next_tokens(blob: _Blob, replaced: Replaced) -> dict[str, Any]:
     """Pack next tokens with each token replaced as the page reads them: words, and their places."""
     pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
     words = list(dict.fromkeys(token for token, _ in pairs))

@@ -28,9 +28,7 @@ class StillPicture(mpl.Figure):
         return buffer.getvalue()
 
 
-def draw_flow(
-    viewed: ViewedInput, rule: str, k: int, layer: int, position: int, title: str = ""
-) -> mpl.Figure:
+def draw_flow(viewed: ViewedInput, rule: str, k: int, layer: int, position: int) -> mpl.Figure:
     """States as a lattice, the paths by which tokens can reach one of them, and what they weigh.
 
     The strongest lines are drawn, the stronger the wider: a line has the strength of the best path
@@ -45,7 +43,6 @@ def draw_flow(
         rule, k: see `ViewedInput.layers_of`.
         layer: of the state, from 0.
         position: of the state.
-        title: of the figure.
 
     Raises:
         InfoFlowError: for a state that the input does not have, and unknown rules.
@@ -89,8 +86,7 @@ def draw_flow(
     names = ["tokens", *(f"layer {i}" for i in range(layer + 1))]
     lattice.set_yticks(range(layer + 2), names)
     lattice.set_xticks([])
-    title = title or _title(viewed, layer, position)
-    lattice.set_title(plain_label(title), fontsize=10)
+    lattice.set_title(plain_label(_title(viewed, layer, position)), fontsize=10)
     # without measured influence the bars say what is predicted
     share = _share(viewed, layer, position)
     heights = members.float() if share is None else share

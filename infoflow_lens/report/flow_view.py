@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -100,18 +100,23 @@ class ViewedReasons:
     part_names: Sequence[str]
 
 
-@dataclass(frozen=True, eq=False)
-class ViewedReplaced:
-    """What a model says next when one token is replaced, for each token in turn.
+# of each position the most probable next tokens, with their probabilities
+NextTokens: TypeAlias = tuple[tuple[tuple[str, float], ...], ...]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The next tokens that a model predicts when one token of a text is replaced, one by one.
 
     Attributes:
-        by: for each token what was put in its place.
+        by: for each token what was put in its place: the most probable other token, as the model
+            reads the text before it; for the first, the token that is likeliest after it.
         next_tokens: for each replaced token and each position from that one on, the most probable
-            next tokens, as pairs of token and probability.
+            next tokens, as pairs of token and probability; earlier positions do not change.
     """
 
-    by: Sequence[str]
-    next_tokens: Sequence[Sequence[Sequence[tuple[str, float]]]]
+    by: tuple[str, ...]
+    next_tokens: tuple[NextTokens, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +167,7 @@ class ViewedInput:
     possible: Int[Tensor, "layer pos"] | None = None
     reasons: ViewedReasons | None = None
     next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
-    replaced: ViewedReplaced | None = None
+    replaced: Replaced | None = None
     causal: bool = True
     name: str = ""
 

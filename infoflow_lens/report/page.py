@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, SetAgreement
+from infoflow_lens.foundation.display import MISSING
 from infoflow_lens.foundation.lazy import mpl
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
@@ -152,18 +153,10 @@ def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[s
             values: SetAgreement = each.layers[index] if index < n_layers else each.cls
             if not values.n_states:
                 continue
-            rows.append(
-                {
-                    "place": place,
-                    "stage": name,
-                    "values": [_number(getattr(values, metric)) for metric in METRICS],
-                }
-            )
+            numbers = [getattr(values, metric) for metric in METRICS]
+            said = [MISSING if math.isnan(number) else f"{number:.3f}" for number in numbers]
+            rows.append({"place": place, "stage": name, "values": said})
     return rows
-
-
-def _number(value: float) -> str:
-    return "\u2013" if math.isnan(value) else f"{value:.3f}"
 
 
 def render_report(report: Report) -> str:

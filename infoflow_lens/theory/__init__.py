@@ -2,7 +2,6 @@
 
 from infoflow_lens.foundation import naming
 from infoflow_lens.theory.comparison import ComparisonProfile as ComparisonProfile
-from infoflow_lens.theory.comparison import ComparisonTree as ComparisonTree
 from infoflow_lens.theory.comparison import Component as Component
 from infoflow_lens.theory.cost import DigitCode as DigitCode
 from infoflow_lens.theory.cost import exponent as exponent
@@ -16,6 +15,5 @@ from infoflow_lens.theory.rules import SpecificPositions as SpecificPositions
 from infoflow_lens.theory.schedule import Schedule as Schedule
 from infoflow_lens.theory.schedule import learns as learns
 from infoflow_lens.theory.schedule import run_schedule as run_schedule
-from infoflow_lens.theory.search import search as search
 
 __all__ = naming.list_public(globals())

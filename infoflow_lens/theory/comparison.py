@@ -9,7 +9,7 @@ Marks in docstrings: [stated] by the paper, [derived] from its proofs, [chosen] 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -149,6 +149,12 @@ class Component:
         """Return what is maximised: the score, or minus it."""
         return self.score(x) if self.extremum == "max" else -self.score(x)
 
+    def inside(self, n_tokens: int) -> Bool[Tensor, " pos"]:
+        """Mark the positions of T that it looks at."""
+        inside = torch.full((n_tokens,), self.positions is None)
+        inside[list(self.positions or ())] = True
+        return inside
+
     def n_tuples(self, n_tokens: int, ordered: bool) -> int:
         """Count the tuples that it compares among T tokens."""
         if self.tuples is not None:
@@ -223,10 +229,7 @@ def best_inside(
     """Find for each holder the largest score of a tuple inside its set; -inf for an empty one."""
     if component.tuples is not None:
         return best_in_list(x, sets, component)
-    if component.positions is not None:
-        allowed = torch.zeros(x.shape[1], dtype=torch.bool)
-        allowed[list(component.positions)] = True
-        sets = sets & allowed
+    sets = sets & component.inside(x.shape[1])
     sizes = sets.sum(dim=-1)
     width = max(1, int(sizes.max()))
     # members first, in order; short sets repeat their first member, which changes no maximum
@@ -269,11 +272,8 @@ def pair_scores(
     scores = component.preference(torch.stack(pair, dim=-2))
     if component.distinct:
         scores = scores.masked_fill(torch.eye(n_tokens, dtype=torch.bool), -torch.inf)
-    if component.positions is not None:
-        inside = torch.zeros(n_tokens, dtype=torch.bool)
-        inside[list(component.positions)] = True
-        scores = scores.masked_fill(~(inside[:, None] & inside), -torch.inf)
-    return scores
+    inside = component.inside(n_tokens)
+    return scores.masked_fill(~(inside[:, None] & inside), -torch.inf)
 
 
 def common_positions(
@@ -303,134 +303,6 @@ def tuple_holders(n_tokens: int, rests: Sequence[Sequence[int]]) -> list[int]:
         used.add(free)
         holders.append(free)
     return holders
-
-
-# Trees of comparison
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A leaf of a tree of comparison: an ordered tuple of positions, which may repeat."""
-
-    positions: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Branch:
-    """An internal node: of the tuples of its children it keeps the one of larger score."""
-
-    left: "Leaf | Branch"
-    right: "Leaf | Branch"
-    score: Score
-
-
-Node = Leaf | Branch
-
-
-def postorder(root: Node) -> Iterator[Node]:
-    """Children before parents, without recursion: a tree may be as deep as it has leaves."""
-    stack: list[tuple[Node, bool]] = [(root, False)]
-    while stack:
-        node, ready = stack.pop()
-        if isinstance(node, Leaf) or ready:
-            yield node
-        else:
-            stack += [(node, True), (node.right, False), (node.left, False)]
-
-
-class ComparisonTree:
-    """A tree of comparison (Def. 1): a full binary tree over ordered tuples of positions.
-
-    Attributes:
-        root: its root.
-        n_leaves: the size of the tree.
-        dimension: the largest length of a tuple.
-
-    Raises:
-        InfoFlowError: for an empty tuple at a leaf.
-    """
-
-    def __init__(self, root: Node) -> None:
-        self.root = root
-        leaves = [node.positions for node in postorder(root) if isinstance(node, Leaf)]
-        if any(len(leaf) == 0 for leaf in leaves):
-            raise InfoFlowError("a leaf holds no position: expected at least one in every tuple")
-        if len({len(leaf) for leaf in leaves}) > 1:
-            raise InfoFlowError(
-                f"leaves hold tuples of lengths {sorted({len(leaf) for leaf in leaves})}: expected "
-                "one length, that of the score"
-            )
-        if min(min(leaf) for leaf in leaves) < 0:
-            raise InfoFlowError("a leaf holds a negative position: expected 0 to T - 1")
-        self._highest = max(max(leaf) for leaf in leaves)
-        self.n_leaves = len(leaves)
-        self.dimension = max(len(leaf) for leaf in leaves)
-
-    @classmethod
-    @checked
-    def over(
-        cls,
-        n_tokens: Number,
-        component: Component,
-        shape: Literal["balanced", "chain"] | torch.Generator = "balanced",
-    ) -> "ComparisonTree":
-        """Return a tree over all tuples of a component, with its score at every node.
-
-        Args:
-            n_tokens: T.
-            component: what is compared. Ordered tuples give the paper's T^arity leaves; a symmetric
-                component is served by the C(T + arity - 1, arity) unordered ones.
-            shape: "balanced", "chain" (a tournament of one winner), or a generator for a random
-                shape.
-        """
-        if shape not in ("balanced", "chain") and not isinstance(shape, torch.Generator):
-            raise InfoFlowError(f"shape is {shape!r}: expected 'balanced', 'chain' or a generator")
-        nodes: list[Node] = [
-            Leaf(tuple(row)) for row in component_tuples(n_tokens, component).tolist()
-        ]
-        while len(nodes) > 1:
-            if shape == "chain":
-                nodes[:2] = [Branch(nodes[0], nodes[1], component.preference)]
-            elif isinstance(shape, torch.Generator):
-                i, j = torch.randperm(len(nodes), generator=shape)[:2].sort().values.tolist()
-                nodes[i] = Branch(nodes[i], nodes.pop(j), component.preference)
-            else:
-                pairs: list[Node] = [
-                    Branch(a, b, component.preference)
-                    for a, b in zip(nodes[::2], nodes[1::2], strict=False)
-                ]
-                # an odd node waits for the next round
-                nodes = pairs + nodes[len(pairs) * 2 :]
-        return cls(nodes[0])
-
-    def evaluate(
-        self, x: Float[Tensor, "batch pos d_token"]
-    ) -> tuple[Int[Tensor, "batch arity"], int]:
-        """Return the winning tuple of every sequence, and the number of comparisons made.
-
-        A node compares its children's tuples by its score; ties go to the left.
-
-        Raises:
-            InfoFlowError: if a leaf holds a position that the sequences do not have.
-        """
-        if self._highest >= x.shape[1]:
-            raise InfoFlowError(
-                f"a leaf holds position {self._highest}, but sequences have {x.shape[1]} tokens: "
-                "expected a tree over the same T"
-            )
-        sequences = torch.arange(len(x))[:, None]
-        results: list[Tensor] = []
-        made = 0
-        for node in postorder(self.root):
-            if isinstance(node, Leaf):
-                results.append(torch.tensor(node.positions).expand(len(x), -1))
-                continue
-            # the right child was evaluated last, so it lies on top
-            right, left = results.pop(), results.pop()
-            keep = node.score(x[sequences, left]) >= node.score(x[sequences, right])
-            results.append(torch.where(keep[:, None], left, right))
-            made += 1
-        return results.pop(), made
 
 
 # What targets need
@@ -742,14 +614,13 @@ def model_comparisons(
     sizes: Sequence[tuple[int, int]] | int,
     dimension: Number,
     trees: Number = 1,
-    per_head: Literal["T", "T-1"] = "T",
     roles: Sequence[int] | int = 1,
 ) -> int:
     """Comparisons that a model can make, eq (5).
 
     Every position of a hidden layer, and CLS alone in the last one (nothing else is read; [derived,
-    forced by eq 2]), compares h_l T keys by attention and ``trees * |I|^dimension`` tuples inside
-    what it holds.
+    forced by eq 2]), compares h_l T keys by attention (the paper's bound; T - 1 a head is exact)
+    and ``trees * |I|^dimension`` tuples inside what it holds.
 
     Args:
         n_heads: h_1 .. h_L.
@@ -759,7 +630,6 @@ def model_comparisons(
         dimension: beta_1 of the target.
         trees: K. 1 is the literal reading of eq (5); the number of trees removes its contradiction
             with one-head global aggregation [chosen; not proved sound in general].
-        per_head: comparisons of a head and query: T is the paper's bound, T - 1 is exact.
         roles: r, the scores that a head chooses from by what its query is, for all layers or each.
             1 is the paper's form. A head with r roles compares T keys for a query, as any other
             does, but of r scores: what counting asks of heads it then asks of heads times roles
@@ -773,15 +643,14 @@ def model_comparisons(
         raise InfoFlowError(
             f"sizes has {len(by_layer)} entries for {len(n_heads)} layers: give one for each"
         )
-    keys = n_tokens if per_head == "T" else n_tokens - 1
     total = 0
     many = check_by_layer(roles, "roles", len(n_heads))
     for layer, (heads, (token, cls)) in enumerate(zip(n_heads, by_layer, strict=True)):
         heads = heads * many[layer]
         # in the last layer CLS alone is read
         if layer < len(n_heads) - 1:
-            total += n_tokens * (heads * keys + trees * token**dimension)
-        total += heads * keys + trees * cls**dimension
+            total += n_tokens * (heads * n_tokens + trees * token**dimension)
+        total += heads * n_tokens + trees * cls**dimension
     return total
 
 

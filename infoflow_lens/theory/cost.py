@@ -1,7 +1,5 @@
 """What information costs: the parameter-cost law and Theorem 3's codes (Sec. 5.2, App. A.3)."""
 
-import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -14,11 +12,9 @@ from infoflow_lens.foundation.settings import (
     Count,
     Index,
     Remedy,
-    check_by_layer,
     checked,
     settings,
 )
-from infoflow_lens.theory.information_sets import InformationSets
 
 Mode = Annotated[
     Literal["law", "decoder", "total"],
@@ -44,30 +40,10 @@ def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "total") 
     Raises:
         InfoFlowError: for sizes below 0 or dimensions below 1, or an unknown mode.
     """
-    return float(_apply_mode(torch.tensor(size * d_token / d_model, dtype=torch.float64), mode))
-
-
-def _apply_mode(law: Float[Tensor, "*state"], mode: Mode) -> Float[Tensor, "*state"]:
-    decoder = (law - 1).clamp(min=0)
-    total = torch.where(law <= 1, 0.0, decoder.clamp(min=1))
+    law = size * d_token / d_model
+    decoder = max(0.0, law - 1)
+    total = 0.0 if law <= 1 else max(1.0, decoder)
     return {"law": law, "decoder": decoder, "total": total}[mode]
-
-
-@checked
-def exponents(
-    sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "total"
-) -> Float[Tensor, "layer batch pos"]:
-    """:func:`exponent` of every state, from the sets after its layer.
-
-    The updated set counts, in all three rules [derived: one cost per I_t^(l), "regarding the size
-    of I_t^(l)"]. States of the last layer other than the last position cost nothing, since nothing
-    reads them (eq 2): their exponent is NaN. `d_model` is E, or E_l for every layer.
-    """
-    widths = torch.tensor(check_by_layer(d_model, "d_model", sets.n_layers), dtype=torch.float64)
-    law = sets.sizes().double() * d_token / widths[:, None, None].to(sets.members.device)
-    result = _apply_mode(law, mode).clone()
-    result[-1, :, :-1] = math.nan
-    return result
 
 
 @settings
@@ -130,15 +106,10 @@ class DigitCode:
         """Hidden units of the decoder: one for each threshold of each latent."""
         return self.n_latents * 2**self.bits_per_latent
 
-    def _steps(
-        self, z: Float[Tensor, "*batch n"], bits: int, steepness: float | None
-    ) -> Float[Tensor, "*batch n unit"]:
+    def _steps(self, z: Float[Tensor, "*batch n"], bits: int) -> Float[Tensor, "*batch n unit"]:
         """Return the hidden layer: unit k of an input is 1 from k / 2^bits on."""
         thresholds = torch.arange(1, 2**bits, dtype=z.dtype, device=z.device) / 2**bits
-        gap = z.unsqueeze(-1) - thresholds
-        if steepness is None:
-            return (gap >= 0).to(z.dtype)
-        return 0.5 * (1 + torch.tanh(steepness * gap))
+        return (z.unsqueeze(-1) >= thresholds).to(z.dtype)
 
     @staticmethod
     def _bit_weights(bits: int, like: Tensor) -> Float[Tensor, "unit bit"]:
@@ -148,14 +119,11 @@ class DigitCode:
         table = (numbers[:, None] >> places) & 1
         return (table[1:] - table[:-1]).to(like.dtype)
 
-    def encode(
-        self, x: Float[Tensor, "*batch coordinate"], steepness: float | None = None
-    ) -> Float[Tensor, "*batch latent"]:
+    def encode(self, x: Float[Tensor, "*batch coordinate"]) -> Float[Tensor, "*batch latent"]:
         """Return the E latents of inputs in [0, 1).
 
         Args:
             x: coordinates.
-            steepness: of the tanh units; None for exact steps.
 
         Raises:
             InfoFlowError: for another number of coordinates, or values outside [0, 1).
@@ -166,7 +134,7 @@ class DigitCode:
                 f"{float(x.max()):.3g}]: expected {self.n_coordinates} in [0, 1); scale them"
             )
         carried, cut = x.split([self.n_coordinates - self.n_cut, self.n_cut], dim=-1)
-        steps = self._steps(cut, self.n_bits, steepness)
+        steps = self._steps(cut, self.n_bits)
         bits = steps @ self._bit_weights(self.n_bits, x)  # [..., coordinate, bit]
         # b is rounded up, so the last latents may spell bits that no coordinate has
         padding = self.n_latents * self.bits_per_latent - self.n_cut * self.n_bits
@@ -176,11 +144,9 @@ class DigitCode:
         # half a step on top keeps every latent away from the decoder's thresholds
         return digits @ places + places[-1] * (_ROOM * carried if self.analog else 0.5)
 
-    def decode(
-        self, latents: Float[Tensor, "*batch latent"], steepness: float | None = None
-    ) -> Float[Tensor, "*batch coordinate"]:
+    def decode(self, latents: Float[Tensor, "*batch latent"]) -> Float[Tensor, "*batch coordinate"]:
         """Return the coordinates, each that is cut at the middle of its cell of width 2^-B."""
-        steps = self._steps(latents, self.bits_per_latent, steepness)
+        steps = self._steps(latents, self.bits_per_latent)
         bits = steps @ self._bit_weights(self.bits_per_latent, latents)  # [..., latent, bit]
         places = 0.5 ** torch.arange(
             1, max(self.n_bits, self.bits_per_latent) + 1, dtype=latents.dtype,

@@ -276,7 +276,7 @@ def _whole(question: Question) -> tuple[tuple[int, ...], Answer] | None:
         return None
     reads = LayerSchedule(cls=tuple(Max(i) for i in range(len(components))))
     schedule = Schedule((LayerSchedule(token=(Global(),)), reads), size=n, sizes=(n, n))
-    return (1, len(components)), Answer(Found(schedule, True), question.readings[0])
+    return (1, len(components)), Answer(Found(schedule), question.readings[0])
 
 
 def _candidates(

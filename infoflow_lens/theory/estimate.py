@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from infoflow_lens.foundation.display import Displayed
@@ -120,10 +120,8 @@ class Estimate(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON-compatible values; the schedule in words."""
-        plain = replace(self, schedule=None)
-        values = asdict(plain)
-        values["schedule"] = self.schedule.describe() if self.schedule else None
-        return values
+        words = self.schedule.describe() if self.schedule else None
+        return asdict(replace(self, schedule=None)) | {"schedule": words}
 
 
 def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) -> int | None:
@@ -154,11 +152,8 @@ def min_heads_at(
     """The smallest h_1 with which counting is met at this T, with the other layers as given."""
     needed = profile.number(n_tokens, count)
 
-    def enough(first: int) -> bool:
-        heads = (first, *n_heads[1:])
-        return max_position_capacity(profile, heads, n_tokens, trees) >= needed
-
-    return least(enough, 1)
+    capacity = partial(max_position_capacity, profile, n_tokens=n_tokens, trees=trees)
+    return least(lambda first: capacity((first, *n_heads[1:])) >= needed, 1)
 
 
 @checked
@@ -385,7 +380,7 @@ class _Case:
         """Search for the target's own list."""
         own = self.asked.readings[0]
         if not self.reachable:
-            return Answer(Found(None, True), own)
+            return Answer(Found(None), own)
         return Answer(self.asked.search(self.shape, self.n_tokens, max_position_only), own)
 
     @cached_property
@@ -489,9 +484,8 @@ class _Case:
     @property
     def run_on(self) -> int:
         """The number of inputs on which the schedule of the verdict was run."""
-        assert self.samples is not None
-        assert self.alone.schedule or self.best.schedule
         answer = self.alone if self.alone.schedule is not None else self.best
+        assert self.samples is not None
         assert answer.schedule is not None
         return self.samples.number(answer.schedule, answer.reading.components)
 
@@ -526,11 +520,10 @@ def _measure_routing(
 ) -> RoutedError | None:
     """Measure what routing leaves, where the first of two layers has fewer heads than pairs."""
     pairs = len(components) > 1 and all(c.arity == 2 and c.tuples is None for c in components)
-    if not pairs or shape.n_layers != 2 or shape.n_heads[0] >= len(components):
+    few = shape.n_layers == 2 and shape.n_heads[0] < len(components) <= 8
+    if not (pairs and few) or samples is None:
         return None
-    if samples is None or shape.causal or not hasattr(task, "outer_function"):
-        return None
-    if len(components) > 8:
+    if shape.causal or not hasattr(task, "outer_function"):
         return None
     return measure_routing(samples.task, shape.n_heads[0], max(2, samples.n), samples.seed)
 

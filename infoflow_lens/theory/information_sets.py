@@ -7,7 +7,7 @@ comparing them is one function (`infoflow_lens.agreement.compare`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, overload, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,8 +45,55 @@ def check_lengths(lengths: Tensor, n_batch: int, n_source: int) -> Int[Tensor, "
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class InformationSets(Savable):
+SetsT = TypeVar("SetsT", bound="_OfStates")
+
+
+class _OfStates:
+    """What sets share with graded ones: a value for each source of each state.
+
+    Attributes:
+        lengths: int [batch], or None; see :class:`InformationSets`.
+    """
+
+    lengths: Any
+    _name: ClassVar[str]  # of the field [layer, batch, pos, source]
+    _more: ClassVar[str]  # what a notebook says below
+
+    @property
+    def _values(self) -> Tensor:
+        values: Tensor = getattr(self, self._name)
+        return values
+
+    @property
+    def n_layers(self) -> int:
+        """The number of attention layers."""
+        return self._values.shape[0]
+
+    @property
+    def n_sources(self) -> int:
+        """The number of input tokens, T in the paper."""
+        return self._values.shape[3]
+
+    def part(
+        self: SetsT, layers: Sequence[int] | slice = slice(None), n: int | None = None
+    ) -> SetsT:
+        """Return the sets of some layers and of the first `n` sequences."""
+        chosen = layers if isinstance(layers, slice) else list(layers)
+        lengths = None if self.lengths is None else self.lengths[:n]
+        some = {self._name: self._values[chosen][:, :n], "lengths": lengths}
+        return replace(self, **some)  # type: ignore[type-var]
+
+    def __repr__(self) -> str:
+        sizes = zip(self._values.shape, ("layers", "sequences", "positions", "sources"))
+        return f"{type(self).__name__}({', '.join(f'{n} {what}' for n, what in sizes)})"
+
+    def _repr_html_(self) -> str:
+        facts = dict(zip(("layers", "sequences", "positions", "sources"), self._values.shape))
+        return panel(type(self).__name__, facts, more=self._more)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InformationSets(_OfStates, Savable):
     """Sets of input positions, one for every layer, sequence and position.
 
     Attributes:
@@ -61,6 +108,9 @@ class InformationSets(Savable):
         InfoFlowError: if `members` is no bool tensor of four axes, or has more sources than
             positions; for lengths that do not fit.
     """
+
+    _name = "members"
+    _more = ".of(layer, sequence, position) is one set, .sizes() how large all are"
 
     members: Bool[Tensor, "layer batch pos source"]
     lengths: Int[Tensor, " batch"] | None = None
@@ -85,48 +135,17 @@ class InformationSets(Savable):
         if self.lengths is not None:
             check_lengths(self.lengths, members.shape[1], members.shape[3])
 
-    @property
-    def n_layers(self) -> int:
-        """The number of attention layers."""
-        return self.members.shape[0]
-
-    @property
-    def n_sources(self) -> int:
-        """The number of input tokens, T in the paper."""
-        return self.members.shape[3]
-
     def of(self, layer: int, sequence: int, position: int) -> set[int]:
         """Return one information set as a Python set of source positions."""
         return set(self.members[layer, sequence, position].nonzero().flatten().tolist())
-
-    def __repr__(self) -> str:
-        n_layers, n_batch, n_pos, n_source = self.members.shape
-        return (
-            f"InformationSets({n_layers} layers, {n_batch} sequences, {n_pos} positions, "
-            f"{n_source} sources)"
-        )
-
-    def _repr_html_(self) -> str:
-        n_layers, n_batch, n_pos, n_source = self.members.shape
-        facts = {"layers": n_layers, "sequences": n_batch, "positions": n_pos, "sources": n_source}
-        more = ".of(layer, sequence, position) is one set, .sizes() how large all are"
-        return panel("InformationSets", facts, more=more)
-
-    def part(
-        self, layers: Sequence[int] | slice = slice(None), n: int | None = None
-    ) -> "InformationSets":
-        """Return the sets of some layers and of the first `n` sequences."""
-        chosen = layers if isinstance(layers, slice) else list(layers)
-        lengths = None if self.lengths is None else self.lengths[:n]
-        return replace(self, members=self.members[chosen][:, :n], lengths=lengths)
 
     def sizes(self) -> Int[Tensor, "layer batch pos"]:
         """Return the sizes |I_t^(l)|, on which the paper's parameter cost depends (Sec. 5.2)."""
         return self.members.sum(dim=-1)
 
 
-@dataclass(frozen=True, eq=False)
-class GradedSets(Savable):
+@dataclass(frozen=True, eq=False, repr=False)
+class GradedSets(_OfStates, Savable):
     """How strongly each state may hold each input position: information sets with an order.
 
     In a deep model the information set of a state soon holds every token. Here each token has the
@@ -143,6 +162,12 @@ class GradedSets(Savable):
             sources than positions; for lengths that do not fit.
     """
 
+    _name = "strengths"
+    _more = (
+        ".at(level) are the sets of what is stronger, .of(layer, sequence, position) the "
+        "strengths of one state"
+    )
+
     strengths: Float[Tensor, "layer batch pos source"]
     lengths: Int[Tensor, " batch"] | None = None
 
@@ -154,16 +179,6 @@ class GradedSets(Savable):
                 "[layer, batch, pos, source]; propagate(..., strength=...) makes them"
             )
         self.at()  # which checks the rest
-
-    @property
-    def n_layers(self) -> int:
-        """The number of attention layers."""
-        return self.strengths.shape[0]
-
-    @property
-    def n_sources(self) -> int:
-        """The number of input tokens, T in the paper."""
-        return self.strengths.shape[3]
 
     def at(self, level: float = 0.0) -> InformationSets:
         """Return the sets of the sources whose strength is above a level.
@@ -180,26 +195,6 @@ class GradedSets(Savable):
         row = self.strengths[layer, sequence, position]
         order = row.argsort(descending=True, stable=True).tolist()
         return {source: float(row[source]) for source in order if row[source] > 0}
-
-    def part(
-        self, layers: Sequence[int] | slice = slice(None), n: int | None = None
-    ) -> "GradedSets":
-        """Return the graded sets of some layers and of the first `n` sequences."""
-        chosen = layers if isinstance(layers, slice) else list(layers)
-        lengths = None if self.lengths is None else self.lengths[:n]
-        return replace(self, strengths=self.strengths[chosen][:, :n], lengths=lengths)
-
-    def __repr__(self) -> str:
-        return f"Graded{self.at()!r}".replace("GradedInformationSets", "GradedSets")
-
-    def _repr_html_(self) -> str:
-        n_layers, n_batch, n_pos, n_source = self.strengths.shape
-        facts = {"layers": n_layers, "sequences": n_batch, "positions": n_pos, "sources": n_source}
-        more = (
-            ".at(level) are the sets of what is stronger, .of(layer, sequence, position) the "
-            "strengths of one state"
-        )
-        return panel("GradedSets", facts, more=more)
 
 
 @runtime_checkable

@@ -323,11 +323,9 @@ class Next(Retrieval):
         """Return the next token below what each query has found; -1 where there is none."""
         component, queries = run.components[self.component], run.queries(for_tokens)
         scores = component.preference(run.x[:, :, None])
-        if component.positions is not None:
-            outside = torch.ones(run.n_tokens, dtype=torch.bool)
-            outside[list(component.positions)] = False
-            # so that other positions come last, from either end
-            scores = scores.masked_fill(outside, torch.inf if self.from_below else -torch.inf)
+        # other positions come last, from either end
+        outside = ~component.inside(run.n_tokens)
+        scores = scores.masked_fill(outside, torch.inf if self.from_below else -torch.inf)
         scores = -scores if self.from_below else scores
         # [batch, T + 1]: how far each search has come: a token's to itself, that of CLS above all
         top = torch.full((len(scores), 1), torch.inf)
@@ -390,9 +388,7 @@ class Message(Retrieval):
         # [batch, candidate, size] positions, and their tokens [batch, candidate, size, d_token]
         carried = torch.cat(parts, dim=-1)
         below = run.x[torch.arange(batch)[:, None, None], carried]
-        inside = torch.ones(n, dtype=torch.bool)
-        if component.positions is not None:
-            inside = torch.isin(everywhere, torch.tensor(component.positions))
+        inside = component.inside(n)
         if not for_tokens:
             return self.score(below).masked_fill(~inside, -torch.inf).argmax(dim=1, keepdim=True)
         seen, chosen = run.sees & inside, []

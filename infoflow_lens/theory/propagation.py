@@ -223,7 +223,6 @@ def propagate_edges(
     p: float = 1.0,
     *,
     queries: Int[Tensor, "batch asked"] | None = None,
-    below: Float[Tensor, "batch pos source"] | None = None,
 ) -> Float[Tensor, "layer batch asked source"]:
     """Return how strongly states behind every layer hold the sources, over all paths.
 
@@ -234,15 +233,13 @@ def propagate_edges(
         p: the power of "power".
         queries: the positions that are asked for in each sequence, anything where negative; default
             all.
-        below: what positions hold before the first layer; default, each itself alone.
 
     Raises:
         InfoFlowError: for edges of another shape, negative ones, an unknown semiring, or a power
             that is not above 0.
     """
-    layers = _edges_of(edges, semiring, p)
-    held, rows = below, []
-    for weights in layers:
+    held, rows = None, []
+    for weights in _edges_of(edges, semiring, p):
         # each position holds itself alone at first, so the first layer's edges are the paths
         held = weights if held is None else step(weights, held, semiring)
         rows.append(held if queries is None else rows_at(held, queries))

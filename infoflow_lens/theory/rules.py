@@ -66,9 +66,10 @@ class Rule(ABC):
     """How some heads move sets in one layer."""
 
     @property
-    @abstractmethod
     def tensor(self) -> Tensor:
-        """The tensor that the rule was made of."""
+        """The tensor that the rule was made of, its only field."""
+        tensor: Tensor = next(iter(vars(self).values()))
+        return tensor
 
     @property
     def device(self) -> torch.device:
@@ -128,11 +129,6 @@ class MaxPosition(Rule):
         """
         self._check_type(0)
         return self.positions.shape[0], self.positions.shape[2]
-
-    @property
-    def tensor(self) -> Tensor:
-        """The positions."""
-        return self.positions
 
     def _check_type(self, layer: int) -> None:
         chosen = self.positions
@@ -208,11 +204,6 @@ class SpecificPositions(Rule):
 
     reads: Bool[Tensor, "pos key"]
 
-    @property
-    def tensor(self) -> Tensor:
-        """The reads."""
-        return self.reads
-
     def check(self, layer: int, batch: int, n_pos: int) -> None:
         """See :meth:`Rule.check`."""
         if self.reads.dtype != torch.bool or self.reads.shape != (n_pos, n_pos):
@@ -257,11 +248,6 @@ class GlobalAggregation(Rule):
     """
 
     queries: Bool[Tensor, " pos"]
-
-    @property
-    def tensor(self) -> Tensor:
-        """The queries."""
-        return self.queries
 
     def check(self, layer: int, batch: int, n_pos: int) -> None:
         """See :meth:`Rule.check`."""

@@ -99,12 +99,6 @@ class ScoreGraph:
         reached = self._reach(place, gone)
         return {other for p in reached for other in self.neighbours(p)} - gone
 
-    def among(self, places: Sequence[int]) -> "ScoreGraph":
-        """Return the graph of some places, numbered anew."""
-        new = {place: number for number, place in enumerate(places)}
-        kept = frozenset((new[i], new[j]) for i, j in self.edges if i in new and j in new)
-        return ScoreGraph(len(places), kept)
-
 
 def graph_of(
     component: Component, tokens: Float[Tensor, "sample d_token"], n: int = ASKED

@@ -42,12 +42,10 @@ class Found:
 
     Attributes:
         schedule: the one with the smallest largest |I|; None if there is none.
-        exhaustive: whether all schedules of the known jobs were weighed.
-        left_out: what was not, in words; empty if nothing.
+        left_out: schedules of the known jobs that were not weighed, in words; empty if none.
     """
 
     schedule: Schedule | None
-    exhaustive: bool
     left_out: tuple[str, ...] = ()
 
 
@@ -550,7 +548,7 @@ def find(
         left_out.append("jobs for heads of local attention")
     # heads of a model without positions cannot tell orders apart
     if needs_order(components, reads, n_tokens) and not (positional or causal):
-        return Found(None, True, tuple(left_out))
+        return Found(None, tuple(left_out))
     problem = _Problem(
         kinds=_kinds(components, n_tokens, causal),
         n_heads=tuple(n_heads),
@@ -570,14 +568,14 @@ def find(
             f"partial schedules beyond the best {_MOST_KEPT} of a layer and {_MOST_WEIGHED} in all"
         )
     if best is not None:
-        return Found(problem.schedule(best), exhaustive, tuple(left_out))
+        return Found(problem.schedule(best), tuple(left_out))
     if causal and any(c.arity > 2 for c in components):
         left_out.append("messages of longer tuples in a causal model")
     if causal:
-        return Found(None, exhaustive, tuple(left_out))
+        return Found(None, tuple(left_out))
     # plans of several rounds, which the search layer by layer does not find
     planned = (_plan(plan, problem, components) for plan in plans())
-    return Found(next(filter(None, planned), None), exhaustive, tuple(left_out))
+    return Found(next(filter(None, planned), None), tuple(left_out))
 
 
 def _solve(problem: _Problem) -> tuple[_State | None, bool]:
@@ -627,17 +625,3 @@ def _join(jobs: Sequence[LayerSchedule], others: Schedule, n_tokens: int) -> Sch
         last = number == len(jobs) - 1
         sizes.append(min(n_tokens, size + max(at_cls, 0 if last else at_tokens)))
     return Schedule(tuple(layers), size=max(sizes), sizes=tuple(sizes))
-
-
-def search(
-    components: Sequence[Component],
-    n_heads: Sequence[int],
-    n_tokens: int,
-    positional: bool = False,
-    *,
-    max_position_only: bool = False,
-) -> Schedule | None:
-    """Return the schedule of :func:`find`, or None if there is none."""
-    heads = tuple(n_heads)
-    found = find(components, heads, n_tokens, positional, max_position_only=max_position_only)
-    return found.schedule

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from annotated_types import MinLen
@@ -310,21 +311,7 @@ def _from_folder(path: Path) -> ModelShape:
     # a folder of ours says its heads itself; others have a config of transformers
     ours = path / "architecture.json"
     if path.is_dir() and not file.is_file() and ours.is_file():
-        values = _read_json(ours)
-        heads = tuple(values.get("n_heads", ()))
-        if values.get("kind") == "token" or "d_vocab" in values:
-            return ModelShape(
-                heads, (values["d_model"],) * len(heads), values["n_tokens"], True, has_mlp=False,
-                source=str(path),
-            )  # fmt: skip
-        return ModelShape(
-            heads,
-            (values["d_model"],) * len(heads),
-            values["n_tokens"],
-            values.get("positional_embedding") == "learned",
-            routes=values.get("d_encoder") is not None,
-            source=str(path),
-        )
+        return replace(_from_ours(SimpleNamespace(**_read_json(ours))), source=str(path))
     if not file.is_file():
         raise InfoFlowError(
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "

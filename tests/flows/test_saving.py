@@ -1,6 +1,7 @@
 """A flow that was saved is the same flow again, without a model; foreign files are refused."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def test_a_saved_flow_is_the_same_again(settings, tmp_path):
     assert repr(again) == repr(made)
     assert again.to_frame().equals(made.to_frame())
     assert again.graded.strengths.equal(made.graded.strengths)
-    numbers = [one.agreement and one.agreement.to_dict() for one in (again, made)]
+    numbers = [one.agreement and asdict(one.agreement) for one in (again, made)]
     np.testing.assert_equal(*numbers)  # NaN equals NaN
     assert again.next_tokens == made.next_tokens
     assert again.replaced == made.replaced

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-import torch
-from transformers import GPT2Config
 
-from infoflow_lens import Architecture, InfoFlowError, build_model
-from infoflow_lens.theory.shapes import ModelShape
+from infoflow_lens import Architecture, InfoFlowError
 
 SIZES = {"d_model": 12, "d_token": 3, "n_tokens": 5}
 
@@ -43,14 +40,3 @@ def test_fields_of_a_file_that_are_unknown_or_missing_are_named():
         Architecture.from_dict({"head": (1,)} | SIZES)
     with pytest.raises(InfoFlowError, match="lacks n_heads"):
         Architecture.from_dict(SIZES)
-
-
-def test_an_architecture_like_another_model_can_be_built():
-    config = GPT2Config(n_layer=2, n_head=3, n_embd=24)
-    found = Architecture.like(config, d_token=5, n_tokens=7, d_mlp=16)
-    assert (found.n_heads, found.d_model, found.head_dimensions) == ((3, 3), 24, (8, 8))
-    assert (found.d_mlp, found.positional_embedding) == (16, "learned")
-    x = torch.zeros(2, 7, 5)
-    assert build_model(found, seed=0)(x).shape == (2, 1)
-    with pytest.raises(InfoFlowError, match="expected one width"):
-        Architecture.like(ModelShape((1, 1), (8, 16), 4), d_token=2, n_tokens=4)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import asdict
 from html import escape
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
     folder = zoo.save("gpt2", tmp_path / "gpt2")
     named = probe(folder, tmp_path / "texts.txt", tmp_path / "out", **SETTINGS)
     numbers = [
-        {rule: agreement.to_dict() for rule, agreement in one.agreement.items()}
+        {rule: asdict(agreement) for rule, agreement in one.agreement.items()}
         for one in (named, found)
     ]
     np.testing.assert_equal(*numbers)  # NaN equals NaN

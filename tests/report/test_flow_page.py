@@ -15,10 +15,10 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow import picture_data, render_flow
 from infoflow_lens.report.flow_view import (
     FlowView,
+    Replaced,
     ViewedInput,
     ViewedMechanism,
     ViewedReasons,
-    ViewedReplaced,
 )
 from infoflow_lens.theory import MaxPosition, propagate
 
@@ -502,9 +502,11 @@ def says(page, line):
 
 def test_a_pressed_token_is_replaced_and_the_next_tokens_stand_beside_each_other(show):
     said = [[(f"t{t}", 0.5), (EVIL, 0.25)] for t in range(9)]
-    other = [[[(f"r{s}.{t}", 0.75), (EVIL, 0.125)] for t in range(s, 9)] for s in range(9)]
-    by = [f"instead{s}" for s in range(8)] + [EVIL]
-    view = make_input(next_tokens=said, replaced=ViewedReplaced(by, other))
+    other = tuple(
+        tuple(((f"r{s}.{t}", 0.75), (EVIL, 0.125)) for t in range(s, 9)) for s in range(9)
+    )
+    by = (*(f"instead{s}" for s in range(8)), EVIL)
+    view = make_input(next_tokens=said, replaced=Replaced(by, other))
     page = show(render_flow(FlowView("replaced", [view])))
     page.locator(".token").nth(6).click()
     assert page.locator(".next .instead").is_hidden()
@@ -825,7 +827,7 @@ def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
         ({"patterns": [torch.zeros(4, 8, 9)] * 3}, r"shapes of patterns .*\(4, 9, 'key'\)"),
         ({"mechanisms": [[]]}, "one for each head"),
         ({"marked": [9]}, "marked sources"),
-        ({"replaced": ViewedReplaced(["a"], [[]])}, "expected 9, each with those of all positions"),
+        ({"replaced": Replaced(("a",), ((),))}, "expected 9, each with those of all positions"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

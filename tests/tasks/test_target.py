@@ -15,6 +15,7 @@ from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
 from infoflow_lens.training import TrainingConfig
 from tests.reference.data import read_data
+from tests.reference.trees import trees_of
 
 
 def distance(x):
@@ -71,10 +72,10 @@ def test_counts_and_trees_follow_from_the_components():
         leaves = len(list(itertools.combinations_with_replacement(range(t), 3)))
         assert profile.number(t, "unordered") == leaves - 1 + t - 1
     assert profile.number(6, "proved") <= profile.number(6, "unordered")
-    made = [tree.n_leaves - 1 for tree in task.trees()]
+    made = [tree.n_leaves - 1 for tree in trees_of(task)]
     assert made == [56 - 1, 6 - 1]
     x, _ = task.sample(20, seed=0)
-    for tree, component in zip(task.trees("chain"), task.components, strict=True):
+    for tree, component in zip(trees_of(task, "chain"), task.components, strict=True):
         winner, _ = tree.evaluate(x)
         rows = torch.arange(20)[:, None]
         best = torch.stack(

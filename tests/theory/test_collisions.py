@@ -5,17 +5,17 @@ import torch
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.studies.bounds import encoding_bound
-from infoflow_lens.tasks.tuples import depth_separation_on_cube
-from infoflow_lens.theory.comparison import Branch, ComparisonTree, Leaf
 from infoflow_lens.theory.cost import DigitCode
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
 from tests.reference.pigeonholes import (
     closest_pair_collision,
+    depth_separation_on_cube,
     encoding_collision,
     largest_radius,
     uncovered_input,
 )
+from tests.reference.trees import Branch, ComparisonTree, Leaf, trees_of
 
 
 def heads(n_heads, d_head, seed):
@@ -90,7 +90,7 @@ def test_no_leaf_can_be_missing(name):
     """App. D: of all distinct tuples each must be a leaf, or some input is lost."""
     sizes = {"n_components": 1} if name == "d_retrieval" else {}
     task = load_task(name, n_tokens=5, **sizes)
-    whole = task.trees()
+    whole = trees_of(task)
     assert uncovered_input(task, whole) is None
     arity = task.components[0].arity
     for positions in [(0, 1, 2)[:arity], (1, 3, 4)[:arity]]:

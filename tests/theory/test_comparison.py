@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import (
-    Branch,
-    ComparisonTree,
     Component,
-    Leaf,
     best_inside,
     best_tuples,
     d_retrieval_profile,
@@ -27,6 +24,7 @@ from infoflow_lens.theory.comparison import (
     root_ceiling,
     triangle_center_profile,
 )
+from tests.reference.trees import Branch, ComparisonTree, Leaf
 
 
 def polynomial(arity, seed):
@@ -144,25 +142,15 @@ def test_a_component_can_look_at_some_positions_only():
     assert best_tuples(x, component)[0].tolist() == [[3]]
 
 
-def test_ties_go_to_the_left_and_a_leaf_is_not_empty():
+def test_ties_go_to_the_left():
     tree = ComparisonTree(Branch(Leaf((0,)), Leaf((1,)), lambda x: x[..., 0, 0]))
     assert tree.evaluate(torch.ones(1, 2, 1))[0].tolist() == [[0]]
-    with pytest.raises(InfoFlowError, match="a leaf holds no position"):
-        ComparisonTree(Leaf(()))
-    with pytest.raises(InfoFlowError, match=r"tuples of lengths \[1, 2\]"):
-        ComparisonTree(Branch(Leaf((0,)), Leaf((1, 2)), lambda x: x[..., 0, 0]))
-    with pytest.raises(InfoFlowError, match="negative position"):
-        ComparisonTree(Leaf((0, -1)))
-    with pytest.raises(InfoFlowError, match="a leaf holds position 1, but sequences have 1"):
-        tree.evaluate(torch.ones(1, 1, 1))
 
 
 def test_a_tree_over_some_positions_has_leaves_there_only():
     component = Component(1, lambda x: x[..., 0, 0], positions=(1, 3))
     tree = ComparisonTree.over(6, component)
     assert tree.n_leaves == 2
-    with pytest.raises(InfoFlowError, match="shape is 'star'"):
-        ComparisonTree.over(6, component, "star")
 
 
 def test_the_least_root_is_exact_for_any_integer():
@@ -275,8 +263,6 @@ def test_comparisons_of_a_position_by_position_count():
     heads, sizes, n_tokens = (2, 3), [(3, 2), (12, 11)], 9
     total = sum(2 * 9 + 5 * 3**2 for _ in range(9)) + 2 * 9 + 5 * 2**2 + 3 * 9 + 5 * 11**2
     assert model_comparisons(heads, n_tokens, sizes, 2, trees=5) == total
-    exact = model_comparisons(heads, n_tokens, sizes, 2, trees=5, per_head="T-1")
-    assert total - exact == 2 * 10 + 3
 
 
 def test_large_t_is_counted_without_large_memory():
@@ -300,7 +286,6 @@ def test_large_t_is_counted_without_large_memory():
         (lambda: growth_sizes((), 5), r"n_heads are \(\)"),
         (lambda: model_comparisons((1, 1), 5, [(1, 1)], 1), "sizes has 1 entries for 2 layers"),
         (lambda: model_comparisons((1,), 5, 1, 1, trees=0), "trees is 0"),
-        (lambda: model_comparisons((1,), 5, 1, 1, per_head="t"), "per_head is 't'"),
     ],
 )
 def test_bad_values_are_named(call, message):

@@ -74,6 +74,12 @@ def test_folders_and_names(tmp_path):
     save_model(build_model(ours, seed=0), tmp_path / "ours")
     assert read_shape(str(tmp_path / "ours")).n_heads == (2, 1)
     assert read_shape("gpt2").n_heads == (12,) * 12
+    # a folder is what the model in memory is
+    for name, changed in (("bare", {"d_mlp": 0}), ("cls", {"cls_is_key": True})):
+        save_model(build_model(replace(ours, **changed)), tmp_path / name)
+    assert not shape_of(tmp_path / "bare").has_mlp
+    with pytest.raises(InfoFlowError, match="cls_is_key is True"):
+        shape_of(tmp_path / "cls")
 
 
 def test_local_layers_alternate(tmp_path):

@@ -49,7 +49,7 @@ class LabelsPart(Part):
             f"worth {row['worth']:.2g} ({'measured' if row['measured'] else 'estimated'})"
             for row in frame.to_dict("records")
         ]
-        names = draw_names(frame, "label", COLOURS, hover)
+        names = draw_names(frame.assign(hover=hover), "label", COLOURS, "hover")
         worth = by_head(
             frame, {"worth": f"what the output loses without the head ({result.metric})"}
         )

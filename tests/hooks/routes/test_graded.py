@@ -156,7 +156,7 @@ def test_an_edge_has_the_best_path_from_any_token_that_uses_it(path, layer, n_so
     kept, held = add_own(edges), torch.zeros(2, 4, 1)
     onwards = propagate_back(kept, BEST[path], queries=place, layer=layer)[..., None]
     held[:, :n_sources] = 1  # by any token; a position beyond (CLS) holds nothing of its own
-    behind = propagate_edges(kept[:-1], BEST[path], below=held)[..., 0]
+    behind = propagate_edges(kept[:-1], BEST[path])[..., :n_sources].amax(dim=-1)
     so_far = torch.stack([held[..., 0], *behind])[:, :, None, None]
     found = join(join(onwards, edges[:, :, None]), so_far)
     assert found.shape == (3, 2, 2, 4, 4)
