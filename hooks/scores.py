@@ -114,8 +114,12 @@ class StateScoresProbe(Probe[ScoresT]):
     Args:
         positions: whose states; default all. Negative ones count from the end of each sequence, so
             (-1,) is the last token, or CLS.
+
+    Attributes:
+        kind: of result.
     """
 
+    kind: ClassVar[type[Any]]
     _: KW_ONLY
     positions: Asked | None = None
 
@@ -148,10 +152,17 @@ class StateScoresProbe(Probe[ScoresT]):
                 "count from 0, or from -1 backwards"
             )
 
-    def place(self, n_states: Int[Tensor, " batch"], n_pos: int) -> Int[Tensor, "batch asked"]:
-        """Return the positions of the asked states in each sequence; -1 where it has none."""
+    def place(
+        self, lengths: Int[Tensor, " batch"], n_source: int, n_pos: int
+    ) -> Int[Tensor, "batch asked"]:
+        """Return the positions of the asked states in each sequence; -1 where it has none.
+
+        Args:
+            lengths: the sources of each sequence.
+            n_source, n_pos: sources and positions of the longest: CLS has no source.
+        """
         asked = torch.arange(n_pos) if self.positions is None else torch.tensor(self.positions)
-        ends = n_states[:, None]
+        ends = (lengths + n_pos - n_source)[:, None]
         place = torch.where(asked < 0, ends + asked, asked)
         return torch.where((place >= 0) & (place < ends), place, -1)
 
@@ -173,15 +184,16 @@ class StateScoresProbe(Probe[ScoresT]):
             "n_positions": n_pos,
         }
 
-    def scores(self) -> Float[Tensor, "layer batch pos source"]:
-        """Join the scores of all batches."""
-        scored: Tensor = self.scored
-        return scored.transpose(0, 1).contiguous()
+    def more_fields(self) -> Mapping[str, Any]:
+        """Return fields of the result beside the scores, if it has more."""
+        return {}
 
-    def make_scores(self, kind: type[ScoresT], **more: Any) -> ScoresT:
-        """Make the result, of some kind, with more of its fields."""
-        found = {kind.column: self.scores(), "positions": self.places}
-        return self.make_result(kind, layers=tuple(self.scored_layers), **found, **more)
+    def compute(self) -> ScoresT:
+        """Join the scores of all batches."""
+        layers, scored = tuple(self.scored_layers), self.scored.transpose(0, 1).contiguous()
+        found = {self.kind.column: scored, "positions": self.places, **self.more_fields()}
+        result: ScoresT = self.make_result(self.kind, layers=layers, **found)
+        return result
 
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of the result must know."""

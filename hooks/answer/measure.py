@@ -267,34 +267,35 @@ def measure_answer(
         identity = identify(model, asked, inputs=whole)
         kept = KeptNumbers(identity, resume, after)
     with eval_mode(model), progress_bar("asking", None, progress) as advance:
-        question = Question(model, text, instead, readout, batch_size, kept, columns)
+        question = Question(
+            model, text, instead, readout, batch_size, kept, columns, spans, advance
+        )
         tokens, guessed = None, instead is None
         # the other text is chosen by what tokens do, so a quick answer without one needs them, too
         if instead is None or not quick:
-            tokens = measure_tokens(question, seed, advance, spans)
+            tokens = measure_tokens(question, seed)
         if instead is None:
             assert tokens is not None
-            other, note = _choose_text(question, tokens, text, spans or question.single_tokens())
+            other, note = _choose_text(question, tokens)
             question.compare_with(other)
             notes.append(note)
-            each = spans or question.single_tokens()
-            last = next(range(*span) for span in each if question.end in range(*span))
+            last = next(range(*span) for span in question.spans if question.end in range(*span))
             says_next = is_causal(model) and question.clean.logits.ndim == 2
             if says_next and {*question.changed} <= {*last}:
                 notes.append(_LAST)
-        replaced = question.replace_tokens(spans, advance)
+        replaced = question.replace_tokens()
         # a gap near 0 would ask for a strip at every layer
         bar = LEAST_GAP if isinstance(readout, LogitDifference) else 0.0
         tolerance = TOLERANCE * max(abs(question.gap), bar)
-        strips = {} if quick else measure_states(question, tolerance, advance, spans)
+        strips = {} if quick else measure_states(question, tolerance)
         most = 10**9 if exact else _QUICK if quick else N_HEADS
-        units = measure_units(question, most, advance=advance)
+        units = measure_units(question, most)
         circuit = Circuit([], {}, 0.0, 0.0, is_whole=False)
         if reason := _no_paths(question):
             notes.append(f"no paths are drawn: {reason}")
         else:
             try:
-                circuit = find_circuit(question, units, prune=not quick, seed=seed, advance=advance)
+                circuit = find_circuit(question, units, prune=not quick, seed=seed)
                 if not circuit.is_whole:
                     remedy = "; another text may compare better (instead)" if guessed else ""
                     notes.append(
@@ -321,7 +322,7 @@ def measure_answer(
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
     words, other_words = readable_tokens(model, [clean, others])
     answers, answer_chances = _answer_chances(question)
-    replacements, replacement_effects = _list_replacements(question, spans)
+    replacements, replacement_effects = _list_replacements(question)
     by_others = (nothing, nothing) if tokens is None else mean_and_error(replacement_effects)
     (guess, chance), (other_guess, other_chance) = (
         _guess(question, run.logits) for run in (question.clean, question.other)
@@ -345,7 +346,7 @@ def measure_answer(
         other_chance=other_chance,
         answers=answers,
         answer_chances=answer_chances,
-        spans=torch.tensor(spans or question.single_tokens()),
+        spans=torch.tensor(question.spans),
         span_words=readable_spans(model, clean, spans) if spans else words,
         other_span_words=readable_spans(model, others, spans) if spans else other_words,
         token_mean=by_others[0],
@@ -447,15 +448,13 @@ def _measure_looks(
     return torch.tensor(heads, dtype=torch.int64).reshape(-1, 2), looks, writes
 
 
-def _choose_text(
-    question: Question, tokens: TokenEffects, text: Int[Tensor, " pos"], spans: Sequence[Span]
-) -> tuple[Int[Tensor, " pos"], str]:
+def _choose_text(question: Question, tokens: TokenEffects) -> tuple[Int[Tensor, " pos"], str]:
     """Choose the other text; else put the guess that moves the readout most into the text.
 
     Returns:
         Token ids, and a note of how they were chosen.
     """
-    effect = torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
+    spans, effect = question.spans, torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
     for (start, stop), mean in zip(spans, tokens.mean.tolist(), strict=True):
         effect[start:stop] = mean
     likely = choose_likely_text(question, effect)
@@ -468,7 +467,7 @@ def _choose_text(
     if bool(is_free.any()):  # else any is better than none
         sizes[~is_free] = -1
     number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
-    place, other = slice(*spans[number]), text.clone()
+    place, other = slice(*spans[number]), question.clean.tokens[0].clone()
     other[place] = tokens.donors[place, draw].to(other)
     note = "the other text is the model's own guess at the place where that moves the readout most"
     return other, note
@@ -529,15 +528,14 @@ def _answer_chances(
 
 
 def _list_replacements(
-    question: Question, spans: Sequence[Span] | None
+    question: Question,
 ) -> tuple[tuple[tuple[str, ...], ...], Float[Tensor, "span replacement"]]:
     """List what was put in the place of each span, the likeliest first, and what that changed."""
-    spans = question.single_tokens() if spans is None else spans
-    known = question.list_replacements(spans)
+    known = question.list_replacements()
     several = any(len(found) > 1 for found in known)
     guesses = guess_tokens(question).log() if several else None
     words, effects = [], []
-    for (start, stop), found in zip(spans, known, strict=True):
+    for (start, stop), found in zip(question.spans, known, strict=True):
         order, here = list(found), [(0, stop - start)]
         if guesses is not None:
             row = guesses[start:stop]

@@ -11,14 +11,13 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.hooks.answer.question import Advance, Change, Question
+from infoflow_lens.hooks.answer.question import Change, Question
 from infoflow_lens.hooks.answer.steps import UnitEffects
 from infoflow_lens.hooks.answer.streams import LayerRun, Streams
 
@@ -97,10 +96,8 @@ def find_circuit(
     question: Question,
     units: UnitEffects,
     *,
-    target: float = TARGET,
     prune: bool = True,
     seed: int = 0,
-    advance: Advance | None = None,
 ) -> Circuit:
     """Find the paths that decide between the two texts.
 
@@ -119,8 +116,7 @@ def find_circuit(
 
     def measure(sets: Sequence[set[Path]]) -> list[tuple[float, float]]:
         """Measure the share that each set keeps by itself, and that is lost where it is cut."""
-        if advance is not None:
-            advance(0)
+        question.advance(0)
         jobs = [(paths, swap) for paths in sets for swap in (False, True)]
         shares = share(streams, jobs)
         return list(zip(shares[::2], shares[1::2], strict=True))
@@ -129,17 +125,17 @@ def find_circuit(
     while True:
         found = connect(rank[:n])
         both = measure([found])[0]
-        if min(both) >= target or n > _MOST or n >= len(rank):
+        if min(both) >= TARGET or n > _MOST or n >= len(rank):
             break
         n = max(n + 2, int(1.3 * n))
     first, cost = set(found), dict[Path, float]()
-    rounds = _ROUNDS if prune and min(both) >= target and len(found) <= _PRUNED else 0
+    rounds = _ROUNDS if prune and min(both) >= TARGET and len(found) <= _PRUNED else 0
     for _ in range(rounds):  # a tenth of the paths at once, else the one that matters least
         without = {path: connect(found - {path}) for path in found}
         measured = dict(zip(without, measure([*without.values()]), strict=True))
         left = {path: min(each) for path, each in measured.items()}
         cost = {path: min(both) - left[path] for path in found}
-        fine = [path for path in found if left[path] >= target]
+        fine = [path for path in found if left[path] >= TARGET]
         # a path with which others lose their way makes the circuit smaller: each counts .02
         fine.sort(key=lambda p: (-(left[p] + 0.02 * (len(found) - len(without[p]))), _order(p)))
         if not fine or len(found) == 1:
@@ -147,7 +143,7 @@ def find_circuit(
         fewer = connect(found - set(fine[: max(1, len(found) // 10)]))
         # a tenth of fewer than 20 is one path, whose removal was measured above
         reached = measure([fewer])[0] if len(found) >= 20 else measured[fine[0]]
-        if min(reached) >= target:
+        if min(reached) >= TARGET:
             found, both = fewer, reached
         else:
             found, both = without[fine[0]], measured[fine[0]]
@@ -158,10 +154,10 @@ def find_circuit(
         *both,
         {path: cost[path] for path in paths if path in cost},
         sorted(first - found, key=lambda p: -worth[p]),
-        is_whole=min(both) >= target,
+        is_whole=min(both) >= TARGET,
     )
     circuit.random = _random_shares(streams, worth, len(paths), seed)
-    circuit.effect = cut_paths(streams, paths, advance)
+    circuit.effect = cut_paths(streams, paths)
     return circuit
 
 
@@ -215,7 +211,14 @@ def score_paths(
             answers = [Path(writer, None, "answer") for writer in live]
             scores |= zip(answers, values.tolist(), strict=True)
         for reader in (node for node in nodes if node.layer == layer):
-            _score_reader(streams, base[layer], reader, gradients[layer], live, found, scores)
+            head, query = reader.head, reader.position
+            before, gradient = base[layer].z[query, head], gradients[layer][query, head]
+            for row, writer in enumerate(live):
+                at = writer.position
+                is_open = bool(base[layer].scores[head, query, at] > -torch.inf)
+                for kind in ["query"] * (at == query) + ["key", "value"] * is_open:
+                    z = streams.attend(base[layer], reader, found, {(kind, at): row})
+                    scores[Path(writer, reader, kind)] = float((z - before) @ gradient)
     return scores
 
 
@@ -237,11 +240,7 @@ def _follow(
         A layer, the streams whose change enters it, and what the block makes of their states, a row
         each; behind the last layer these states themselves ("out").
     """
-    states = {
-        stream: other[0].state[stream[0]]
-        for stream in until
-        if any(writer.is_embedding for writer in stream[1])
-    }
+    states = _enter(until, other)
     for layer, run in enumerate(base):
         live = [stream for stream in states if until[stream] >= layer]
         own = [stream for stream in until if any(w.layer == layer for w in stream[1])]
@@ -271,39 +270,22 @@ def _alone(writer: Node) -> Stream:
     return writer.position, frozenset([writer])
 
 
-def _score_reader(
-    streams: Streams,
-    run: LayerRun,
-    reader: Node,
-    gradients: Tensor,
-    writers: Sequence[Node],
-    found: dict[str, Tensor],
-    scores: dict[Path, float],
-) -> None:
-    """Score the paths to the three inputs of one reader."""
-    layer, head, query = reader
-    n_heads = run.scores.shape[0]
-    before, gradient = run.z[query, head], gradients[query, head]
-    for row, writer in enumerate(writers):
-        at = writer.position
-        kinds = ["query"] if at == query else []
-        if run.scores[head, query, at] > -torch.inf:
-            kinds += ["key", "value"]
-        for kind in kinds:
-            inputs = _input(kind, at, found, row, head, n_heads)
-            z = streams.attend(run, layer, head, query, **inputs)
-            scores[Path(writer, reader, kind)] = float((z - before) @ gradient)
+def _find_ends(streams: Streams, reads: Iterable[tuple[Node | None, Stream]]) -> dict[Stream, int]:
+    """Find the layer of the last reader of each stream; the number of layers for the answer."""
+    until: dict[Stream, int] = {}
+    for reader, stream in reads:
+        last = streams.question.n_layers if reader is None else reader.layer
+        until[stream] = max(until.get(stream, 0), last)
+    return until
 
 
-def _input(
-    kind: str, position: int, made: dict[str, Tensor], row: int, head: int, n_heads: int
-) -> dict[str, Any]:
-    """Make one input of a reader, as :meth:`Streams.attend` takes it, from a row of a step."""
-    if kind == "query":
-        return {"q": made["q"][row, head]}
-    vectors = made[kind[0]][row]
-    # keys and values may be grouped: several heads in a row read the same
-    return {kind[0]: {position: vectors[head * len(vectors) // n_heads]}}
+def _enter(streams: Iterable[Stream], run: Sequence[LayerRun]) -> dict[Stream, Tensor]:
+    """Find the states of the streams that begin before the first layer, with an embedding."""
+    return {
+        (position, writers): run[0].state[position]
+        for position, writers in streams
+        if any(writer.is_embedding for writer in writers)
+    }
 
 
 def _value_of(streams: Streams, base: Sequence[LayerRun]) -> float:
@@ -361,17 +343,8 @@ class _Job:
         """Begin with the embeddings among the writers."""
         frozen, live = (streams.clean, streams.other) if swap else (streams.other, streams.clean)
         readers = _readers_of(paths)
-        until: dict[Stream, int] = {}
-        for reader, read in readers.items():
-            last = streams.question.n_layers if reader is None else reader.layer
-            for stream in read.values():
-                until[stream] = max(until.get(stream, 0), last)
-        states = {
-            stream: live[0].state[stream[0]]
-            for stream in until
-            if any(node.is_embedding for node in stream[1])
-        }
-        return cls(frozen, live, readers, until, states)
+        until = _find_ends(streams, ((r, s) for r, read in readers.items() for s in read.values()))
+        return cls(frozen, live, readers, until, _enter(until, live))
 
     def find_readers(self, layer: int) -> dict[Node, dict[tuple[str, int], Stream]]:
         """Find the readers of a layer that read a stream which has begun."""
@@ -422,16 +395,9 @@ def _share(streams: Streams, jobs: Sequence[tuple[Sequence[Path], bool]]) -> Flo
         moved: list[tuple[_Job, Stream, dict[Node, Tensor] | None]] = []
         for job in running:
             z_of: dict[Node, Tensor] = {}
-            run = job.frozen[layer]
             for reader, inputs in job.find_readers(layer).items():
-                given: dict[str, Any] = {}
-                for (kind, position), stream in inputs.items():
-                    if stream in job.states:
-                        place = (rows[id(job), stream], reader.head, len(run.scores))
-                        for side, vector in _input(kind, position, shown, *place).items():
-                            old = given.get(side, {})
-                            given[side] = vector if side == "q" else {**old, **vector}
-                z_of[reader] = streams.attend(run, layer, reader.head, reader.position, **given)
+                begun = {at: rows[id(job), s] for at, s in inputs.items() if s in job.states}
+                z_of[reader] = streams.attend(job.frozen[layer], reader, shown, begun)
             for stream, last in job.until.items():
                 mine = {node: z_of[node] for node in stream[1] if node in z_of}
                 # a stream begins with its first writer, and goes on up to its last reader
@@ -479,29 +445,20 @@ def _step(
 
 
 @torch.no_grad()
-def cut_paths(
-    streams: Streams, paths: Sequence[Path], advance: Advance | None = None
-) -> dict[Path, float]:
+def cut_paths(streams: Streams, paths: Sequence[Path]) -> dict[Path, float]:
     """Measure what cutting each path alone does to the readout of the clean text.
 
     The reader's input takes what it would be with the other text's value of the writer; all that
     follows the reader goes free.
     """
-    measure = partial(_cut_paths, streams, paths, advance)
     asked = ["cuts", streams.question.other.tokens, paths]
-    found = streams.question.measure_once(asked, measure)
+    found = streams.question.measure_once(asked, lambda: _cut_paths(streams, paths))
     return dict(zip(paths, found.tolist(), strict=True))
 
 
-def _cut_paths(
-    streams: Streams, paths: Sequence[Path], advance: Advance | None
-) -> Float[Tensor, " path"]:
+def _cut_paths(streams: Streams, paths: Sequence[Path]) -> Float[Tensor, " path"]:
     question, base = streams.question, streams.clean
-    until: dict[Stream, int] = {}
-    for path in paths:
-        last = question.n_layers if path.reader is None else path.reader.layer
-        stream = _alone(path.writer)
-        until[stream] = max(last, until.get(stream, 0))
+    until = _find_ends(streams, ((path.reader, _alone(path.writer)) for path in paths))
     changes, effect = dict[Path, Tensor](), dict[Path, float]()
     for layer, followed, found in _follow(streams, until, base, streams.other):
         live = [writer for _, (writer,) in followed]
@@ -510,17 +467,15 @@ def _cut_paths(
             effect |= zip([Path(w, None, "answer") for w in live], values.tolist(), strict=True)
         for path in paths:
             if path.reader is not None and path.reader.layer == layer and path.writer in live:
-                _, head, query = path.reader
-                row, n_heads = live.index(path.writer), len(base[layer].scores)
-                inputs = _input(path.kind, path.writer.position, found, row, head, n_heads)
-                changes[path] = streams.attend(base[layer], layer, head, query, **inputs)
+                given = {(path.kind, path.writer.position): live.index(path.writer)}
+                changes[path] = streams.attend(base[layer], path.reader, found, given)
     rows = []
     for path, z in changes.items():
         assert path.reader is not None
         layer, head, position = path.reader
         _, of_head = question.find_head(layer, head)
         rows.append([(question.z(layer), (position, of_head), z)])
-    effect |= zip(changes, question.measure(rows, advance=advance).tolist(), strict=True)
+    effect |= zip(changes, question.measure(rows).tolist(), strict=True)
     return torch.tensor([effect[path] for path in paths], dtype=torch.float64)
 
 
@@ -540,15 +495,11 @@ def cut_together(streams: Streams, paths: Sequence[Path]) -> float:
         # the last layer that is followed is the one of these readers
         *_, (_, live, found) = _follow(streams, until, base, streams.other)
         for reader, read in here.items():
-            given: dict[str, Any] = {}
-            for (kind, position), stream in read.items():
-                place = (live.index(stream), reader.head, len(base[layer].scores))
-                for side, vector in _input(kind, position, found, *place).items():
-                    given[side] = vector if side == "q" else {**given.get(side, {}), **vector}
-            z = streams.attend(base[layer], layer, reader.head, reader.position, **given)
+            given = {at: live.index(stream) for at, stream in read.items()}
+            z = streams.attend(base[layer], reader, found, given)
             _, of_head = question.find_head(layer, reader.head)
             edits.append((question.z(layer), (reader.position, of_head), z))
-        base = streams.run_with_changes(edits)
+        base = streams.run(question.clean.tokens, edits)
     if not direct:
         return float(question.measure([edits])[0])
     (stream,) = direct.values()

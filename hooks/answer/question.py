@@ -97,7 +97,6 @@ class Prefix:
 
 # a hook point, the place within a sequence, and what stands there instead
 Change: TypeAlias = tuple[str, Any, Tensor]
-Advance: TypeAlias = Callable[..., None]
 Span: TypeAlias = tuple[int, int]  # from a position to one, which is no more in it
 
 MLP, MIXER = -1, -2  # in the place of a head, what else writes in a layer
@@ -134,6 +133,8 @@ class Question:
         batch_size: rows that run together.
         kept: where what is measured is kept, and taken from.
         columns: what stands beside the ids of both texts, by name, such as ``token_type_ids``.
+        spans: of all tokens, in their order, that are replaced at once; default, each by itself.
+        advance: called with the number of rows that have run.
 
     Attributes:
         clean, other: the two runs.
@@ -158,8 +159,11 @@ class Question:
         batch_size: int = 16,
         kept: KeptNumbers | None = None,
         columns: Mapping[str, Int[Tensor, " pos"]] | None = None,
+        spans: Sequence[Span] | None = None,
+        advance: Callable[[int], None] = lambda n: None,
     ) -> None:
         self._kept, self._columns = kept, dict(columns or {})
+        self.spans, self.advance = spans or [(at, at + 1) for at in range(len(text))], advance
         self.model, self.readout, self.batch_size = model, readout, batch_size
         self.forwards = 0.0
         self.known_gradients: dict[float, dict[str, Tensor]] = {}
@@ -270,7 +274,6 @@ class Question:
         self,
         rows: Sequence[Sequence[Change]],
         tokens: Int[Tensor, "row pos"] | None = None,
-        advance: Advance | None = None,
     ) -> Float[Tensor, " row"]:
         """Read what each row of changes does to the readout: its value minus the clean one.
 
@@ -280,7 +283,6 @@ class Question:
         Args:
             rows: changes of the clean text, for each row.
             tokens: other texts, one a row, in the place of the clean one.
-            advance: called with the number of rows that have run.
         """
         found = torch.zeros(len(rows), dtype=torch.float64)
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
@@ -298,8 +300,7 @@ class Question:
             asked = ["passes", texts[these], some]
             run = partial(self._read, texts[these], some, *start)
             found[these] = self.measure_once(asked, run)
-            if advance is not None:
-                advance(len(some))
+            self.advance(len(some))
         return found - self.clean.value
 
     def _first_position(self, text: Int[Tensor, " pos"], changes: Sequence[Change]) -> int:
@@ -407,41 +408,39 @@ class Question:
             found.append(readout.read(output).detach().double().cpu())
         return torch.cat(found)
 
-    def replace_tokens(
-        self, spans: Sequence[Span] | None = None, advance: Advance | None = None
-    ) -> Float[Tensor, " span"]:
-        """Replace each token, or the tokens of each span at once, by the other text's.
+    def replace_tokens(self) -> Float[Tensor, " span"]:
+        """Replace the tokens of each span at once by the other text's.
 
         Returns:
             The change of the readout, 0 where the texts are one.
         """
-        spans = self.single_tokens() if spans is None else spans
-        found = torch.zeros(len(spans), dtype=torch.float64)
-        differ = [i for i, span in enumerate(spans) if not {*range(*span)}.isdisjoint(self.changed)]
+        found = torch.zeros(len(self.spans), dtype=torch.float64)
+        differ = [
+            i for i, span in enumerate(self.spans) if not {*range(*span)}.isdisjoint(self.changed)
+        ]
         rows = self.clean.tokens.repeat(len(differ), 1)
         for row, number in enumerate(differ):
-            rows[row, slice(*spans[number])] = self.other.tokens[0, slice(*spans[number])]
-        found[differ] = self.measure_texts(rows, advance)
+            place = slice(*self.spans[number])
+            rows[row, place] = self.other.tokens[0, place]
+        found[differ] = self.measure_texts(rows)
         return found
 
-    def measure_texts(
-        self, texts: Int[Tensor, "row pos"], advance: Advance | None = None
-    ) -> Float[Tensor, " row"]:
+    def measure_texts(self, texts: Int[Tensor, "row pos"]) -> Float[Tensor, " row"]:
         """Read what other texts change, each of which is run once."""
         asked = [*map(tuple, texts.tolist())]
         new = [text for text in dict.fromkeys(asked) if text not in self._known_texts]
         tokens = self.clean.tokens.new_tensor(new).reshape(-1, self.n_pos)
-        found = self.measure([()] * len(new), tokens, advance)
+        found = self.measure([()] * len(new), tokens)
         self._known_texts |= zip(new, found.tolist(), strict=True)
         return torch.tensor([self._known_texts[text] for text in asked], dtype=torch.float64)
 
-    def list_replacements(self, spans: Sequence[Span]) -> list[dict[tuple[int, ...], float]]:
+    def list_replacements(self) -> list[dict[tuple[int, ...], float]]:
         """List what was put in the place of each span alone, and what that changed."""
         clean = self.clean.tokens[0].tolist()
-        found: list[dict[tuple[int, ...], float]] = [{} for _ in spans]
+        found: list[dict[tuple[int, ...], float]] = [{} for _ in self.spans]
         for text, effect in self._known_texts.items():
             places = [at for at in range(len(clean)) if text[at] != clean[at]]
-            for number, (start, stop) in enumerate(spans):
+            for number, (start, stop) in enumerate(self.spans):
                 if places and start <= places[0] and places[-1] < stop:
                     found[number][text[start:stop]] = effect
         return found
@@ -493,10 +492,6 @@ class Question:
         if against is not None:
             chance = LogProbability(against).read(rows).double().cpu()
         return torch.cat([value - self.clean.value, gains[0] - gains[1], chance])
-
-    def single_tokens(self) -> list[Span]:
-        """Make a span of each token."""
-        return [(position, position + 1) for position in range(self.n_pos)]
 
     @torch.enable_grad()
     def gradients(self, at: float) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ ten others: rankings by the gradient at the clean text and half way to the other
 as averaging them cancels.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.hooks.answer.question import MLP, Advance, Question, Span
+from infoflow_lens.hooks.answer.question import MLP, Question
 from infoflow_lens.hooks.model.points import is_causal
 
 POINTS = (0.0, 0.5)  # between the two texts, at which gradients rank
@@ -39,18 +38,13 @@ class TokenEffects:
     changes: Float[Tensor, "span draw"]
 
 
-def measure_tokens(
-    question: Question,
-    seed: int = 0,
-    advance: Advance | None = None,
-    spans: Sequence[Span] | None = None,
-) -> TokenEffects:
-    """Replace each token, or all tokens of each span, by the model's own guesses at their places.
+def measure_tokens(question: Question, seed: int = 0) -> TokenEffects:
+    """Replace all tokens of each span by the model's own guesses at their places.
 
     Effects of single tokens do not add up, so those of a span are exchanged at once. Four draws of
     each, without repeats; four more for those that may be the one that matters most.
     """
-    clean, spans = question.clean.tokens[0], spans or question.single_tokens()
+    clean, spans = question.clean.tokens[0], question.spans
     draw = torch.Generator().manual_seed(seed)
     guesses = guess_tokens(question)
     # of a small vocabulary fewer; a guess without any chance comes behind all others
@@ -71,9 +65,7 @@ def measure_tokens(
             donors[place, these] = drawn[place, these]
             rows[row, :, place] = drawn[place, these].T.to(rows)
         if n:
-            changes[numbers, these] = question.measure_texts(rows.flatten(0, 1), advance).view(
-                -1, n
-            )
+            changes[numbers, these] = question.measure_texts(rows.flatten(0, 1)).view(-1, n)
 
     draw_guesses(list(range(len(spans))), 0)
     mean, error = mean_and_error(changes)
@@ -114,13 +106,8 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
     return chances
 
 
-def measure_states(
-    question: Question,
-    tolerance: float,
-    advance: Advance | None = None,
-    spans: Sequence[Span] | None = None,
-) -> dict[int, Float[Tensor, " span"]]:
-    """Exchange the states of each token, or of all tokens of a span at once.
+def measure_states(question: Question, tolerance: float) -> dict[int, Float[Tensor, " span"]]:
+    """Exchange the states of all tokens of a span at once.
 
     That is done at the layers where it comes to mean something else.
 
@@ -133,7 +120,7 @@ def measure_states(
         those that leave the last layer.
     """
     first = question.changed[0] if is_causal(question.model) else 0
-    places = [slice(*span) for span in spans or question.single_tokens()]
+    places = [slice(*span) for span in question.spans]
 
     def strip(layer: int) -> Float[Tensor, " span"]:
         point = question.state(layer)
@@ -146,7 +133,7 @@ def measure_states(
         ]
         row = torch.zeros(len(places), dtype=torch.float64)
         exchanges = [[question.exchange(point, places[number])] for number in differ]
-        row[differ] = question.measure(exchanges, advance=advance)
+        row[differ] = question.measure(exchanges)
         return row
 
     found = {0: strip(0), question.n_layers: strip(question.n_layers)}
@@ -179,12 +166,7 @@ class UnitEffects:
     by_place: list[Float[Tensor, "pos head"]]
 
 
-def measure_units(
-    question: Question,
-    n_heads: int = N_HEADS,
-    n_mlps: int = N_MLPS,
-    advance: Advance | None = None,
-) -> UnitEffects:
+def measure_units(question: Question, n_heads: int = N_HEADS) -> UnitEffects:
     """Rank heads and MLPs by gradients at two points, taken in turn, and measure the first ones.
 
     MLP 0 is left out: it is the second half of the embedding, and worth the whole gap in any text.
@@ -207,7 +189,7 @@ def measure_units(
         places.append(place)
     estimate = torch.stack(by_point).mean(dim=0)
     chosen = []
-    for is_mlp, most in ((False, n_heads), (True, n_mlps)):
+    for is_mlp, most in ((False, n_heads), (True, N_MLPS)):
         kind = [
             i
             for i, (layer, head) in enumerate(units)
@@ -223,7 +205,7 @@ def measure_units(
         point = question.mlp(layer) if head == MLP else question.z(layer)
         place_of: Any = slice(None) if head < 0 else question.find_head(layer, head)
         rows.append([question.exchange(point, place_of)])
-    effect[chosen] = question.measure(rows, advance=advance)
+    effect[chosen] = question.measure(rows)
     by_place = [sum(each) / len(POINTS) for each in zip(*places, strict=True)]
     return UnitEffects(units, estimate, effect, by_place)
 

@@ -88,8 +88,8 @@ class Streams:
         self._names = [self._points_of(layer) for layer in range(question.n_layers)]
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.rules: list[ScoreRule] = []
-        self.clean = self._whole_run(question.clean.tokens, is_first=True)
-        self.other = self._whole_run(question.other.tokens)
+        self.clean = self.run(question.clean.tokens)
+        self.other = self.run(question.other.tokens)
         with torch.no_grad():
             self._check()
 
@@ -112,21 +112,14 @@ class Streams:
             )
         return names
 
-    def run_with_changes(self, changes: Sequence[Change]) -> list[LayerRun]:
-        """Run the clean text whole, with changes."""
-        return self._whole_run(self.question.clean.tokens, changes=changes)
-
-    def _whole_run(
-        self,
-        tokens: Int[Tensor, "1 pos"],
-        is_first: bool = False,
-        changes: Sequence[Change] = (),
-    ) -> list[LayerRun]:
+    def run(self, tokens: Int[Tensor, "1 pos"], changes: Sequence[Change] = ()) -> list[LayerRun]:
+        """Run a text whole, with changes."""
         names = [name for points in self._names for name in points.values()]
         states = [self.question.state(layer) for layer in range(self.question.n_layers)]
         shown: dict[str, Tensor] = {}
         texts = self.question.batch(tokens)
-        if is_first:  # scores as a function of queries, and what the blocks are called with
+        # of the first run also scores as a function of queries, and what blocks are called with
+        if not self.rules:
             with torch.enable_grad(), self._recording():
                 edits = [(p["q"], keep_shown(p["q"], shown)) for p in self._names]
                 caught = call(self.model, texts, [*names, *states], edit=edits, keep_graph=True)
@@ -285,11 +278,12 @@ class Streams:
             InfoFlowError: naming the layer.
         """
         run, other, end = self.clean[layer], self.other[layer], self.end
-        found = []
-        for head in range(len(run.scores)):
-            of_k, of_v = (head * each.shape[1] // len(run.scores) for each in (run.k, run.v))
-            k, v = dict(enumerate(other.k[:, of_k])), dict(enumerate(other.v[:, of_v]))
-            found.append(self.attend(run, layer, head, end, q=other.q[end, head], k=k, v=v))
+        made = {"q": other.q, "k": other.k, "v": other.v}
+        rows = {(kind, at): at for kind in ("key", "value") for at in range(len(other.k))}
+        rows["query", end] = end
+        found = [
+            self.attend(run, (layer, head, end), made, rows) for head in range(len(run.scores))
+        ]
         expected = other.z[end]
         far = float((torch.stack(found) - expected).abs().max() / expected.abs().max())
         if not far <= _find_tolerance(_NEAR, run.state):
@@ -304,31 +298,30 @@ class Streams:
     def attend(
         self,
         run: LayerRun,
-        layer: int,
-        head: int,
-        query: int,
-        *,
-        q: Tensor | None = None,
-        k: Mapping[int, Tensor] | None = None,
-        v: Mapping[int, Tensor] | None = None,
+        reader: tuple[int, int, int],
+        made: Mapping[str, Float[Tensor, "row _head d_head"]],
+        rows: Mapping[tuple[str, int], int],
     ) -> Float[Tensor, " d_head"]:
         """Compute what a head gives at a position of a run, with another query, keys or values.
 
         Args:
             run: the layer's run.
-            layer, head, query: whose.
-            q: another query [d_head].
-            k, v: others by position.
+            reader: the layer, the head and the position.
+            made: "q", "k" and "v" of some states, as :meth:`step` gives them.
+            rows: by input ("query", "key" or "value") and position, which of these take its place.
         """
-        n_heads = run.scores.shape[0]
-        of_k, of_v = (head * each.shape[1] // n_heads for each in (run.k, run.v))
-        keys, values = run.k[:, of_k].clone(), run.v[:, of_v].clone()
-        for at, key in (k or {}).items():
-            keys[at] = key
-        for at, value in (v or {}).items():
-            values[at] = value
-        was = run.k[:, of_k] @ run.q[query, head]
-        now = keys @ (run.q[query, head] if q is None else q)
+        layer, head, query = reader
+
+        def of_head(vectors: Float[Tensor, "row _head d_head"]) -> Float[Tensor, "row d_head"]:
+            # keys and values may be grouped: several heads in a row read the same
+            return vectors[:, head * vectors.shape[1] // len(run.scores)]
+
+        own = {"q": of_head(run.q), "k": of_head(run.k), "v": of_head(run.v)}
+        given = {side: vectors.clone() for side, vectors in own.items()}
+        for (kind, at), row in rows.items():
+            given[kind[0]][at] = of_head(made[kind[0]])[row]
+        was, now = (each["k"] @ each["q"][query] for each in (own, given))
+        values = given["v"]
         scores = run.scores[head, query].double()
         is_open = scores > -torch.inf
         change = self.rules[layer].change(

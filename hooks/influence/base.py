@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -69,6 +69,7 @@ class Rerun:
         layers: whose states are wanted.
         state: "post_attention" or "resid_post".
         batch: what the model read, for models that run whole; None if unknown.
+        first: which of the sequences of a pass is the first one here.
     """
 
     model: nn.Module
@@ -76,6 +77,12 @@ class Rerun:
     layers: tuple[int, ...]
     state: str
     batch: Batch | None = None
+    first: int = 0
+
+    def take(self, sequences: Int[Tensor, " sequence"]) -> "Rerun":
+        """Return the same for some sequences that stand in a row."""
+        batch = None if self.batch is None else self.batch.take(sequences)
+        return replace(self, batch=batch, first=int(sequences[0]))
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"] | None:
@@ -331,18 +338,20 @@ class InfluenceResult(StateScores):
 
     @checked
     def sets(self, threshold: Threshold = 0.1) -> InformationSets:
-        """Measured information sets: the sources of at least `threshold` times the largest
-        influence on that state. Sets of positions that were not asked for are empty.
+        """Return the sources of at least `threshold` times the largest influence on each state.
+
+        Sets of positions that were not asked for are empty.
 
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return InformationSets(self.scatter(_select_above(self.influence, threshold)), self.lengths)
+        return influence_sets(self.full(), threshold, self.lengths)
 
     @checked
     def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
-        """Measured information sets: the fewest sources that hold at least this share of the
-        squared influence on that state. Sets of positions that were not asked for are empty.
+        """Return the fewest sources that hold this share of the squared influence on each state.
+
+        Sets of positions that were not asked for are empty.
 
         Raises:
             InfoFlowError: unless ``0 < share <= 1``.
@@ -352,7 +361,9 @@ class InfluenceResult(StateScores):
 
 @checked
 def influence_sets(
-    influence: Float[Tensor, "layer batch pos source"], threshold: Threshold
+    influence: Float[Tensor, "layer batch pos source"],
+    threshold: Threshold,
+    lengths: Int[Tensor, " batch"] | None = None,
 ) -> InformationSets:
     """Return the sources of at least `threshold` times the largest influence on each state.
 
@@ -361,17 +372,13 @@ def influence_sets(
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
-    return InformationSets(_select_above(influence, threshold))
-
-
-def _select_above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
     largest = influence.amax(dim=-1, keepdim=True)
-    return (influence >= threshold * largest) & (influence > 0)
+    return InformationSets((influence >= threshold * largest) & (influence > 0), lengths)
 
 
 @checked
 def holding(influence: Float[Tensor, "*state source"], share: Threshold) -> Tensor:
-    """The fewest sources with this share of the squared influence, the lowest first of equals."""
+    """Mark the fewest sources with this share of the squared influence, the lowest of equals."""
     energy = influence.double().square()
     energy, order = energy.sort(dim=-1, descending=True, stable=True)
     held = energy.cumsum(dim=-1)
@@ -397,6 +404,11 @@ class AskedStates(NamedTuple):
     expected: list[Float[Tensor, "batch pos d_model"]]
     place: Int[Tensor, "batch asked"]
 
+    def take(self, sequences: Int[Tensor, " sequence"]) -> "AskedStates":
+        """Return those of some sequences."""
+        start, *expected = (x[sequences.to(x.device)] for x in (self.start, *self.expected))
+        return AskedStates(start, expected, self.place[sequences])
+
 
 class StateInfluence(StateScoresProbe[InfluenceResult]):
     """The base of influence probes: states as a function of the tokens, in passes of their own.
@@ -417,6 +429,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
 
     watch: Callable[[float], None] | None = field(default=None, init=False, compare=False)
     differentiates: ClassVar[bool] = False  # and so needs operations that have derivatives
+    kind: ClassVar[type[StateScores]] = InfluenceResult
 
     _: KW_ONLY
     state: StateName = "post_attention"
@@ -430,11 +443,14 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
 
     @abstractmethod
     def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
-        """The influence of every source on the asked states of a batch; and what else is kept.
+        """Measure the influence of every source on the asked states of a batch.
 
         Args:
             rerun: states as a function of what enters at the sources.
             states: what the pass that was made showed of them.
+
+        Returns:
+            The influence, and what else is kept.
         """
 
     def needs(self, model: nn.Module) -> Needs:
@@ -492,10 +508,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         expected = [seen.state(layer, self.state) for layer in layers]
         n_source, n_pos = start.shape[1], expected[0].shape[1]
         lengths = seen.lengths_of(n_source)
-        n_states = lengths + n_pos - n_source  # CLS has no source
         if not self.through_hooks:
             self._check_start(seen, start)
-        place = self.place(n_states, n_pos)
+        place = self.place(lengths, n_source, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
         # unless they take part, hooks of the user would edit each repeated pass once more
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
@@ -553,32 +568,32 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return layer < (self.source_layer or 0)
 
     def _check_rerun(
-        self,
-        layers: Sequence[int],
-        values: Sequence[Tensor],
-        expected: Sequence[Tensor],
-        real: Bool[Tensor, "batch pos"] | None,
-        first: int = 0,
+        self, rerun: Rerun, values: Sequence[Tensor], expected: Sequence[Tensor]
     ) -> None:
-        """Every state of every sequence must come out again, not only the large ones."""
-        for layer, value, state in zip(layers, values, expected, strict=True):
+        """Refuse a pass that does not give every state again, also the small ones.
+
+        Raises:
+            InfoFlowError: naming the first state that differs.
+        """
+        for layer, value, state in zip(rerun.layers, values, expected, strict=True):
             # small states count, too: each against its own norm
             gap = (value - state).float().norm(dim=-1)
             allowed = tolerance(state) * state.float().norm(dim=-1) + _TINY
             fits = gap <= allowed
-            if real is not None:
-                fits |= ~real.to(fits.device)
+            if rerun.real is not None:
+                fits |= ~rerun.real.to(fits.device)
             if not fits.all():
                 sequence, position = (~fits).nonzero()[0].tolist()
+                number = self.n_sequences + rerun.first + sequence
                 raise InfoFlowError(
                     f"repeating the forward pass changes the state of layer {layer} at position "
-                    f"{position} of sequence {self.n_sequences + first + sequence}: expected the "
-                    "same states. A hook of yours that changes activations can take part with "
-                    "through_hooks=True; dropout, a key-value cache, an attention_mask given to "
-                    "run_with_hooks, or states of another model that a call gives "
-                    "(encoder_hidden_states) cannot: run in eval mode, whole sequences, and padded "
-                    "ones with attach or run_probes; or open a module of your own whose forward "
-                    "takes the tokens alone and gives the rest itself"
+                    f"{position} of sequence {number}: expected the same states. A hook of yours "
+                    "that changes activations can take part with through_hooks=True; dropout, a "
+                    "key-value cache, an attention_mask given to run_with_hooks, or states of "
+                    "another model that a call gives (encoder_hidden_states) cannot: run in eval "
+                    "mode, whole sequences, and padded ones with attach or run_probes; or open a "
+                    "module of your own whose forward takes the tokens alone and gives the rest "
+                    "itself"
                 )
 
     def _check_operations(self, rerun: Rerun, start: Tensor) -> None:
@@ -646,13 +661,6 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     "derivative by all of them is 0, as behind round(): expected operations whose "
                     "derivatives say how they move; load it without, or take ResampleInfluence"
                 )
-
-    def compute(self) -> InfluenceResult:
-        """Join all batches."""
-        return self.make_scores(InfluenceResult, relative_error=self._relative_error())
-
-    def _relative_error(self) -> tuple[float, ...] | None:
-        return None
 
 
 _TINY = torch.finfo(torch.float32).tiny

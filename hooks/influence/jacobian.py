@@ -1,7 +1,8 @@
 """Influence by derivatives: exact Jacobian norms, and an estimate of them by random directions."""
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -92,13 +93,12 @@ class JacobianInfluence(StateInfluence):
         for first in range(0, batch, together):
             some = torch.arange(first, min(first + together, batch))
             chunk = self.chunk_size or max(1, rows // len(some))
-            here = _Some(rerun, start[some.to(start.device)], place[some], some)
-            targets = [state[some.to(state.device)] for state in expected]
+            here, of_some = rerun.take(some), states.take(some)
             energy = None
             if self.estimate is None and by_forward and not lacking:
                 self._expect_groups(first // together, groups, n_source * d_source)
                 try:
-                    energy = self._forward(here, targets, chunk)
+                    energy = self._forward(here, of_some, chunk)
                 except _NoForwardModeError as error:
                     lacking = str(error)
             # an estimate, or a model without forward mode
@@ -107,7 +107,7 @@ class JacobianInfluence(StateInfluence):
                 # a backward pass runs through the layer of the state and those below it
                 each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]
                 self._expect_groups(first // together, groups, each)
-                energy = self._reverse(here, targets, chunk, errors)
+                energy = self._reverse(here, of_some, chunk, errors)
             parts.append(energy)
         more = {"errors": errors, "lacks_forward_mode": lacking}
         return torch.cat(parts, dim=1).sqrt().float(), more
@@ -118,10 +118,10 @@ class JacobianInfluence(StateInfluence):
         self._worked = behind * each
 
     def _forward(
-        self, here: "_Some", expected: list[Tensor], chunk: int
+        self, rerun: Rerun, states: AskedStates, chunk: int
     ) -> Float[Tensor, "layer batch asked source"]:
-        """Squared norms by all input directions."""
-        start = here.start
+        """Find squared norms by all input directions."""
+        start, expected, place = states
         batch, n_source, d_source = start.shape
         n = n_source * d_source
         chunk = -(-n // -(-n // chunk))  # of equal sizes
@@ -138,7 +138,7 @@ class JacobianInfluence(StateInfluence):
             directions = torch.zeros(len(index), n, dtype=start.dtype, device=start.device)
             directions[torch.arange(len(index)), index] = 1
             try:
-                values, tangents = forward_derivatives(here.states, start, towards, directions)
+                values, tangents = forward_derivatives(rerun, start, towards, directions)
             except torch.OutOfMemoryError:
                 raise
             except DisturbedError as error:
@@ -148,32 +148,30 @@ class JacobianInfluence(StateInfluence):
                     raise
                 raise _NoForwardModeError(str(error).splitlines()[0][:120]) from error
             if column == 0:
-                self._check_rerun(here.layers, values, expected, here.real, here.first)
+                self._check_rerun(rerun, values, expected)
             for total, tangent in zip(squares, tangents, strict=True):
                 # [direction, batch, pos, d_model]
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
                 # a direction is one number of one source, to which its energy is added
                 total.index_add_(2, (index // d_source).to(total.device), energy)
             self._work_done(len(index))
-        return torch.stack([take_places(total, here.place).cpu() for total in squares])
+        return torch.stack([take_places(total, place).cpu() for total in squares])
 
     def _reverse(
-        self, here: "_Some", expected: list[Tensor], chunk: int, errors: Tensor
+        self, rerun: Rerun, states: AskedStates, chunk: int, errors: Tensor
     ) -> Float[Tensor, "layer batch asked source"]:
-        """Squared norms by directions of the asked states, all of them or random ones."""
-        start = here.start.detach().requires_grad_()
+        """Find squared norms by directions of the asked states, all of them or random ones."""
+        start = states.start.detach().requires_grad_()
         batch, n_source, _ = start.shape
-        n_asked, d_model = here.place.shape[1], expected[0].shape[2]
+        n_asked, d_model = states.place.shape[1], states.expected[0].shape[2]
         with torch.enable_grad():
-            values = here.states(start)
-        self._check_rerun(
-            here.layers, [value.detach() for value in values], expected, here.real, here.first
-        )
+            values = rerun(start)
+        self._check_rerun(rerun, [value.detach() for value in values], states.expected)
         m = d_model if self.estimate is None else min(self.estimate, d_model)
         squares = torch.zeros(len(values), batch, n_asked, n_source, dtype=torch.float64)
-        for i, (layer, value) in enumerate(zip(here.layers, values, strict=True)):
+        for i, (layer, value) in enumerate(zip(rerun.layers, values, strict=True)):
             for rows in torch.arange(n_asked).split(max(1, chunk // m)):
-                place = here.place[:, rows]
+                place = states.place[:, rows]
                 energies = torch.empty(len(rows) * m, batch, n_source, dtype=torch.float32)
                 drawn, index = self._draw_directions(layer, place, d_model, m)
                 for pairs in torch.arange(len(energies)).split(chunk):
@@ -208,6 +206,7 @@ class JacobianInfluence(StateInfluence):
         return torch.stack(drawn), index
 
     def _relative_error(self) -> tuple[float, ...] | None:
+        """Read the relative error of each layer off the spread over the directions."""
         if self.estimate is None:
             return None
         from scipy.special import stdtrit
@@ -218,6 +217,10 @@ class JacobianInfluence(StateInfluence):
         positions = self.places.unique()
         freedom = (self.estimate - 1) * max(1, int((positions >= 0).sum()))
         return tuple((float(stdtrit(freedom, 0.975)) * standard).tolist())
+
+    def more_fields(self) -> Mapping[str, Any]:
+        """Return the error of an estimate."""
+        return {"relative_error": self._relative_error()}
 
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of the result must know."""
@@ -241,28 +244,12 @@ class _NoForwardModeError(Exception):
     """The model has no forward-mode derivatives, for this reason; none where it may have them."""
 
 
-class _Some:
-    """Some sequences of a batch."""
-
-    def __init__(
-        self, rerun: Rerun, start: Tensor, place: Int[Tensor, "batch asked"], chosen: Tensor
-    ) -> None:
-        self.start, self.place, self.first = start, place, int(chosen[0])
-        self.real = None if rerun.real is None else rerun.real[chosen]
-        self.layers = rerun.layers
-        self._rerun, self._chosen = rerun, chosen.to(start.device)
-
-    def states(self, start: Tensor) -> tuple[Tensor, ...]:
-        """Return the states as a function of the sources."""
-        return self._rerun(start, self._chosen)
-
-
 def _sums(state: Tensor) -> torch.dtype:
     return torch.float64 if state.dtype == torch.float64 else torch.float32
 
 
 def _energy(vectors: Float[Tensor, "*shape d"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Squared norms of the last axis."""
+    """Find squared norms of the last axis."""
     return vectors.to(dtype).square().sum(dim=-1)
 
 
@@ -289,7 +276,7 @@ def _towards(
 def _orthogonal(
     seed: int, layer: int, position: int, m: int, d_model: int
 ) -> Float[Tensor, "direction d_model"]:
-    """Random orthonormal directions, the same for every sequence and batch."""
+    """Draw orthonormal directions, the same for every sequence and batch."""
     key = (seed * 1_000_003 + layer) * 1_000_003 + position
     generator = torch.Generator().manual_seed(key % 2**63)
     columns = torch.randn(d_model, m, generator=generator, dtype=torch.float64)

@@ -133,7 +133,7 @@ class ResampleInfluence(StateInfluence):
         # all sources take from the same passes of the donors
         donated = self._donation(rerun.model, start, rerun.batch)
         plain = rerun(start)
-        self._check_rerun(rerun.layers, plain, expected, rerun.real)
+        self._check_rerun(rerun, plain, expected)
         n_layers, (batch, n_pos, d_model) = len(plain), plain[0].shape
         n_source, n_donors = start.shape[1], donated.shape[1]
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source, dtype=torch.float32)

@@ -21,7 +21,7 @@ from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import within_one
-from infoflow_lens.hooks.routes.contributions import Parts, find_additions, gap_in, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import Parts, gap_in, needs_of_parts
 from infoflow_lens.theory.propagation import BEST, Path, Semiring, add_own, propagate_back
 
 EdgeMethod = Literal[
@@ -51,7 +51,7 @@ Judge: TypeAlias = NextTokenLoss | Damage
 def methods_of(model: nn.Module) -> tuple[EdgeMethod, ...]:
     """The methods that a model can give: without those by values where they do not add up."""
     try:
-        find_additions(model)
+        needs_of_parts(model)
     except InfoFlowError:
         return tuple(method for method in EDGE_METHODS if method not in _OF_PARTS)
     return EDGE_METHODS
@@ -202,8 +202,8 @@ class EdgeScores:
         needs = Needs.of(self.model, scores=True, pattern=True) | needs_of_parts(self.model)
         # a pass of its own, as the plain one shows no values
         seen, found = run(self.model, self.batch, needs), []
-        for layer, addition in enumerate(find_additions(self.model)):
-            parts = Parts.read(seen, layer, addition)
+        for layer in range(seen.n_layers):
+            parts = Parts.read(seen, layer)
             if not parts.add_up(seen, layer):
                 raise InfoFlowError(gap_in(layer))
             found.append(parts)

@@ -40,7 +40,7 @@ def add_residual(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*
 
 
 def within_one(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
-    """Weights as strengths: rows that sum to more than 1 (ReLU) are divided by their sum."""
+    """Make strengths of weights: rows that sum to more than 1 (ReLU) are divided by their sum."""
     return pattern / pattern.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
@@ -72,8 +72,10 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
             (-1,) is the last token, or CLS.
     """
 
+    kind: ClassVar[type[StateScores]] = RoutesResult
+
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, and the sources, which are counted.
+        """Name patterns, and the sources, which are counted.
 
         Raises:
             InfoFlowError: if the model does not show its patterns.
@@ -83,11 +85,11 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
 
     @abstractmethod
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The weights of the edges into a layer's states, at least 0, of all positions."""
+        """Weigh the edges into a layer's states, at least 0, of all positions."""
 
     @abstractmethod
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The scores of all positions for the asked states of every layer."""
+        """Score all positions for the asked states of every layer."""
 
     def refusal(self, layer: int) -> str:
         """Say what is wrong with edges that are negative or NaN."""
@@ -106,14 +108,10 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
             raise InfoFlowError(self.refusal(layer))
         n_pos = edges.shape[2]
         lengths = seen.lengths_of(n_source)
-        place = self.place(lengths + n_pos - n_source, n_pos)  # CLS has no source
+        place = self.place(lengths, n_source, n_pos)
         scores = self.follow(edges, place)[..., :n_source]
         scores = torch.where(mark_existing(place, lengths, n_source), scores, 0)
         return self.parts(scores, place, lengths, layers, n_pos)
-
-    def compute(self) -> RoutesResult:
-        """Join all batches."""
-        return self.make_scores(RoutesResult)
 
 
 class Read(NamedTuple):

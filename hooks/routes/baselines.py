@@ -22,7 +22,7 @@ from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.base import Edges, Places, RoutesProbe, Scores, add_residual
-from infoflow_lens.hooks.routes.contributions import ContributionRoutes, find_additions
+from infoflow_lens.hooks.routes.contributions import ContributionRoutes, needs_of_parts
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe
 from infoflow_lens.hooks.routes.powers import SETTINGS, PowerRollout
 from infoflow_lens.hooks.scores import Asked
@@ -225,7 +225,7 @@ class GradientTimesInput(StateInfluence):
     def _measure(self, rerun: Rerun, states: AskedStates) -> MeasuredInfluence:
         start, expected, place = states
         n_source = start.shape[1]
-        self._check_rerun(rerun.layers, rerun(start), expected, rerun.real)
+        self._check_rerun(rerun, rerun(start), expected)
         rows = rows_at_once(rerun.model, expected[0].shape[1], expected[0].shape[2], start.device)
         chunk = self.chunk_size or max(1, rows // len(start))
         shape = (len(expected), len(start), place.shape[1], n_source)
@@ -273,7 +273,7 @@ def baselines(
         found["attention flow"] = AttentionFlow(positions=positions)
     # without parts that add up, routes by contributions have no numbers here
     try:
-        find_additions(model)
+        needs_of_parts(model)
     except InfoFlowError:
         pass
     else:

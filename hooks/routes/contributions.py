@@ -1,7 +1,7 @@
 """Information-flow routes: how near each part of a state comes to the whole."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,9 +46,6 @@ class Addition(NamedTuple):
     norm: Norm | None = None
 
 
-_PLAIN = Addition()
-
-
 class ContributionRoutes(RoutesProbe):
     """Scores [layer, batch, pos, source]: information-flow routes (Ferrando & Voita 2024, Sec. 2).
 
@@ -91,21 +88,13 @@ class ContributionRoutes(RoutesProbe):
     _: KW_ONLY
     heads_apart: bool = True
 
-    _additions: tuple[Addition, ...] = field(default=(), init=False)
-
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, values, what enters attention's sum, and what attention adds to it.
-
-        Raises:
-            InfoFlowError: if the model does not show them, or they do not add up.
-        """
-        needs = super().needs(model) | needs_of_parts(model)
-        self._additions = find_additions(model)
-        return needs
+        """Name the sources, and what parts are read from; see :func:`needs_of_parts`."""
+        return super().needs(model) | needs_of_parts(model)
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """Importances."""
-        parts = Parts.read(seen, layer, self._additions[layer])
+        """Weigh edges by importances."""
+        parts = Parts.read(seen, layer)
         edges = parts.importances(self.heads_apart)
         # the reason is given once edges are read: nothing here waits for the device
         return edges.where(parts.add_up(seen, layer), torch.nan)
@@ -135,7 +124,7 @@ def find_additions(model: nn.Module) -> tuple[Addition, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    points, n_layers = needs_of_parts(model).points, layer_count(model)
+    points, n_layers = _needs(model).points, layer_count(model)
     for layer in range(n_layers):
         if not isinstance(_output_matrix(model, layer), Tensor):
             raise _cannot(model, f"attention layer {layer} has no W_O")
@@ -158,9 +147,9 @@ def find_additions(model: nn.Module) -> tuple[Addition, ...]:
 
 def _find_addition(seen: Pass, layer: int, reads: Sequence[Read]) -> Addition:
     """Find what stands between the heads and the stream: a constant, or else a norm."""
-    parts = Parts.read(seen, layer)
+    parts = Parts.read(seen, layer, Addition())
     if not reads_sums(seen):
-        return _PLAIN
+        return Addition()
     addition = Addition(_find_factor(parts, seen, layer))
     if Parts.read(seen, layer, addition).add_up(seen, layer):
         return addition
@@ -178,7 +167,16 @@ def _cannot(model: nn.Module, reason: str) -> InfoFlowError:
 
 
 def needs_of_parts(model: nn.Module) -> Needs:
-    """Patterns, values, what enters attention's sum, and what attention adds to it."""
+    """Name patterns, values, what enters attention's sum, and what attention adds to it.
+
+    Raises:
+        InfoFlowError: if the model does not show them, or they do not add up, saying why.
+    """
+    find_additions(model)
+    return _needs(model)
+
+
+def _needs(model: nn.Module) -> Needs:
     names = []
     for layer in range(layer_count(model)):
         block = f"blocks.{layer}"
@@ -208,15 +206,17 @@ class Parts:
     bias: Tensor | float
 
     @classmethod
-    def read(cls, seen: Pass, layer: int, addition: Addition = _PLAIN) -> "Parts":
+    def read(cls, seen: Pass, layer: int, addition: Addition | None = None) -> "Parts":
         """Read the parts of a pass; grouped values are those of each of their heads.
 
         Args:
             seen: the pass.
             layer: whose attention.
-            addition: how the layer adds what its heads bring. A norm is held at its scale, so that
-                what it gives is a sum, too: weights are divided by it, query by query.
+            addition: how the layer adds what its heads bring; default, as :func:`find_additions`
+                has found. A norm is held at its scale, so that what it gives is a sum, too: weights
+                are divided by it, query by query.
         """
+        addition = addition or find_additions(seen.model)[layer]
         blocks: Any = seen.model.blocks
         matrix = _output_matrix(seen.model, layer).detach().float()
         n_heads, d_head, _ = matrix.shape

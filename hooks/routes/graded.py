@@ -1,8 +1,8 @@
 """Graded information sets, measured: the strength of the best path from a token to a state."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -22,13 +22,8 @@ from infoflow_lens.hooks.routes.base import (
     Scores,
     within_one,
 )
-from infoflow_lens.hooks.routes.contributions import (
-    Addition,
-    Parts,
-    find_additions,
-    gap_in,
-    needs_of_parts,
-)
+from infoflow_lens.hooks.routes.contributions import Parts, gap_in, needs_of_parts
+from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import GradedSets
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_edges
 
@@ -81,12 +76,12 @@ class GradedSetsProbe(RoutesProbe):
             needs, saying what.
     """
 
+    kind: ClassVar[type[StateScores]] = GradedSetsResult
+
     strength: Strength = "weight"
     path: Path = "product"
     _: KW_ONLY
     damage: HeadLabels | MechanismsResult | Sequence[Any] | None = None
-
-    _additions: tuple[Addition, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +97,7 @@ class GradedSetsProbe(RoutesProbe):
         self.damage = None if given is None else check(given, ByHead, "damage")
 
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, and for norms what contributions need.
+        """Name patterns, and for norms what contributions need.
 
         Raises:
             InfoFlowError: if the model does not show them, or has other layers than the damage.
@@ -114,11 +109,7 @@ class GradedSetsProbe(RoutesProbe):
                 f"damage is of {len(self._damages())} layers: expected {n_layers}, as many as the "
                 "model has"
             )
-        if self.strength != "norm":
-            return needs
-        needs = needs | needs_of_parts(model)
-        self._additions = find_additions(model)
-        return needs
+        return needs | needs_of_parts(model) if self.strength == "norm" else needs
 
     def _damages(self) -> ByHead:
         by_head: Any = self.damage
@@ -128,7 +119,7 @@ class GradedSetsProbe(RoutesProbe):
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Return the strengths of the strongest heads."""
         if self.strength == "norm":
-            parts = Parts.read(seen, layer, self._additions[layer])
+            parts = Parts.read(seen, layer)
             return parts.strengths().amax(dim=1).where(parts.add_up(seen, layer), torch.nan)
         pattern = within_one(seen.pattern(layer).float())
         if self.strength == "damage":
@@ -153,9 +144,3 @@ class GradedSetsProbe(RoutesProbe):
     def follow(self, edges: Edges, place: Places) -> Scores:
         """Return the best path."""
         return propagate_edges(add_own(edges), BEST[self.path], queries=place)
-
-    def compute(self) -> GradedSetsResult:
-        """Join all batches."""
-        made: Any = self.make_scores(GradedSetsResult)
-        found: GradedSetsResult = made
-        return found

@@ -1,8 +1,8 @@
 """Contributions to a power: the size of what each state takes from each key, over all paths."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,13 +22,8 @@ from infoflow_lens.hooks.routes.base import (
     find_norm,
     run_example,
 )
-from infoflow_lens.hooks.routes.contributions import (
-    Addition,
-    Parts,
-    find_additions,
-    gap_in,
-    needs_of_parts,
-)
+from infoflow_lens.hooks.routes.contributions import Parts, gap_in, needs_of_parts
+from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import summed
 from infoflow_lens.theory.propagation import propagate_edges
 
@@ -126,28 +121,26 @@ class PowerRollout(RoutesProbe):
             not show what it needs, saying what.
     """
 
+    kind: ClassVar[type[StateScores]] = PowerRolloutResult
+
     question: Question = "replacing a token"
     size: Size = "L1"
 
     peaks = summed()  # [2], the sum of peakedness over heads and queries, and their number
 
-    _additions: tuple[Addition, ...] = field(default=(), init=False)
-    _readers: tuple[str | None, ...] = field(default=(), init=False)
-
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, what :class:`ContributionRoutes` needs, and which keys are seen.
+        """Name patterns, what :class:`ContributionRoutes` needs, and which keys are seen.
 
         Raises:
             InfoFlowError: if the model does not show them, or they do not add up.
         """
-        needs = super().needs(model) | needs_of_parts(model) | Needs.of(model, scores=True)
-        self._additions, self._readers = find_additions(model), find_readers(model)
-        return needs
+        find_readers(model)  # known, or refused, before the first pass
+        return super().needs(model) | needs_of_parts(model) | Needs.of(model, scores=True)
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Return the sizes of what is taken."""
-        parts = Parts.read(seen, layer, self._additions[layer])
-        path, reader = self._readers[layer], None
+        parts = Parts.read(seen, layer)
+        path, reader = find_readers(seen.model)[layer], None
         if path is not None:
             with without_user_hooks(seen.model):  # a norm may have hook points
                 reader = Norm(path, parts.before.shape[-1]).numbers(seen.model)
@@ -186,11 +179,9 @@ class PowerRollout(RoutesProbe):
         total, count = self.peaks.tolist()
         return total / count if count else 0.0
 
-    def compute(self) -> PowerRolloutResult:
-        """Join all batches."""
-        made: Any = self.make_scores(PowerRolloutResult, peakedness=self._peakedness())
-        found: PowerRolloutResult = made
-        return found
+    def more_fields(self) -> Mapping[str, Any]:
+        """Return how peaked attention is."""
+        return {"peakedness": self._peakedness()}
 
 
 def sizes(parts: Parts, reader: NormNumbers | None, size: Size) -> Float[Tensor, "batch query key"]:
@@ -275,12 +266,11 @@ def find_readers(model: nn.Module) -> tuple[str | None, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    additions = find_additions(model)
     behind = [f"blocks.{layer}.hook_resid_post" for layer in range(layer_count(model))]
     seen, reads = run_example(model, [*needs_of_parts(model).points, *behind])
     found = []
-    for layer, addition in enumerate(additions):
-        parts = Parts.read(seen, layer, addition)
+    for layer in range(layer_count(model)):
+        parts = Parts.read(seen, layer)
         bar = 10 * tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
         states = [parts.before + parts.total()]
         if not seen.lacks(behind[layer : layer + 1]):

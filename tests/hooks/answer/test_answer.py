@@ -144,10 +144,11 @@ def test_strips_are_those_of_the_plain_model(question, plain):
     assert strips[2].tolist() == near([0] * 5 + [-question.gap])
 
 
-def test_strips_of_units_are_those_of_the_plain_model(question, plain):
+def test_strips_of_units_are_those_of_the_plain_model(plain):
     """The states of all tokens of a unit are exchanged at once."""
     spans = [(0, 1), (1, 4), (4, 6)]
-    strips = measure_states(question, tolerance=0.0, spans=spans)
+    question = Question(open_model(zoo.build("llama")), *two_texts(), READOUT, spans=spans)
+    strips = measure_states(question, tolerance=0.0)
     for layer in (0, 1):
         other = plain.states[1][layer]
         expected = [
@@ -268,7 +269,7 @@ def test_classes_that_are_each_true_or_not_have_chances_of_their_own(kind):
 def test_an_answer_says_when_the_last_word_was_replaced(monkeypatch, place):
     """By the other text that is chosen; what one gives is one's own."""
 
-    def choose(question, tokens, text, spans):
+    def choose(question, tokens):
         return two_texts(changed=(place,))[1], "chosen"
 
     monkeypatch.setattr(measure, "_choose_text", choose)
@@ -720,10 +721,11 @@ def test_weights_that_lack_rounding_to_1_have_no_sink(other):
     streams = Streams(Question(model, clean, instead, READOUT))
     for layer, run in enumerate(streams.other):
         for head, z in enumerate(run.z[-1]):
-            changes = {s: dict(enumerate(getattr(run, s)[:, head])) for s in "kv"}
-            found = streams.attend(
-                streams.clean[layer], layer, head, len(clean) - 1, q=run.q[-1, head], **changes
-            )
+            made = {side: getattr(run, side) for side in "qkv"}
+            rows = {(kind, at): at for kind in ("key", "value") for at in range(len(clean))}
+            rows["query", len(clean) - 1] = len(clean) - 1
+            reader = layer, head, len(clean) - 1
+            found = streams.attend(streams.clean[layer], reader, made, rows)
             torch.testing.assert_close(found, z, atol=1e-3 * float(run.z.abs().max()), rtol=1e-3)
 
 
@@ -1214,7 +1216,9 @@ def test_tokens_of_a_unit_are_replaced_at_once():
     """Logits of the plain model on the texts that were drawn, and on half of the other text."""
     spans = [(0, 1), (1, 4), (4, 5), (5, 6)]
     clean, other = two_texts(changed=(2, 3, 4))
-    question = Question(open_model(zoo.build("llama")), clean, other, READOUT, batch_size=3)
+    question = Question(
+        open_model(zoo.build("llama")), clean, other, READOUT, batch_size=3, spans=spans
+    )
     plain = zoo.build("llama")
 
     def effect(span, tokens):
@@ -1224,15 +1228,16 @@ def test_tokens_of_a_unit_are_replaced_at_once():
             new, old = (difference(plain(row[None]).logits[0]) for row in (ids, clean))
         return float(new - old)
 
-    found = measure_tokens(question, seed=3, spans=spans)
+    found = measure_tokens(question, seed=3)
     for number, span in enumerate(spans):
         drawn = found.donors[slice(*span)]
         expected = [effect(span, tokens) for tokens in drawn.T if (tokens >= 0).all()]
         assert found.changes[number].tolist()[: len(expected)] == near(expected)
         assert float(found.mean[number]) == near(sum(expected) / len(expected))
         assert not (drawn == clean[slice(*span), None]).any()
-    replaced = question.replace_tokens(spans).tolist()
+    replaced = question.replace_tokens().tolist()
     assert replaced == near([effect(span, other[slice(*span)]) for span in spans])
+    question.spans = [(at, at + 1) for at in range(6)]
     single = question.replace_tokens()
     assert replaced[1] != pytest.approx(float(single[2] + single[3]), abs=0.01)  # which differs
 
