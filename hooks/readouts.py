@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import gives_logits
+from infoflow_lens.hooks.model.call import gives_logits, run_few_tokens
 
 Answer: TypeAlias = str | int | Sequence[str | int]
 Pooling = Literal["mean", "max", "first", "last"]
@@ -152,13 +152,13 @@ class LogProbability(Readout):
 
         Raises:
             InfoFlowError: for words that are no single tokens, a model that gives states, and one
-                whose classes do not exclude one another.
+                whose logits are of no distribution.
         """
         _check_logits(model, self)
-        if has_several_labels(model):
+        if why := explain_no_chances(model):
             raise InfoFlowError(
-                f"{self} is asked of a model whose classes are each true or not, whatever others "
-                "are: expected one of its logits, LogitDifference(answer); or its probability, "
+                f"{self} is asked of a model whose {why}: expected one of its logits, "
+                "FunctionOfOutput(lambda logits: logits[:, number]); or its probability, "
                 "FunctionOfOutput(lambda logits: logits[:, number].sigmoid())"
             )
         return LogProbability(ids_of_answer(model, self.answer), self.position)
@@ -291,6 +291,14 @@ def has_several_labels(model: nn.Module) -> bool:
     """Say whether a model's classes are each true or not, by its config."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     return getattr(config, "problem_type", None) == "multi_label_classification"
+
+
+def explain_no_chances(model: nn.Module) -> str:
+    """Say why the softmax of what a model gives is no distribution; empty where it is one."""
+    if has_several_labels(model):
+        return "classes are each true or not, whatever others are"
+    # of one number, as of a regression or a ranking, it is always 1
+    return "output is one number" if run_few_tokens(model).output.shape[-1] == 1 else ""
 
 
 def find_chances(model: nn.Module, logits: Float[Tensor, " choice"]) -> Float[Tensor, " choice"]:

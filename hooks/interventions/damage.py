@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Remedy, check_fields
 from infoflow_lens.hooks.interventions.edits import layer_with_later_keys
-from infoflow_lens.hooks.model.call import gives_logits
+from infoflow_lens.hooks.model.call import chooses_position, gives_logits, run_few_tokens
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import reads_vectors
+from infoflow_lens.hooks.readouts import explain_no_chances
 
 Metric = Literal["nmse", "kl", "loss"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 Read = Annotated[  # positions of the logits that count
     tuple[int, ...], MinLen(1), Distinct(), Remedy("such as (-1,), or None for all positions")
 ]
+_CLOSED = -1e9  # a logit without weight, also of half precision in float32
 _LARGE = 20.0  # a rise of logits beyond which exp(x) - 1 is no better than exp(x)
 
 
@@ -34,10 +36,14 @@ class Damage:
         name: "nmse", the squared change over the output's variance; "kl", the divergence of the new
             distribution from the old; "loss", the rise of the next-token loss, where it rises.
         read: the positions whose logits count; None for all.
+        chooses: whether the output is a number for each position: a choice among these by "kl", a
+            vector of one number at each by "nmse".
     """
 
-    def __init__(self, name: Metric, read: Sequence[int] | None) -> None:
+    def __init__(self, name: Metric, read: Sequence[int] | None, chooses: bool = False) -> None:
         self.name = name
+        self._chooses = chooses and name != "nmse"
+        self._is_by_position = chooses and name == "nmse"
         self.read = None if read is None else list(read)
         self.n_rows = 0
         self._is_one_row = False  # of a sequence, such as a class or an embedding
@@ -63,6 +69,10 @@ class Damage:
     ) -> Float[Tensor, "batch row feature"]:
         """The output where it may count."""
         output = output if output.dtype in (torch.float32, torch.float64) else output.float()
+        if self._is_by_position:
+            output = output[..., None]
+        if self._chooses:  # not among padding
+            output = output.masked_fill(~batch.mask().to(output.device), _CLOSED)
         if output.ndim == 2:
             return output[:, None]
         if self.name == "loss":
@@ -89,7 +99,7 @@ class Damage:
 
     def see(self, output: Tensor, batch: Batch) -> None:
         """Take in the unchanged output of a batch."""
-        self._is_one_row = output.ndim == 2
+        self._is_one_row = output.ndim == 2 and not self._is_by_position
         counted = self.mark_rows(batch)
         self.n_rows += int(counted.sum())
         if self.name == "nmse":
@@ -220,24 +230,33 @@ def metric_of(
     Raises:
         InfoFlowError: for a metric or positions that these outputs do not have.
     """
-    has_logits = gives_logits(model)
-    chosen = metric or ("kl" if has_logits else "nmse")
-    if chosen != "nmse" and not has_logits:
+    other = explain_no_chances(model) if gives_logits(model) else "output is a vector"
+    chosen = metric or ("nmse" if other else "kl")
+    if chosen != "nmse" and other:
         raise InfoFlowError(
-            f"metric is {chosen!r}, which compares distributions over tokens: the model's output "
-            "is a vector; expected 'nmse'"
+            f"metric is {chosen!r}, which compares distributions, and the model's {other}: "
+            "expected 'nmse'"
         )
     if chosen == "loss" and (read is not None or shortest < 2):
         raise InfoFlowError(
             "metric 'loss' is over all next tokens: expected sequences of at least 2 tokens, and "
             "no positions to read; use 'kl' for single positions"
         )
+    if chosen == "loss":
+        NextTokenLoss().check(model, shortest)
     for position in read or ():
         if not -shortest <= position < shortest:
             raise InfoFlowError(
                 f"read has position {position}: expected {-shortest} to {shortest - 1}"
             )
-    return Damage(chosen, read)
+    return Damage(chosen, read, chooses_position(model))
+
+
+def gives_token_logits(model: nn.Module, output: Tensor) -> bool:
+    """Say whether a model's output is logits of tokens at each position."""
+    n_vocab = getattr(getattr(model, "cfg", None), "d_vocab", None)
+    is_wide = output.ndim == 3 and not (n_vocab and output.shape[-1] < n_vocab)
+    return is_wide and gives_logits(model)
 
 
 def next_token_losses(
@@ -283,13 +302,19 @@ class NextTokenLoss:
             shortest: tokens of the shortest sequence.
 
         Raises:
-            InfoFlowError: for a model over vectors or one that sees the tokens behind a query, for
-                sequences without a next token, or positions that have none.
+            InfoFlowError: for a model over vectors, one that gives no logits of tokens or sees the
+                tokens behind a query, for sequences without a next token, or positions that have
+                none.
         """
         if reads_vectors(model):
             raise InfoFlowError(
                 "the model's output is a vector, which predicts no next token: expected a language "
                 "model; for others use measure_mechanisms"
+            )
+        if not gives_token_logits(model, run_few_tokens(model).output):
+            raise InfoFlowError(
+                "the model gives states, classes or places, and no logits of a next token: "
+                "expected a language model with its head; for others use metric 'kl' or 'nmse'"
             )
         if shortest < 2:
             raise InfoFlowError(
@@ -308,7 +333,7 @@ class NextTokenLoss:
             raise InfoFlowError(
                 f"queries of layer {layer} attend to later keys, so that the model sees the next "
                 "token before it predicts it: expected a causal language model; for others use "
-                "measure_mechanisms"
+                "measure_mechanisms, with metric 'kl' or 'nmse'"
             )
 
     def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:

@@ -17,7 +17,14 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.settings import Count
 from infoflow_lens.hooks.influence.base import start_point, tolerance
-from infoflow_lens.hooks.interventions.damage import Damage, Metric, NextTokenLoss, Read, metric_of
+from infoflow_lens.hooks.interventions.damage import (
+    Damage,
+    Metric,
+    NextTokenLoss,
+    Read,
+    gives_token_logits,
+    metric_of,
+)
 from infoflow_lens.hooks.interventions.edits import (
     Edit,
     check_edits_reach,
@@ -32,7 +39,7 @@ from infoflow_lens.hooks.interventions.edits import (
 from infoflow_lens.hooks.model.call import (
     Caught,
     call,
-    gives_logits,
+    chooses_position,
     restore_module_tensors,
     without_user_hooks,
 )
@@ -640,7 +647,8 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
         readout.check(plain.model, shortest)
         return _Judge.from_loss(readout, plain, batch)
     if isinstance(readout, Readout):
-        read = partial(_read_each, readout.bind(plain.model), batch)
+        by_position = plain.output.ndim > 2 or chooses_position(plain.model)
+        read = partial(_read_each, readout.bind(plain.model), batch, by_position)
         return _Judge.from_values(str(readout), read, plain)
     damage = metric_of(plain.model, asked.metric, asked.read, shortest)
     damage.see(plain.output, batch)
@@ -660,9 +668,11 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
     return found
 
 
-def _read_each(readout: Readout, batch: Batch, output: Tensor) -> Float[Tensor, " sequence"]:
+def _read_each(
+    readout: Readout, batch: Batch, by_position: bool, output: Tensor
+) -> Float[Tensor, " sequence"]:
     """Read a readout off each sequence, without its padding."""
-    if batch.lengths is None or output.ndim < 3:
+    if batch.lengths is None or not by_position:
         return readout.read(output).double().cpu()
     rows = [row[None, :n] for row, n in zip(output, batch.lengths.tolist(), strict=True)]
     return torch.cat([readout.read(row) for row in rows]).double().cpu()
@@ -670,10 +680,9 @@ def _read_each(readout: Readout, batch: Batch, output: Tensor) -> Float[Tensor, 
 
 def _predicts(plain: Pass) -> bool:
     """Say whether outputs are logits of the next token, which no query has seen."""
-    if not gives_logits(plain.model) or plain.tokens is None or plain.tokens.shape[1] < 2:
+    if plain.tokens is None or plain.tokens.shape[1] < 2:
         return False
-    n_vocab = getattr(getattr(plain.model, "cfg", None), "d_vocab", None)
-    if plain.output.ndim != 3 or (n_vocab and plain.output.shape[-1] < n_vocab):
+    if not gives_token_logits(plain.model, plain.output):
         return False
     return layer_with_later_keys(plain.model) is None
 

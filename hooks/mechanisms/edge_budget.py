@@ -48,6 +48,7 @@ from infoflow_lens.hooks.mechanisms.edges import (
     open_edges,
     rank_edges,
 )
+from infoflow_lens.hooks.model.call import run_few_tokens
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
 from infoflow_lens.hooks.model.points import pattern_hook, takes_model
 from infoflow_lens.hooks.passes.run import run, run_probes
@@ -283,8 +284,8 @@ def measure_edge_budget(
 
     Raises:
         InfoFlowError: for bad inputs or settings, calibration sequences that are shorter, a method
-            that the model cannot give, a model without next tokens, or one in which edited patterns
-            do not reach the output.
+            that the model cannot give, a model without next tokens, or without logits at each
+            position, or one in which edited patterns do not reach the output.
     """
     chosen = _check_budgets(budgets)
     batches = read_again(model, inputs, attention_mask, column, max_length)
@@ -297,6 +298,12 @@ def measure_edge_budget(
     else:
         judge = metric_of(model, metric, read, batches.shortest)
         judged = {"metric": metric, "read": read}
+        if run_few_tokens(model).output.ndim != 3:
+            raise InfoFlowError(
+                "the model gives one output for a sequence, and edges are counted on paths to "
+                "states with logits: expected a model with logits at each position; what single "
+                "heads do is measured by measure_mechanisms"
+            )
     given = methods_of(model)
     asked = given if methods is None else methods
     names = [

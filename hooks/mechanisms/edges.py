@@ -215,10 +215,10 @@ class EdgeScores:
     def _score_others(self) -> Scores:
         found = [torch.zeros_like(pattern) for pattern in self._patterns]
         sequences = self.others.sequences()
-        n_pos = self.states.shape[1]
+        lengths = self.plain.lengths_of(self.states.shape[1]).tolist()
         for index, number in enumerate(self.plain.indices.tolist()):
-            # by the number of the sequence, so that it has the same window whatever the batch
-            other = sequences[number % len(sequences)][None, :n_pos]
+            # by the number of the sequence and as long, so that it is the same whatever the batch
+            other = sequences[number % len(sequences)][None, : lengths[index]]
             seen = run(self.model, other, Needs.of(self.model, pattern=True))
             patterns = [seen.pattern(i).float().cpu() for i in range(seen.n_layers)]
             length = other.shape[1]

@@ -348,6 +348,15 @@ def gives_logits(model: nn.Module) -> bool:
     return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
 
 
+@cache_by_mode
+def chooses_position(model: nn.Module) -> bool:
+    """Say whether outputs are a number for each position, as where questions are answered."""
+    if reads_vectors(model):
+        return False
+    shapes = [run_few_tokens(model, n_pos=n).output.shape for n in (_EXAMPLE, _EXAMPLE - 1)]
+    return all(len(shape) == 2 for shape in shapes) and shapes[0][1] == shapes[1][1] + 1
+
+
 @contextmanager
 def catching(
     model: nn.Module,

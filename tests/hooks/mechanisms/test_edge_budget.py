@@ -14,7 +14,7 @@ from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.hooks.mechanisms.edge_budget import _count_kept
 from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, rank_edges
 from tests.conftest import make_token_model, redraw_weights
-from tests.reference import zoo
+from tests.reference import families, zoo
 from tests.reference.induction import induction_model, repeated_segments
 
 N, HEADS, LAYERS = 5, 2, 3
@@ -308,6 +308,23 @@ def test_another_window_knows_positions_alone(model, tokens):
     torch.testing.assert_close(found.losses[0], found.losses[1], rtol=1e-6, atol=1e-6)
     other = measured(model, tokens[:2], tokens[[1, 0]], **options)
     assert not torch.allclose(other.losses[0], other.losses[1])
+
+
+def test_another_window_of_an_encoder_is_the_same_whatever_the_batch():
+    """It was as long as the longest of the batch, and an encoder's queries see all of it."""
+    encoder, ids = families.build("bert"), families.tokens(9)
+    options = {"budgets": (0.3,), "methods": ("another window",), "metric": "kl"}
+    rows = [ids[0], ids[1, :4]]
+    one, both = (measured(encoder, rows, ids, batch_size=size, **options) for size in (1, 2))
+    assert one.kept.equal(both.kept)
+    torch.testing.assert_close(one.losses, both.losses, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
+def test_a_model_of_one_output_for_a_sequence_is_refused(head):
+    plain, ids = families.build("gpt2", auto=(f"AutoModelFor{head}",)), families.tokens(5)
+    with pytest.raises(InfoFlowError, match="edges are counted on paths to states with logits"):
+        measured(plain, ids, ids, metric="kl")
 
 
 def test_it_goes_on_where_it_stopped(model, tokens):

@@ -266,7 +266,7 @@ def test_bad_substitutions_are_named(token_model, model, inputs):
     ):
         with pytest.raises(InfoFlowError, match=message), substituted(token_model, heads):
             pass
-    with pytest.raises(InfoFlowError, match="compares distributions over tokens"):
+    with pytest.raises(InfoFlowError, match="compares distributions, and the model"):
         measure_mechanisms(model, inputs, metric="kl", progress=False)
     with pytest.raises(InfoFlowError, match="the same for all inputs"):
         measure_mechanisms(model, inputs[:1].expand(4, -1, -1), progress=False)
@@ -425,7 +425,7 @@ def hosted_over_ids():
 
 
 @needs_version_4
-@pytest.mark.parametrize("metric", ["kl", "loss"])
+@pytest.mark.parametrize("metric", ["kl", "nmse"])
 def test_a_native_bridge_has_the_damages_of_the_hosted_model(hosted_over_ids, token_inputs, metric):
     twin = native_twin(hosted_over_ids)
     _, cache = hosted_over_ids.run_with_cache(token_inputs)

@@ -1,0 +1,107 @@
+"""What an edit does to outputs of other kinds: classes, one number, places; by plain transformers.
+
+The edit empties a head, of which the plain model's next matrix reads zeros.
+"""
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, run_probes
+from infoflow_lens.hooks import (
+    EditsOfPass,
+    FunctionOfOutput,
+    LogProbability,
+    NextTokenLoss,
+    measure_mechanisms,
+)
+from tests.hooks.test_invariants import empty_one_head
+from tests.reference import families
+
+LENGTHS = (8, 4, 6)
+CLASSIFIER = ("AutoModelForSequenceClassification",)
+PLACES = ("AutoModelForQuestionAnswering",)
+
+
+def texts():
+    ids = torch.randint(3, 100, (len(LENGTHS), 8), generator=torch.Generator().manual_seed(2))
+    return [row[:n] for row, n in zip(ids, LENGTHS, strict=True)]
+
+
+def run_by_hand(plain, edited):
+    """What the model gives of each text alone, in float64."""
+
+    def empty(module, args):
+        z = args[0].clone()
+        z[..., 8:16] = 0
+        return (z, *args[1:])
+
+    dense = plain.bert.encoder.layer[1].attention.output.dense
+    handle = dense.register_forward_pre_hook(empty) if edited else None
+    with torch.no_grad():
+        found = [plain(row[None])[0][0].double() for row in texts()]
+    if handle is not None:
+        handle.remove()
+    return found
+
+
+def measure(plain, batch_size=3, **asked):
+    probe = EditsOfPass(empty_one_head, **asked)
+    (found,) = run_probes(plain, texts(), [probe], progress=False, batch_size=batch_size)
+    return found
+
+
+def near(value):
+    return pytest.approx(value, rel=2e-3, abs=1e-8)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_padding_is_no_place_of_an_answer(batch_size):
+    """The places that a text was padded with had a share of the probability."""
+    plain = families.build("bert", auto=PLACES)
+    bare, edited = run_by_hand(plain, False), run_by_hand(plain, True)
+    pairs = [(one.log_softmax(-1), two.log_softmax(-1)) for one, two in zip(bare, edited)]
+    expected = [float((p.exp() * (p - q)).sum()) for p, q in pairs]
+    assert measure(plain, batch_size).lost[:, 0].tolist() == near(expected)
+    first = FunctionOfOutput(lambda logits: logits.log_softmax(-1)[:, -1])
+    by_readout = measure(plain, batch_size, readout=first)
+    assert by_readout.bare.tolist() == near([float(p[-1]) for p, _ in pairs])
+    squares = measure(plain, batch_size, metric="nmse")
+    change = torch.cat(edited) - torch.cat(bare)
+    fraction = change.square().mean() / torch.cat(bare).var(correction=0)
+    assert float(squares.damage()[0]) == near(float(fraction))
+
+
+@pytest.mark.parametrize("kind", ["one number", "several labels"])
+def test_outputs_that_are_no_distribution_are_compared_as_vectors(kind):
+    """The divergence of a regression was 0 whatever was edited, and its log-probability, too."""
+    several = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    more = {"num_labels": 1} if kind == "one number" else several
+    plain = families.build("bert", auto=CLASSIFIER, **more)
+    bare, edited = (torch.stack(run_by_hand(plain, on)) for on in (False, True))
+    fraction = (edited - bare).square().sum() / (bare - bare.mean(0)).square().sum()
+    found = measure(plain)
+    assert (found.metric, float(found.damage()[0])) == ("nmse", near(float(fraction)))
+    message = "output is one number" if kind == "one number" else "each true or not"
+    with pytest.raises(InfoFlowError, match=f"compares distributions, .*{message}"):
+        measure(plain, metric="kl")
+    with pytest.raises(InfoFlowError, match=message):
+        measure(plain, readout=LogProbability(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [("gpt2", ("AutoModel",)), ("gpt2", CLASSIFIER), ("gpt2", PLACES), ("bert", CLASSIFIER)],
+)
+def test_what_gives_no_logits_of_tokens_has_no_loss_of_them(kind, auto):
+    """States were read as logits, and classes ended in an error of PyTorch."""
+    plain = families.build(kind, auto=auto)
+    with pytest.raises(InfoFlowError, match="no logits of a next token"):
+        measure(plain, readout=NextTokenLoss())
+    with pytest.raises(InfoFlowError, match=r"no logits of a next token|output is a vector"):
+        measure_mechanisms(plain, texts(), metric="loss", progress=False)
+
+
+def test_an_encoder_has_no_next_token_loss():
+    """Its logits are of the token that stands at a position, which it has seen."""
+    with pytest.raises(InfoFlowError, match="attend to later keys"):
+        measure(families.build("bert"), metric="loss")
