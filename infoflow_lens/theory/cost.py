@@ -1,5 +1,7 @@
 """What information costs: the parameter-cost law and Theorem 3's codes (Sec. 5.2, App. A.3)."""
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -11,10 +13,13 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import (
     Count,
     Index,
+    Positive,
     Remedy,
+    check_by_layer,
     checked,
     settings,
 )
+from infoflow_lens.theory.information_sets import InformationSets
 
 Mode = Annotated[
     Literal["law", "decoder", "total"],
@@ -40,10 +45,30 @@ def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "total") 
     Raises:
         InfoFlowError: for sizes below 0 or dimensions below 1, or an unknown mode.
     """
-    law = size * d_token / d_model
-    decoder = max(0.0, law - 1)
-    total = 0.0 if law <= 1 else max(1.0, decoder)
+    return float(_apply_mode(torch.tensor(size * d_token / d_model, dtype=torch.float64), mode))
+
+
+def _apply_mode(law: Float[Tensor, "*state"], mode: Mode) -> Float[Tensor, "*state"]:
+    decoder = (law - 1).clamp(min=0)
+    total = torch.where(law <= 1, 0.0, decoder.clamp(min=1))
     return {"law": law, "decoder": decoder, "total": total}[mode]
+
+
+@checked
+def exponents(
+    sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "total"
+) -> Float[Tensor, "layer batch pos"]:
+    """:func:`exponent` of every state, from the sets after its layer.
+
+    The updated set counts, in all three rules [derived: one cost per I_t^(l), "regarding the size
+    of I_t^(l)"]. States of the last layer other than the last position cost nothing, since nothing
+    reads them (eq 2): their exponent is NaN. `d_model` is E, or E_l for every layer.
+    """
+    widths = torch.tensor(check_by_layer(d_model, "d_model", sets.n_layers), dtype=torch.float64)
+    law = sets.sizes().double() * d_token / widths[:, None, None].to(sets.members.device)
+    result = _apply_mode(law, mode).clone()
+    result[-1, :, :-1] = math.nan
+    return result
 
 
 @settings
@@ -159,3 +184,18 @@ class DigitCode:
         places = places[: self.n_bits]
         cut = bits.unflatten(-1, (self.n_cut, self.n_bits)) @ places + places[-1] / 2
         return torch.cat([carried, cut], dim=-1) if self.analog else cut
+
+
+@settings
+class TanhCode(DigitCode):
+    """Theorem 3's code with tanh units in the place of steps (Lemma 1).
+
+    Attributes:
+        steepness: of the units; they come near steps as it grows.
+    """
+
+    steepness: Positive = 1.0
+
+    def _steps(self, z: Float[Tensor, "*batch n"], bits: int) -> Float[Tensor, "*batch n unit"]:
+        thresholds = torch.arange(1, 2**bits, dtype=z.dtype, device=z.device) / 2**bits
+        return 0.5 * (1 + torch.tanh(self.steepness * (z.unsqueeze(-1) - thresholds)))

@@ -12,7 +12,9 @@ from infoflow_lens.studies.bounds import softmin_gap
 from infoflow_lens.studies.constructions.parameters import Beta, Limit
 from infoflow_lens.studies.constructions.products import Product, ProductUnits, product_units
 from infoflow_lens.studies.constructions.registry import construction
+from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.tuples import DepthSeparation
+from infoflow_lens.theory.comparison import Component
 
 
 def _units(d: int, ffn: Product, eps: float) -> ProductUnits:
@@ -113,3 +115,18 @@ def depth_separation(
         model.unembed.W_U[0] = 18
         model.unembed.b_U.fill_(2)
     return model
+
+
+def depth_separation_on_cube(n_tokens: int) -> Target:
+    """Theorem 1's target for tokens in [0, 1]^3, as its remark says there is one [chosen].
+
+    ``min over s != t of ||x(s) + x(t) - (1, 1, 1)||^2``: the pair that is nearest to lying opposite
+    about the centre. Positions differ, for a token near the centre would otherwise be its own pair.
+    """
+
+    def score(x: torch.Tensor) -> torch.Tensor:
+        return (x.sum(dim=-2) - 1).square().sum(dim=-1)
+
+    pair = Component(2, score, True, extremum="min", distinct=True)
+    return Target(components=(pair,), n_tokens=n_tokens, d_token=3, tokens="unit",
+                  name="depth_separation_on_cube")  # fmt: skip

@@ -20,9 +20,8 @@ from infoflow_lens.studies.bounds import (
     attention_average,
     find_cube,
 )
-from infoflow_lens.tasks import Target
-from infoflow_lens.theory.comparison import Component, component_tuples
-from tests.reference.trees import ComparisonTree, Leaf, postorder
+from infoflow_lens.studies.comparison_trees import ComparisonTree, Leaf, postorder
+from infoflow_lens.theory.comparison import component_tuples
 
 Function = Callable[[Tensor], Tensor]
 
@@ -279,18 +278,3 @@ def _moved(
     rest = iter([p for p in range(len(x)) if p not in members])
     places = dict(zip(goal, members, strict=True))
     return x[[places[p] if p in places else next(rest) for p in range(len(x))]]
-
-
-def depth_separation_on_cube(n_tokens: int) -> Target:
-    """Theorem 1's target for tokens in [0, 1]^3, as its remark says there is one [chosen].
-
-    ``min over s != t of ||x(s) + x(t) - (1, 1, 1)||^2``: the pair that is nearest to lying opposite
-    about the centre. Positions differ, for a token near the centre would otherwise be its own pair.
-    """
-
-    def score(x: Tensor) -> Tensor:
-        return (x.sum(dim=-2) - 1).square().sum(dim=-1)
-
-    pair = Component(2, score, True, extremum="min", distinct=True)
-    return Target(components=(pair,), n_tokens=n_tokens, d_token=3, tokens="unit",
-                  name="depth_separation_on_cube")  # fmt: skip

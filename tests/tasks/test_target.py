@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, train
 from infoflow_lens.cli import app
+from infoflow_lens.studies.comparison_trees import trees_of
 from infoflow_lens.tasks import Target, dataset_card
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
 from infoflow_lens.training import TrainingConfig
 from tests.reference.data import read_data
-from tests.reference.trees import trees_of
 
 
 def distance(x):

@@ -5,17 +5,17 @@ import torch
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.studies.bounds import encoding_bound
+from infoflow_lens.studies.comparison_trees import Branch, ComparisonTree, Leaf, trees_of
+from infoflow_lens.studies.constructions.depth_separation import depth_separation_on_cube
 from infoflow_lens.theory.cost import DigitCode
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
 from tests.reference.pigeonholes import (
     closest_pair_collision,
-    depth_separation_on_cube,
     encoding_collision,
     largest_radius,
     uncovered_input,
 )
-from tests.reference.trees import Branch, ComparisonTree, Leaf, trees_of
 
 
 def heads(n_heads, d_head, seed):

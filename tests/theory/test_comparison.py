@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.studies.comparison_trees import Branch, ComparisonTree, Leaf
 from infoflow_lens.theory.comparison import (
     Component,
     best_inside,
@@ -24,7 +25,6 @@ from infoflow_lens.theory.comparison import (
     root_ceiling,
     triangle_center_profile,
 )
-from tests.reference.trees import Branch, ComparisonTree, Leaf
 
 
 def polynomial(arity, seed):
@@ -142,15 +142,25 @@ def test_a_component_can_look_at_some_positions_only():
     assert best_tuples(x, component)[0].tolist() == [[3]]
 
 
-def test_ties_go_to_the_left():
+def test_ties_go_to_the_left_and_a_leaf_is_not_empty():
     tree = ComparisonTree(Branch(Leaf((0,)), Leaf((1,)), lambda x: x[..., 0, 0]))
     assert tree.evaluate(torch.ones(1, 2, 1))[0].tolist() == [[0]]
+    with pytest.raises(InfoFlowError, match="a leaf holds no position"):
+        ComparisonTree(Leaf(()))
+    with pytest.raises(InfoFlowError, match=r"tuples of lengths \[1, 2\]"):
+        ComparisonTree(Branch(Leaf((0,)), Leaf((1, 2)), lambda x: x[..., 0, 0]))
+    with pytest.raises(InfoFlowError, match="negative position"):
+        ComparisonTree(Leaf((0, -1)))
+    with pytest.raises(InfoFlowError, match="a leaf holds position 1, but sequences have 1"):
+        tree.evaluate(torch.ones(1, 1, 1))
 
 
 def test_a_tree_over_some_positions_has_leaves_there_only():
     component = Component(1, lambda x: x[..., 0, 0], positions=(1, 3))
     tree = ComparisonTree.over(6, component)
     assert tree.n_leaves == 2
+    with pytest.raises(InfoFlowError, match="shape is 'star'"):
+        ComparisonTree.over(6, component, "star")
 
 
 def test_the_least_root_is_exact_for_any_integer():

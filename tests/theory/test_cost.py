@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infoflow_lens import InfoFlowError
-from infoflow_lens.theory.cost import DigitCode, exponent
-from tests.reference.codes import TanhCode
+from infoflow_lens import InfoFlowError, propagate
+from infoflow_lens.theory.cost import DigitCode, TanhCode, exponent, exponents
 
 
 @pytest.mark.parametrize(
@@ -49,6 +48,14 @@ def test_a_code_with_analog_coordinates_is_one_below_the_law(n, latents, bits):
     steep = TanhCode(n, latents, b, analog=True, steepness=1e6 * code.decoder_units)
     latent = code.encode(x)
     torch.testing.assert_close(steep.decode(latent), code.decode(latent), rtol=0, atol=1e-9)
+
+
+def test_costs_of_sets_are_those_of_their_sizes():
+    sets = propagate([torch.tensor([[[1, 1, 0, 2]]]), torch.tensor([[[0, 0, 0, 1]]])], n_sources=3)
+    by_state = exponents(sets, d_token=2, d_model=4, mode="law")
+    assert by_state[0, 0].tolist() == [1.0, 0.5, 1.0, 0.5]
+    assert by_state[1, 0, :3].isnan().all()  # nothing reads them
+    assert by_state[1, 0, 3] == len(sets.of(1, 0, 3)) * 2 / 4
 
 
 @given(
