@@ -7,14 +7,20 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import to_host
 from infoflow_lens.foundation.settings import Share
-from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.model.points import layers_with_attention
+from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.result import LabelledArray, Result, frame_of
+from infoflow_lens.hooks.result import (
+    LabelledArray,
+    Result,
+    frame_of,
+    note_layers_without_heads,
+)
 from infoflow_lens.hooks.states import concatenated
 
 
@@ -59,6 +65,8 @@ class PatternsResult(Result):
 class PatternsProbe(Probe[PatternsResult]):
     """The attention patterns and scores of every layer and head, as they are.
 
+    A layer without attention has no heads.
+
     For a few sequences: it keeps 8 bytes for each (layer, head, query, key). For many, other probes
     keep what they need: :class:`PositionsProbe` the largest keys, :class:`AttendedProbe` those that
     count.
@@ -68,6 +76,10 @@ class PatternsProbe(Probe[PatternsResult]):
     patterns = concatenated(2, 3)
     scores = concatenated(2, 3, fill=-math.inf)
     lengths = concatenated()
+
+    def needs(self, model: nn.Module) -> Needs:
+        """Patterns and scores, of layers with attention."""
+        return Needs.of(model, scores=True, pattern=True, layers=layers_with_attention(model))
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """Read the patterns and scores of a pass."""
@@ -85,7 +97,8 @@ class PatternsProbe(Probe[PatternsResult]):
 
     def compute(self) -> PatternsResult:
         """Join all batches."""
-        return self.make_result(PatternsResult)
+        notes = (*self.notes(), *note_layers_without_heads(self.patterns))
+        return self.make_result(PatternsResult, notes=notes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -153,7 +166,8 @@ class AttendedProbe(Probe[AttendedResult]):
     Where a head does not single out one key (ReLU attention, ties, averages over positions), rule
     (1) of Sec. 5.1 with the argmax alone says too little. With all attended keys,
     ``propagate(result.positions)`` contains what the states can depend on through their values.
-    What it keeps grows with the sequences: one byte for each (layer, head, query, key).
+    What it keeps grows with the sequences: one byte for each (layer, head, query, key). A layer
+    without attention has no heads.
 
     Args:
         share: least share of the largest weight in the row; weights of 0 never count.
@@ -168,6 +182,10 @@ class AttendedProbe(Probe[AttendedResult]):
     attended = concatenated(2, 3)
     lengths = concatenated()
 
+    def needs(self, model: nn.Module) -> Needs:
+        """Patterns, of layers with attention."""
+        return Needs.of(model, pattern=True, layers=layers_with_attention(model))
+
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """Return the keys of a pass."""
         layers = []
@@ -179,4 +197,5 @@ class AttendedProbe(Probe[AttendedResult]):
 
     def compute(self) -> AttendedResult:
         """Join all batches."""
-        return self.make_result(AttendedResult)
+        notes = (*self.notes(), *note_layers_without_heads(self.attended))
+        return self.make_result(AttendedResult, notes=notes)

@@ -13,11 +13,16 @@ from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import to_host
 from infoflow_lens.foundation.settings import BothEnds, Ranks
-from infoflow_lens.hooks.model.points import attention_kind
+from infoflow_lens.hooks.model.points import attention_kind, layers_with_attention
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.result import LabelledArray, Result, frame_of
+from infoflow_lens.hooks.result import (
+    LabelledArray,
+    Result,
+    frame_of,
+    note_layers_without_heads,
+)
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
 from infoflow_lens.hooks.states import add_with_padding, combined, concatenated, latest
 
@@ -142,7 +147,8 @@ def _frequencies(
 ) -> Float[Tensor, "head query key"]:
     """Return the share in which a query chooses a key, of the `n` samples that have the query."""
     n_head, n_query = chosen.shape[1:]
-    counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
+    n_key = max(n_query, int(chosen.max()) + 1 if chosen.numel() else 0)
+    counts = torch.zeros(n_head, n_query, n_key)
     keys = chosen.clamp(min=0).permute(1, 2, 0)
     counts.scatter_add_(2, keys, (chosen >= 0).float().permute(1, 2, 0))
     return counts / n.clamp(min=1)[:, None]
@@ -311,9 +317,9 @@ class PositionsProbe(Probe[PositionsResult]):
     """The key positions of the k largest attention scores, per layer, head and query.
 
     s_i(t) of update rule (1) (Yu, Jiang, Bao, Li 2026, Sec. 5.1) is rank 1. Masked keys and padding
-    never appear. Where a model shows the pattern in place of the scores, ranks come from the
-    pattern. What it keeps grows with the sequences, since the positions of each are the result: a
-    few bytes for each (layer, head, query, rank).
+    never appear. A layer without attention has no heads. Where a model shows the pattern in place
+    of the scores, ranks come from the pattern. What it keeps grows with the sequences, since the
+    positions of each are the result: a few bytes for each (layer, head, query, rank).
 
     Args:
         ranks: which ranks; 1 is the argmax.
@@ -346,7 +352,10 @@ class PositionsProbe(Probe[PositionsResult]):
 
     def needs(self, model: nn.Module) -> Needs:
         """Scores to rank; with spread, the pattern."""
-        return Needs.of(model, ranks=self.ranks, without=self.without, pattern=self.spread)
+        layers = layers_with_attention(model)
+        return Needs.of(
+            model, ranks=self.ranks, without=self.without, pattern=self.spread, layers=layers
+        )
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """Return the ranked keys of a pass."""
@@ -381,9 +390,10 @@ class PositionsProbe(Probe[PositionsResult]):
         """Say what a reader must know: ranks without keys, and attention that has no argmax."""
         if self.is_relu:
             yield _RELU_NOTE
+        yield from note_layers_without_heads(positions)
         for layer, chosen in enumerate(positions):
             for column, rank in enumerate(self.ranks):
-                if not (chosen[..., column] >= 0).any():
+                if chosen.shape[1] and not (chosen[..., column] >= 0).any():
                     yield f"layer {layer}: no query has a key of rank {rank}"
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel, plain_label
@@ -121,17 +122,32 @@ class LabelledArray:
         """Bars over one axis, a heat map over two, a panel of these for each place of the first.
 
         Of further axes the first place is shown.
+
+        Raises:
+            InfoFlowError: where there are no numbers, as of a layer without attention.
         """
         array = self
         while len(array.dims) > 3:
             array = array.select(**{array.dims[0]: array.places(array.dims[0])[0]})
         values = array.to_tensor().detach().float().cpu().numpy()
+        if not values.size:
+            raise InfoFlowError(
+                f"{self.name} has nothing to draw here: expected a layer with heads, as one "
+                "without attention has none"
+            )
         if values.ndim < 3:
             return _panels([(title or self.name, values)], array.dims, array, "")
         facets = [(f"{array.dims[0]} {at}", part) for at, part in zip(
             array.places(array.dims[0]), values, strict=True
         )]  # fmt: skip
         return _panels(facets, array.dims[1:], array, title or self.name)
+
+
+def note_layers_without_heads(layers: Sequence[Shaped[Tensor, "sample _head *_"]]) -> list[str]:
+    """Say which layers have no attention, and so no heads; nothing where all have it."""
+    without = [str(number) for number, layer in enumerate(layers) if not layer.shape[1]]
+    names = f"layer{'s' * (len(without) > 1)} {', '.join(without)}"
+    return [f"{names}: no attention, so no heads"] if without else []
 
 
 def frame_of(columns: Sequence[LabelledArray], rows: LabelledArray | None = None) -> "pd.DataFrame":

@@ -173,8 +173,8 @@ def _problems_of(layer: LayerCapabilities) -> list[str]:
     lost = "edits of {} do not reach the output, so {}; " + INSTEAD_OF_A_BRIDGE
     if layer.mixer:
         return [
-            f"it has no attention and runs {layer.mixer}, so positions, mechanisms and flows "
-            "cannot be measured"
+            f"it has no attention and runs {layer.mixer}, so mechanisms and flows cannot "
+            "be measured"
         ]
     found = [
         (

@@ -216,8 +216,8 @@ def check_is_attention(model: nn.Module, name: str) -> None:
     lacks: Any = getattr(model, "lacks", dict[str, str])
     if why := lacks().get(name.rsplit(".hook_", 1)[0]):
         raise InfoFlowError(
-            f"{name} is not there, as there is {why}: expected attention in every layer; ask(), "
-            "find_heads() and influence take models that have it in some"
+            f"{name} is not there, as there is {why}: expected attention in every layer; patterns, "
+            "positions, influence, find_heads() and ask() take models that have it in some"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import WeightState, model_fingerprint
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, is_own_call
-from infoflow_lens.hooks.model.points import hook_points, token_hook
+from infoflow_lens.hooks.model.points import hook_points, layers_with_attention, token_hook
 from infoflow_lens.hooks.model.semantics import attention_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 
@@ -39,7 +39,7 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
     """
     weights = WeightState(model)
     needs = probe.prepare(model, model_fingerprint(model, weights))
-    needs |= Needs(tuple(attention_hooks(model, [0])))  # shows padding
+    needs |= Needs(tuple(attention_hooks(model, layers_with_attention(model)[:1])))  # shows padding
     model_of = weakref.ref(model)  # the probe holds these hooks for as long as it lives
     begins = token_hook(model)  # fires first in every pass that is whole
     names = tuple(dict.fromkeys((begins, *needs.points)))

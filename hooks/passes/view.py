@@ -15,6 +15,7 @@ from infoflow_lens.hooks.model.points import (
     hook_name,
     layer_count,
     layer_of,
+    layers_with_attention,
     pattern_hook,
     reads_vectors,
     scores_hook,
@@ -258,7 +259,7 @@ class Pass:
         return self.activation(token_hook(self.model))
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """Return the attention pattern, 0 for padding.
+        """Return the attention pattern, 0 for padding; of no heads where a layer has no attention.
 
         Raises:
             InfoFlowError: for attention over other keys than this pass has.
@@ -382,7 +383,14 @@ class Pass:
         both = real[:, None, :, None] & real[:, None, None, :]
         return activation.masked_fill(~both, fill)
 
+    def _stand_in(self, layer: int) -> int | None:
+        """Find a layer with attention to take the sizes from; None where the layer has its own."""
+        layers = self._cache("attending", lambda: layers_with_attention(self.model))
+        return None if layer in layers or not layers else layers[0]
+
     def _pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        if (other := self._stand_in(layer)) is not None:
+            return self.pattern(other)[:, :0]
         return self._attention(pattern_hook(self.model, layer), 0)
 
     def _read_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
@@ -395,6 +403,8 @@ class Pass:
         return bool(shown[layer] != "scores")
 
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        if (other := self._stand_in(layer)) is not None:
+            return self.scores(other)[:, :0]
         if self._shows_weights(layer):
             return self.pattern(layer).float().log()
         scores = self._read_scores(layer)
@@ -417,6 +427,8 @@ class Pass:
         return keys & real[:, :, None] & real[:, None, :]
 
     def _rank(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
+        if (other := self._stand_in(layer)) is not None:
+            return Ranked(*(part[:, :0] for part in self._rank(other, without, ranks)))
         by_weight, visible = self._shows_weights(layer), None
         scores = self.pattern(layer) if by_weight else self._read_scores(layer)
         # no mask where closed keys have weight 0, or -inf as in TransformerLens's own attention

@@ -399,6 +399,11 @@ def _all_edges(
                 f"strength of layer {layer} is {shape}: expected [batch, head, query, key] or "
                 "[batch, query, key] where no positions are given"
             )
+        if not given.shape[1]:
+            raise InfoFlowError(
+                f"strength of layer {layer} is of no heads: expected attention in every layer, as "
+                "something else moves information there"
+            )
         strongest = given.amax(dim=1) if given.ndim == 4 else given
         layers.append(SpecificPositions(torch.ones_like(strongest[0], dtype=torch.bool)))
         edges.append(strongest)

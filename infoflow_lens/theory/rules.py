@@ -146,6 +146,12 @@ class MaxPosition(Rule):
                 f"positions of layer {layer} have batch and pos {self.sizes}, expected "
                 f"{(batch, n_pos)}: pass the same sequences through every layer"
             )
+        if not self.positions.shape[1]:
+            raise InfoFlowError(
+                f"layer {layer} has no heads: expected attention in every layer, as something else "
+                "moves information there; give GlobalAggregation for a state space or linear "
+                "attention that reads all it sees"
+            )
         if self.positions.numel():
             lowest, highest = torch.aminmax(self.positions)
             if lowest < -1 or highest >= n_pos:

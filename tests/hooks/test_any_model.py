@@ -17,10 +17,17 @@ from infoflow_lens import (
     load_any,
     open_model,
     probe,
+    propagate,
     run_probes,
     why,
 )
-from infoflow_lens.hooks import LogProbability, measure_mechanisms, measure_shares
+from infoflow_lens.hooks import (
+    AttendedProbe,
+    LogProbability,
+    PatternsProbe,
+    measure_mechanisms,
+    measure_shares,
+)
 from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
 from tests.reference import families
@@ -229,10 +236,41 @@ def test_an_embedding_that_has_positions_first_is_shown_as_others_are():
     run_probes(model, inputs, [RecoveryProbe((1,))], progress=False)
 
 
+@torch.no_grad()
+def test_layers_without_attention_have_no_heads():
+    """And what heads of the others read is what transformers gives."""
+    model, ids = families.build("jamba"), families.tokens()
+    (attention,) = model(ids, output_attentions=True).attentions
+    probes = [PositionsProbe((1,), spread=True), PatternsProbe(), AttendedProbe(0.5)]
+    positions, patterns, attended = run_probes(model, ids, probes, progress=False)
+    n_heads = attention.shape[1]
+    for found in (positions.argmax, patterns.patterns, attended.attended, positions.entropy):
+        assert [layer.shape[1] for layer in found] == [0, n_heads]
+    torch.testing.assert_close(patterns.patterns[1], attention, rtol=0, atol=1e-6)
+    assert positions.argmax[1].long().equal(attention.argmax(dim=-1))
+    assert attended.attended[1].equal(attention >= 0.5 * attention.amax(dim=-1, keepdim=True))
+    for result in (positions, patterns, attended):
+        assert result.notes == ("layer 0: no attention, so no heads",)
+        assert set(result.to_frame()["layer"]) == {1}
+        with pytest.raises(InfoFlowError, match="nothing to draw here"):
+            result.plot(layer=0)
+        assert result.plot(layer=1).axes
+    assert set(positions.summary()["layer"]) == {1}
+    probe = PositionsProbe((1,))
+    named = open_model(model)
+    named.run_with_hooks(ids, fwd_hooks=probe.fwd_hooks(named))
+    assert probe.result().argmax[1].equal(positions.argmax[1])
+    for asked in (positions, attended):
+        with pytest.raises(InfoFlowError, match="layer 0 has no heads"):
+            propagate(asked)
+    with pytest.raises(InfoFlowError, match="strength of layer 0 is of no heads"):
+        propagate(strength=patterns.patterns)
+
+
 def test_layers_without_attention_are_named_where_all_must_have_it():
     """Eager attention was asked for, which such a layer does not have."""
     model = open_model(families.build("jamba"))
-    for measure in (MEASURES["PositionsProbe 0"], MEASURES["mechanisms"]):
+    for measure in (MEASURES["RecoveryProbe 0"], MEASURES["mechanisms"]):
         with pytest.raises(InfoFlowError, match=r"blocks.0.attn.hook_.* it runs mamba \("):
             measure(model, torch.cat([families.tokens()] * 3))
     with pytest.raises(InfoFlowError, match=r"nothing can be measured: .* layer 0 .* runs mamba"):
