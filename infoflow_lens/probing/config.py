@@ -270,7 +270,7 @@ class ProbingConfig:
         return tuple(map(OwnSetting.read, self.setting))
 
     def output_settings(self) -> dict[str, Any]:
-        """The settings on which the output depends (all but the device), as values for JSON."""
+        """Return the settings on which the output depends, without the device, for JSON."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del values["device"]
         return values
