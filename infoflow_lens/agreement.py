@@ -235,7 +235,7 @@ def auroc(
     positive: Bool[Tensor, "state source"],
     candidate: Bool[Tensor, "state source"],
 ) -> Float[Tensor, " state"]:
-    """Area under the ROC curve of each row over its candidates; NaN without both classes.
+    """Compute the area under each row's ROC curve over its candidates; NaN without both classes.
 
     The Mann-Whitney statistic with ties counted half, as scikit-learn's ``roc_auc_score``.
     """
@@ -472,7 +472,7 @@ def check_kind(measured: Any, kind: type[StateScores]) -> None:
 
 
 def sets_of(predicted: Any, measured: Any) -> InformationSets:
-    """Predicted sets, propagated where they are not sets yet.
+    """Return the predicted sets, propagated where they are not sets yet.
 
     Raises:
         InfoFlowError: for what is no prediction.
@@ -684,7 +684,7 @@ def real_states(
 def _read_influence(
     measured: StateScores | InformationSets | Tensor, *lengths: Int[Tensor, " batch"] | None
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "batch pos"]]:
-    """Influence on all positions, the lengths of the sequences, and which states were measured.
+    """Read influence on all positions, the lengths of sequences, and which states were measured.
 
     Raises:
         InfoFlowError: for lengths that contradict each other, and for states without any influence

@@ -166,7 +166,7 @@ Objective: TypeAlias = SquaredError | CrossEntropy
 def label_scores(
     logits: Float[Tensor, "batch label"], labels: Int[Tensor, " batch"]
 ) -> LabelScores:
-    """Cross-entropy and accuracy of logits; equal largest logits count for the first."""
+    """Compute cross-entropy and accuracy of logits; equal largest logits count for the first."""
     loss = float(nn.functional.cross_entropy(logits.double(), labels))
     return LabelScores(loss, float((logits.argmax(dim=1) == labels).double().mean()))
 
@@ -273,7 +273,7 @@ def _outputs_and_targets(
 
 @checked
 def evaluate(model: nn.Module, data: Data, batch_size: Count = 2048) -> float:
-    """NMSE of the model on `data`, without touching its mode or gradients.
+    """Compute the NMSE of the model on `data`, without touching its mode or gradients.
 
     Raises:
         InfoFlowError: for empty data, labels, or targets that are constant (NMSE is undefined).
@@ -284,7 +284,7 @@ def evaluate(model: nn.Module, data: Data, batch_size: Count = 2048) -> float:
 
 @checked
 def evaluate_labels(model: nn.Module, data: Data, batch_size: Count = 2048) -> LabelScores:
-    """Cross-entropy and accuracy of the model on labels, read at the last position.
+    """Compute the cross-entropy and accuracy of the model on labels, read at the last position.
 
     Raises:
         InfoFlowError: for empty data, targets that are no labels, or data that are not the model's.

@@ -386,7 +386,7 @@ def optimizer_of(
     fused: bool = False,
     in_graph: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimiser that the settings ask for; on a GPU or with `fused`, a step is one operation.
+    """Make the optimiser of the settings; on a GPU or with `fused`, a step is one operation.
 
     With `in_graph` a CUDA graph can hold the step: the learning rate is a tensor on the GPU.
 

@@ -37,8 +37,8 @@ from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, save_model
 from infoflow_lens.objectives import Data
-from infoflow_lens.report import Report, Stage, render_report
 from infoflow_lens.runs.folder import RunFolder
+from infoflow_lens.studies.demo_page import Stage, render_demo
 from infoflow_lens.studies.stages import StagedResult, Stages, train_in_stages
 from infoflow_lens.tasks import DRetrieval, VectorTask
 from infoflow_lens.theory import propagate
@@ -238,13 +238,13 @@ def _mean_error(summary: Mapping[str, Any], rank: int, stage: str) -> float:
     return sum(errors) / len(errors)
 
 
-def _report(
+def _page(
     config: DemoConfig,
     summary: Mapping[str, Any],
     training: StagedResult,
     stages: tuple[Stage, ...],
     active: Tensor,
-) -> Report:
+) -> str:
     before: SetAgreement = stages[0].agreement.cls
     after: SetAgreement = stages[-1].agreement.cls
     # how far training has lowered the recovery error, by rank
@@ -276,14 +276,14 @@ def _report(
         model_fingerprint=stages[-1].recovery.record.model_fingerprint,
         weight_processing=stages[-1].recovery.record.weight_processing,
     )
-    return Report(
+    return render_demo(
+        stages,
+        active,
+        training.history,
+        record,
         title="Predicted and measured information flow in a trained two-layer Transformer",
         headline=headline,
         facts=facts,
-        stages=stages,
-        active=active,
-        history=training.history,
-        record=record,
     )
 
 
@@ -359,10 +359,10 @@ def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -
         for name in STAGES
     )
     summary = _summary(config, task, training, stages)
-    report = _report(config, summary, training, stages, active[: config.n_shown])
+    page = _page(config, summary, training, stages, active[: config.n_shown])
     save_model(moments["trained"], folder / "model")
     write_json(folder / "summary.json", summary)
-    write_text(folder / "report.html", render_report(report))
+    write_text(folder / "report.html", page)
     return DemoResult(summary=summary, stages=stages, training=training, out=folder)
 
 

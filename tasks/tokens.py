@@ -83,7 +83,7 @@ class TokenTask(Task):
 
     @abstractmethod
     def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Words and answers of all sequences."""
+        """Yield the words and answers of all sequences."""
 
     @abstractmethod
     def _draw(
@@ -139,7 +139,7 @@ class TokenTask(Task):
     def sequences(
         self, words: Int[Tensor, "batch word"], answers: Int[Tensor, "batch answer"] | None = None
     ) -> Int[Tensor, "batch pos"]:
-        """Token ids with words and answers, both counted from 0, at their places."""
+        """Return the token ids with words and answers, both counted from 0, at their places."""
         # every position begins as the sign, whose id comes right behind the words'
         x = torch.full((len(words), self.n_tokens), self.alphabet_size)
         x[:, self.places(WORD)] = words
@@ -268,7 +268,7 @@ class InContextTask(TokenTask):
 
     @abstractmethod
     def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The pair that the last words ask for."""
+        """Return the pair that the last words ask for."""
 
     def _distinguishing_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
         """Return the words of a block that tell it from others: all."""

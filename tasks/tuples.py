@@ -88,7 +88,7 @@ def _rotoreflection(d: int) -> Float[Tensor, "d d"]:
 
 
 def largest_overlap(matrices: Float[Tensor, "*draw component d d"]) -> Float[Tensor, "*draw"]:
-    """The largest |cos| of a matrix with another one or its transpose; 0 for a single matrix."""
+    """Find the largest |cos| of a matrix with another or its transpose; 0 for a single matrix."""
     flat, transposed = (
         torch.nn.functional.normalize(m.flatten(-2), dim=-1) for m in (matrices, matrices.mT)
     )

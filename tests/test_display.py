@@ -225,7 +225,6 @@ FIGURES = {  # by the file that draws
 }
 FIXED = {
     "hooks/interventions/heads.py",
-    "infoflow_lens/report/page.py",
     "infoflow_lens/probing/parts/tokens.py",
 }  # all words ours
 

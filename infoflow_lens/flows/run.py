@@ -209,7 +209,7 @@ def influence_probe(
     n_directions: int,
     seed: int,
 ) -> StateInfluence | None:
-    """The probe for the kind of influence that is asked for; with "auto" one that takes seconds.
+    """Make the probe for the influence that is asked for; with "auto" one that takes seconds.
 
     Args:
         model: the model.
@@ -256,7 +256,7 @@ def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], m
 def probe_elsewhere(
     model: nn.Module, probe: StateInfluence | None, rows: Sequence[Tensor], seed: int
 ) -> StateInfluence | None:
-    """A probe of the same influence on all positions, or of an estimate; None if both take long."""
+    """Make a probe of that influence on all positions, or of an estimate; None if both are slow."""
     if probe is None:
         return None
     if isinstance(probe, ResampleInfluence):
@@ -275,7 +275,7 @@ def probe_elsewhere(
 
 
 def _passes(model: nn.Module, probe: StateInfluence, n_source: int) -> float:
-    """About how many forward passes of a sequence the influence on its asked states costs."""
+    """Estimate how many forward passes of a sequence the influence on its asked states costs."""
     if isinstance(probe, ResampleInfluence):
         return n_source * len(probe.donors)
     assert isinstance(probe, JacobianInfluence)
@@ -408,7 +408,7 @@ def run_with_bar(
 def measure_contributions(
     model: nn.Module, inputs: Batches, measure: StateInfluence | None, positions: Asked | None
 ) -> PowerRolloutResult | None:
-    """Contributions to a power, set for the kind of influence that is measured.
+    """Measure contributions to a power, set for the kind of influence that is measured.
 
     None for models whose states cannot be decomposed, or not while hooks of the user's edit them.
     """

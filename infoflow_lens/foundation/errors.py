@@ -93,7 +93,7 @@ class NothingMeasuredError(InfoFlowError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another package's error, at most 300 characters; else its class name."""
+    """Return the first line of a package's error, at most 300 characters; else its class name."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".:")[:300] if lines else type(error).__name__
 

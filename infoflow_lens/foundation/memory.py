@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, first_line
 
 
 def free_on(device: str) -> int | None:
-    """Bytes that this process can still allocate on a device; None if the system does not tell.
+    """Return the bytes that are free for this process on a device; None if it does not tell.
 
     Args:
         device: as PyTorch names it; the memory of others than CUDA's is the machine's.
@@ -23,7 +23,7 @@ def free_on(device: str) -> int | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still allocate, limited by the machine and by control groups.
+    """Return the bytes that are free for this process, by the machine and by control groups.
 
     None if the system does not tell. Memory that holds cached files counts as free.
 

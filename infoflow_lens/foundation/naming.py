@@ -138,7 +138,7 @@ def list_public(module: Mapping[str, Any]) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: all known names, and the closest one.
+    """End an error message about an unknown name: with all known names, and the closest one.
 
     Args:
         name: the unknown name.

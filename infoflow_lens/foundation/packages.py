@@ -34,7 +34,7 @@ def find_version() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
+    """Return the versions of Python and of the packages that numbers depend on."""
     return {"python": platform.python_version()} | {
         package: _look_up(package) for package in _RECORDED_PACKAGES
     }
@@ -100,7 +100,7 @@ def find_entry_points(group: str, taken: Iterable[str] = ()) -> dict[str, EntryP
 
 
 def path_of_code(point: EntryPoint) -> Path:
-    """The file or folder of the package that an entry point names; one that is missing, if none."""
+    """Find the file or folder of an entry point's package; a missing path if there is none."""
     spec = find_spec(point.module.partition(".")[0])
     folders = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(folders or ()), None) or (spec.origin if spec else None) or point.module)

@@ -238,7 +238,7 @@ class HookedModel(_Base):
         return output[:, -1] if self.reads_vectors else output
 
     def forward_readout(self, x: Tensor) -> Float[Tensor, "batch d_output"]:
-        """The output at the last position alone, computed faster: the last block runs only there.
+        """Compute the output at the last position alone, faster: the last block runs only there.
 
         Its numbers are those of ``model(x)`` for vector tokens, read at CLS (eq 2), and those of
         ``model(x)[:, -1]`` for token ids. Hooks of the last block see a single query here: probe

@@ -251,7 +251,7 @@ def build_token_model(
     seed: Seed = 0,
     device: str | torch.device = "cpu",
 ) -> TokenTransformer:
-    """A freshly initialised attention-only model over token ids, as in eq 2 of Chen & Zou 2024.
+    """Return a new attention-only model over token ids, as in eq 2 of Chen & Zou 2024.
 
     It is bidirectional, without normalization, biases or a factor on the scores, gives logits
     [batch, pos, d_output] and is read at the last position. The same seed gives the same weights;

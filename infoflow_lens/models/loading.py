@@ -362,7 +362,7 @@ def _runs_code(official: str) -> bool:
 
 
 def _official_names() -> dict[str, str]:
-    """Official names and their aliases, in lower case, to official names."""
+    """Map official names and their aliases, in lower case, to official names."""
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
     return {
@@ -373,7 +373,7 @@ def _official_names() -> dict[str, str]:
 
 
 def _meant(name: str) -> str:
-    """The official names, and those of models that come with the package, most like `name`."""
+    """Find the names, official or of models that come with the package, most like `name`."""
     known = {**_official_names(), **{label: label for label in SHIPPED}}
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(known[label] for label in near))
@@ -403,7 +403,7 @@ def _load_by_transformer_lens(name: str, place: Place) -> LoadedModel:
 
 
 def _no_words(folder: Path) -> Any:
-    """A tokenizer that stands in for one that is not there, while HookedTransformer loads."""
+    """Make a tokenizer that stands in for a missing one, while HookedTransformer loads."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

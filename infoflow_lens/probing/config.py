@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -69,20 +70,6 @@ def part_names() -> tuple[str, ...]:
     return (*PARTS, *packages.find_entry_points(GROUP, PARTS), *registered.get({}))
 
 
-def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
-    """Find the paths of the code of other packages' parts, by name, without importing it.
-
-    Args:
-        names: of parts; None for all.
-    """
-    points = packages.find_entry_points(GROUP, PARTS)
-    return {
-        name: packages.path_of_code(point)
-        for name, point in points.items()
-        if names is None or name in names
-    }
-
-
 class OwnSetting(NamedTuple):
     """A setting of one probe: the name of its result, the field, and the value."""
 
@@ -92,7 +79,7 @@ class OwnSetting(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "OwnSetting":
-        """That of a text such as ``recovery.ridge=gcv``; values are JSON, else plain text.
+        """Read a text such as ``recovery.ridge=gcv``; values are JSON, else plain text.
 
         Raises:
             InfoFlowError: for a text of another form.
@@ -161,22 +148,6 @@ def check_names(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None
                 f"setting {name}.{field} is of no probe of this run"
                 f"{nearest(name, names) if names else ': its parts have no probes to set'}"
             )
-
-
-def check_different(settings: Sequence[OwnSetting]) -> None:
-    """Refuse two values of one field.
-
-    Raises:
-        InfoFlowError: with both.
-    """
-    known: dict[tuple[str, str], Any] = {}
-    for name, field, value in settings:
-        if (name, field) in known:
-            raise InfoFlowError(
-                f"setting {name}.{field} is given twice ({known[name, field]!r} and {value!r}): "
-                "expected one value"
-            )
-        known[name, field] = value
 
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
@@ -260,7 +231,12 @@ class ProbingConfig:
     ] = ()
 
     def __post_init__(self) -> None:
-        check_different(self.single_settings())
+        for before, own in pairwise(sorted(self.single_settings(), key=lambda own: own[:2])):
+            if before[:2] == own[:2]:
+                raise InfoFlowError(
+                    f"setting {own.name}.{own.field} is given twice ({before.value!r} and "
+                    f"{own.value!r}): expected one value"
+                )
         object.__setattr__(self, "setting", tuple(sorted(self.setting)))  # in whatever order given
         if self.ranks != tuple(range(1, len(self.ranks) + 1)):
             raise InfoFlowError(
@@ -294,7 +270,7 @@ class ProbingConfig:
         return tuple(map(OwnSetting.read, self.setting))
 
     def output_settings(self) -> dict[str, Any]:
-        """The settings on which the output depends (all but the device), as values for JSON."""
+        """Return the settings on which the output depends, without the device, for JSON."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del values["device"]
         return values
@@ -306,7 +282,12 @@ class ProbingConfig:
         """
         model = find_package_folder(self.model) or find_model(self.model).path
         drawn = self.data == "repeated"
-        code = {f"probe {name}": path for name, path in paths_of_code(self.probes).items()}
+        # found without importing it
+        code = {
+            f"probe {name}": packages.path_of_code(point)
+            for name, point in packages.find_entry_points(GROUP, PARTS).items()
+            if self.probes is None or name in self.probes
+        }
         return {"model": model, **code} | ({} if drawn else {"data": find_named(self.data).path})
 
 

@@ -52,7 +52,6 @@ _TABLES = {
     ".parquet": "parquet",
 }
 _TENSORS = (".pt", ".npy", ".safetensors")
-_UTF_8 = "utf-8-sig"  # the mark with which some editors begin a file is no text
 _ALIKE = 0.8  # similarity from which on an unknown name counts as a misspelt one
 _ROWS = 1000  # read at a time
 _PIECE = 2**20  # characters of a text that is joined, at a time
@@ -71,7 +70,7 @@ def stream_data(
     seed: Seed = 0,
     scratch: Path | None = None,
 ) -> Iterator[Batches]:
-    """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
+    """Yield the sequences that a user names as they are read: token ids [pos], or vectors.
 
     They come in parts, so that at most some hundred texts or rows of a file are in memory.
 
@@ -138,7 +137,7 @@ def _is_text_file(named: Named) -> bool:
 
 
 def data_identity(data: str) -> Any:
-    """The identity of named data: digests of their files; None for data that are drawn at random.
+    """Return digests of the files of named data; None for data that are drawn at random.
 
     Returns:
         JSON-compatible values without paths.
@@ -244,19 +243,16 @@ def _pieces(path: Path) -> Iterator[str]:
         InfoFlowError: if it is not UTF-8, or holds nothing but blanks.
     """
     empty, rest = True, ""
-    try:
-        with path.open(encoding=_UTF_8) as file:
-            while read := file.read(_PIECE):
-                empty = empty and not read.strip()
-                text = rest + read
-                # at the last line's end, or at a blank where a line is longer than a piece
-                stop = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
-                rest = text[stop:]
-                yield text[:stop]
-        if rest:
-            yield rest
-    except (OSError, UnicodeDecodeError) as error:
-        raise InfoFlowError(f"{str(path)!r} cannot be read ({error}): expected UTF-8") from error
+    with _open_text(path) as file:
+        while read := file.read(_PIECE):
+            empty = empty and not read.strip()
+            text = rest + read
+            # at the last line's end, or at a blank where a line is longer than a piece
+            stop = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
+            rest = text[stop:]
+            yield text[:stop]
+    if rest:
+        yield rest
     if empty:
         raise InfoFlowError(f"{str(path)!r} holds no text: expected some")
 
@@ -324,16 +320,23 @@ def _rows_of(path: Path, scratch: Path | None = None, columns: Sequence[str] = (
 
 def _lines_of(path: Path) -> Iterator[list[str]]:
     """Yield the lines of a text file, without blank ones, which part paragraphs."""
+    with _open_text(path) as file:
+        lines = (line.rstrip("\n") for line in _read_lines(file))
+        texts = (line for line in lines if line.strip())
+        while some := list(islice(texts, _ROWS)):
+            yield some
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[TextIO]:
+    """Open a text file for a block; what goes wrong there is an error that names the file."""
     try:
-        with path.open(encoding=_UTF_8) as file:
-            lines = (line.rstrip("\n") for line in _read_lines(file))
-            texts = (line for line in lines if line.strip())
-            while some := list(islice(texts, _ROWS)):
-                yield some
+        with path.open(encoding="utf-8-sig") as file:  # a mark before the text is no text
+            yield file
     except (OSError, UnicodeDecodeError) as error:
         raise InfoFlowError(
             f"{str(path)!r} cannot be read ({type(error).__name__}: {error}): expected texts in "
-            "UTF-8, one a line"
+            "UTF-8"
         ) from error
 
 
@@ -621,19 +624,17 @@ def _draw_twice(model: nn.Module, n: int, max_length: int | None, seed: int) -> 
 
 
 def _task(model: nn.Module, name: str, n: int, seed: int) -> Tensor:
-    """Samples of a task of ours, in the sizes of the model."""
-    architecture = getattr(model, "architecture", None)
-    if isinstance(load_task(name), TokenTask):
-        task = load_task(name)
-    elif architecture is None:
-        raise InfoFlowError(
-            f"task {name!r} has vector tokens, but {type(model).__name__} reads token ids: "
-            "expected a model of ours, or texts"
-        )
-    else:
-        # a task of the user's own says its sizes itself
-        sizes = {"n_tokens": architecture.n_tokens, "d_token": architecture.d_token}
-        task = load_task(name, **(sizes if name in list_tasks() else {}))
+    """Draw from a task, of ours in the sizes of the model."""
+    task, architecture = load_task(name), getattr(model, "architecture", None)
+    if not isinstance(task, TokenTask):
+        if architecture is None:
+            raise InfoFlowError(
+                f"task {name!r} has vector tokens, but {type(model).__name__} reads token ids: "
+                "expected a model of ours, or texts"
+            )
+        if name in list_tasks():  # a task of the user's own says its sizes itself
+            sizes = {"n_tokens": architecture.n_tokens, "d_token": architecture.d_token}
+            task = load_task(name, **sizes)
     x, _ = task.sample(n, seed=seed)
     return x
 

@@ -25,7 +25,7 @@ from infoflow_lens.runs.folder import RunFolder
 def possible_parts(
     capabilities: ModelCapabilities, config: ProbingConfig, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
-    """The parts that are asked for, or all that the model can give, in the order of the report.
+    """Choose the parts that are asked for, or all that the model can give, in the report's order.
 
     Args:
         capabilities: of the model.
@@ -83,7 +83,7 @@ def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
 
 
 def code_of_own(parts: Mapping[str, Part], context: RunContext) -> dict[str, str]:
-    """Digests of the code of parts and probes that are the user's own, by name."""
+    """Return the digests of the code of parts and probes that are the user's own, by name."""
     kinds: dict[str, type] = {name: type(part) for name, part in parts.items()}
     for part in parts.values():
         kinds |= {name: type(each) for name, each in _probes_of(part, context).items()}

@@ -116,15 +116,13 @@ def examples(result: Findings) -> dict[str, list[list[float]]]:
         # the first queries have little choice, and the own position says nothing of others
         share = share.masked_fill((keys < 0) | (keys == queries) | (queries < 2), -1).nan_to_num(-1)
         for head in range(keys.shape[1]):
-            order = share[:, head].flatten().argsort(descending=True, stable=True)[:_EXAMPLES]
-            rows = []
-            for flat in order.tolist():
-                sequence, query = divmod(flat, keys.shape[2])
-                value = float(share[sequence, head, query])
-                if value > 0:
-                    key = int(keys[sequence, head, query])
-                    rows.append([sequence, query, key, round(value, 3)])
-            found[f"{layer}.{head}"] = rows
+            own = share[:, head]
+            order = own.flatten().argsort(descending=True, stable=True)[:_EXAMPLES]
+            found[f"{layer}.{head}"] = [
+                [sequence, query, int(keys[sequence, head, query]), round(value, 3)]
+                for sequence, query in (divmod(flat, keys.shape[2]) for flat in order.tolist())
+                if (value := float(own[sequence, query])) > 0
+            ]
     return found
 
 

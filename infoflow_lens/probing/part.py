@@ -204,7 +204,7 @@ class ProbePart(Part):
 
 
 def name_of(probe: Probe[Any]) -> str:
-    """A name for files and tables: of the class, and a digest of the settings, if there are any."""
+    """Make a name for files and tables: of the class, with a digest of the settings, if any."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(probe).__name__).lower()
     config = json.dumps(dict(probe.config()), sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:6]

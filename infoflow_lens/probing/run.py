@@ -119,7 +119,7 @@ def sequences_identity(
 
 
 def write_tables(out: Path, result: Findings) -> None:
-    """A csv for every result."""
+    """Write a csv for every result."""
     tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
     tables["capabilities"] = result.capabilities.to_frame()
     # tables that compare what is predicted and what is measured
@@ -328,7 +328,6 @@ def _parts(
 
 
 _SETTINGS = {item.name: item for item in fields(ProbingConfig)}
-_ASKED_OF_MODEL = ("device", "dtype", "backend")
 
 
 def _accept_probes(function: Callable[..., ProbingResult]) -> Callable[..., ProbingResult]:
@@ -420,11 +419,13 @@ def probe(
                 f"the model is in memory, and jobs is {jobs}, scheduler {scheduler!r}: expected a "
                 "name or a folder, from which workers load it; save it first"
             )
-        of_model: dict[str, Any] = {
-            name: settings.get(name, "auto" if name == "backend" else None)
-            for name in _ASKED_OF_MODEL
-        }
-        loaded = load_any(model, tokenizer=tokenizer, **of_model)
+        loaded = load_any(
+            model,
+            tokenizer=tokenizer,
+            device=settings.get("device"),
+            dtype=config.dtype,
+            backend=config.backend,
+        )
         config = replace(config, device=str(next(loaded.model.parameters()).device))
     elif tokenizer is not None:
         load_any(model, tokenizer=tokenizer)  # refuses it
@@ -519,7 +520,7 @@ def _describe_data(data: Any) -> str:
 
 
 def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
-    """Data in memory as sequences, at most `config.n` of them; texts in windows if it says so.
+    """Read data in memory as sequences, at most `config.n` of them; texts in windows if it says so.
 
     Raises:
         InfoFlowError: for what is no data, or a loader, which may be read once only.

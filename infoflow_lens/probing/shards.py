@@ -277,10 +277,7 @@ class ShardSums:
         sums = self._new()
         with _read(path, "measure it again") as state:
             _load(sums, state["sums"])
-            manifests = {
-                name: [parse_manifest(part) for part in state["told"][name]]
-                for name in self.growing
-            }
+            manifests = self._manifests_in(state)
         with self._changing():
             for name, parts in manifests.items():
                 self._manifests[name] += parts
@@ -289,6 +286,20 @@ class ShardSums:
             # the sums are of a whole stretch, up to its end
             ended = (self.n_shards // self.stride + 1) * self.stride
             self.n_shards, self.begun = min(ended, self._n_in_all), {}
+
+    def _manifests_in(self, state: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Take the manifests from a state; KeyError, TypeError or ValueError for anything else."""
+        return {
+            name: [
+                {
+                    "n_sequences": int(part["n_sequences"]),
+                    "notes": list(part["notes"]),
+                    "digest": str(part["digest"]),
+                }
+                for part in state["told"][name]
+            ]
+            for name in self.growing
+        }
 
     def _state(self) -> dict[str, Any]:
         # where all have taken in the same batches
@@ -308,9 +319,7 @@ class ShardSums:
             _load(self._stretch, state["stretch"])
             if state["begun"]:
                 _load(self.begin(), state["begun"])
-            self._manifests = {
-                n: [parse_manifest(part) for part in state["told"][n]] for n in self.growing
-            }
+            self._manifests = self._manifests_in(state)
             self.n_shards = int(state["n_shards"])
             # results that grow lie in files of their own
             for name in self.growing:
@@ -327,7 +336,7 @@ class ShardSums:
 
 @contextmanager
 def _read(path: Path, what: str) -> Iterator[Any]:
-    """A state on disk, for a block in which what is wrong with it is an error that names it."""
+    """Yield a state on disk to a block in which what is wrong with it is an error that names it."""
     again = f"expected what this run wrote; delete {path.name} to {what}"
     try:
         yield read_state(path, "the unfinished run", again)
@@ -345,15 +354,6 @@ def _load(probes: Probes, states: Mapping[str, Any]) -> None:
         raise ValueError(f"it is of {', '.join(states)}, not {', '.join(probes)}")
     for name, probe in probes.items():
         probe.load_state_dict(states[name])
-
-
-def parse_manifest(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the manifest of a shard; KeyError, TypeError or ValueError for anything else."""
-    return {
-        "n_sequences": int(part["n_sequences"]),
-        "notes": list(part["notes"]),
-        "digest": str(part["digest"]),
-    }
 
 
 def run_in_shards(
@@ -415,17 +415,16 @@ def _run_locally(context: RunContext, gathered: ShardSums, advance: Callable[[in
     n_left, n_processes = gathered.n_left, context.n_processes
     space = SpaceCheck(n_left, config.shard, gathered.growing, folder, n_processes)
     with defer_interrupts() as stop_if_asked:
+
+        def after_batch(n: int) -> None:
+            advance(n)
+            stop_if_asked()
+            space.check(gathered.begun, n)
+            gathered.keep()
+
         for index in gathered.missing_shards():
             probes, before = gathered.begin(), gathered.n_seen
             part = gathered.part(range(index, index + 1))
-
-            # the probes are bound as a default, since the name stands for others in the next round
-            def after_batch(n: int, probes: Probes = probes) -> None:
-                advance(n)
-                stop_if_asked()
-                space.check(probes, n)
-                gathered.keep()
-
             measure(context.model, part, probes, index, gathered.extent, config, after_batch)
             gathered.add_shard()
             gathered.keep()

@@ -203,15 +203,15 @@ class SequenceStore:
         """
         if self.path.parent == into.path / _FOLDER:
             return self
-        about = {
-            **asdict(self.extent),
-            "identity": self.digest,
-            "columns": list(self.columns),
-            "made_from": made_from,
-        }
-        write_signed(self.path.parent / _ABOUT, _SCHEMA, about)
+        write_signed(self.path.parent / _ABOUT, _SCHEMA, self.describe(made_from))
         into.replace_folder(self.path.parent, into.path / _FOLDER)
         return replace(self, path=into.path / _FOLDER / _FILE)
+
+    def describe(self, made_from: Any) -> dict[str, Any]:
+        """Return the note that lies beside the file, as JSON gives it back: tuples are lists."""
+        about = {"identity": self.digest, "columns": self.columns, "made_from": made_from}
+        note: dict[str, Any] = json.loads(json.dumps(asdict(self.extent) | about))
+        return note
 
 
 def find_sequences(folder: RunFolder, made_from: Any) -> SequenceStore | None:
@@ -231,18 +231,11 @@ def find_sequences(folder: RunFolder, made_from: Any) -> SequenceStore | None:
     except InfoFlowError:  # they are written anew, where the folder may be written
         return None
     identity, columns = about.get("identity"), about.get("columns", [])
-    # by way of JSON, which the note on disk has gone through: tuples are lists there
-    made = {
-        **asdict(extent),
-        "identity": identity,
-        "columns": columns,
-        "made_from": json.loads(json.dumps(made_from)),
-    }
-    if {"columns": columns, **about} != made or not isinstance(identity, str):
+    if not isinstance(identity, str) or not isinstance(columns, list):
         return None
-    if not isinstance(columns, list) or not all(name in held for name in columns):
-        return None
-    return SequenceStore(folder.path / names[1], extent, identity, tuple(columns))
+    found = SequenceStore(folder.path / names[1], extent, identity, tuple(columns))
+    is_same = {"columns": columns, **about} == found.describe(made_from)
+    return found if is_same and all(name in held for name in columns) else None
 
 
 def store_sequences(parts: Iterable[Batches], scratch: Path, what: str) -> SequenceStore:

@@ -50,7 +50,7 @@ def spread_windows(
     n: int | None,
     name: str = "the text",
 ) -> Int[Tensor, "window length"]:
-    """Windows that share no token, spread evenly over the stream, each with the prefix before it.
+    """Cut windows that share no token, spread evenly over the stream, each behind the prefix.
 
     Args:
         prefix, stream: as :func:`token_stream` gives them.
@@ -116,7 +116,7 @@ def _spread(
     n: int | None,
     name: str,
 ) -> Iterator[Tensor]:
-    """Windows of a stream that is read by places; see :func:`spread_windows`."""
+    """Yield the windows of a stream that is read by places; see :func:`spread_windows`."""
     own: int = check(length, Annotated[int, Ge(len(prefix) + 1)], "window") - len(prefix)
     n_stream -= len(prefix)  # the stream begins with one, and each window brings its own
     most = n_stream // own

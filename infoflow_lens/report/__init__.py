@@ -1,5 +1,1 @@
-"""Figures and the self-contained HTML report."""
-
-from infoflow_lens.report.page import Report, Stage, render_report
-
-__all__ = ["Report", "Stage", "render_report"]
+"""Figures and self-contained HTML pages."""

@@ -186,7 +186,7 @@ def mounting_script(pictures: Sequence[str]) -> str:
 
 
 def fallback(view: FlowView) -> str:
-    """The text for readers without scripts: the first input, and the set of its shown state."""
+    """Write the text for readers without scripts: the first input, and its shown state's set."""
     first = view.inputs[view.first]
     layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
     rule = next(iter(view.rules))

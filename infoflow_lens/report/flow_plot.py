@@ -120,7 +120,7 @@ def _short(token: str) -> str:
 
 
 def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:
-    """The largest weight of all heads that pass a key to a query; 1 where no weight is known."""
+    """Find the largest weight of all heads that pass a key to a query; 1 where none is known."""
     n_pos, moves = viewed.n_queries, viewed.describe(rule)
     found = torch.zeros(n_pos, n_pos + 1, dtype=torch.float32)  # the last column is "none"
     for head, ranked in enumerate(viewed.ranked[layer]):
@@ -183,7 +183,7 @@ def _paths(
 
 
 def _share(viewed: ViewedInput, layer: int, position: int) -> Float[Tensor, " source"] | None:
-    """Influence on the state over the largest; None where it was not measured."""
+    """Return the influence on the state over the largest; None where it was not measured."""
     if viewed.influence is None:
         return None
     found = viewed.influence[layer, position]

@@ -1,6 +1,7 @@
 """The report of a probe run on any model: one HTML file that holds everything it shows."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from infoflow_lens.agreement import Agreement
+from infoflow_lens.agreement import Agreement, SetAgreement
+from infoflow_lens.foundation.display import MISSING
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.report.assets import add_policy, asset, templates
 from infoflow_lens.report.charts import Table, render_chart
@@ -21,7 +23,6 @@ from infoflow_lens.report.flow import (
     picture_element,
 )
 from infoflow_lens.report.flow_view import FlowView
-from infoflow_lens.report.page import METRICS, agreement_rows
 
 TERMS = {
     "information set": "the input positions that a state can still hold",
@@ -46,6 +47,35 @@ def term(name: str, words: str | None = None) -> Markup:
     return Markup('<span class="term" tabindex="0">{}<span role="tooltip">{}</span></span>').format(
         words or name, TERMS[name]
     )
+
+
+METRICS = {
+    "auroc": ("AUROC", "does influence rank predicted tokens above the others? .5 is chance"),
+    "average_precision": ("avg. precision", "the same, as area under precision and recall"),
+    "precision": ("precision", "share of the predicted set that is measured"),
+    "recall": ("recall", "share of the measured set that is predicted"),
+    "jaccard": ("Jaccard", "intersection over union of the two sets"),
+    "exact_match": ("exact", "share of states whose two sets are equal"),
+    "influence_inside": ("inside (squared)", "share of squared influence in the predicted set"),
+    "predicted_size": ("predicted", "mean size of the predicted set"),
+    "measured_size": ("measured", "mean size of the measured set"),
+}
+
+
+def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[str, Any]]:
+    """Return rows of the table of agreement: by place, then by what the agreements are called."""
+    rows = []
+    n_layers = max((len(each.layers) for each in agreement.values()), default=0)
+    for index in range(n_layers + 1):
+        place = f"tokens, layer {index}" if index < n_layers else f"{last}, last layer"
+        for name, each in agreement.items():
+            values: SetAgreement = each.layers[index] if index < n_layers else each.cls
+            if not values.n_states:
+                continue
+            numbers = [getattr(values, metric) for metric in METRICS]
+            said = [MISSING if math.isnan(number) else f"{number:.3f}" for number in numbers]
+            rows.append({"place": place, "stage": name, "values": said})
+    return rows
 
 
 PICTURE_BYTES = 900_000

@@ -168,7 +168,7 @@ class Component:
 
 
 def tuple_indices(n: int, arity: int, symmetric: bool) -> Int[Tensor, "tuple arity"]:
-    """The tuples over n positions, in lexicographic order; non-decreasing ones if symmetric."""
+    """List the tuples over n positions in lexicographic order; non-decreasing ones if symmetric."""
     if arity == 1:
         return torch.arange(n)[:, None]
     if symmetric:
@@ -589,7 +589,7 @@ def reading_profile(name: str) -> ComparisonProfile:
 
 @checked
 def growth_sizes(n_heads: Heads, n_tokens: Number) -> list[tuple[int, int]]:
-    """Largest set sizes (token, CLS) after every layer, by max-position retrieval alone (Sec. 4).
+    """Return the largest sets (token, CLS) after every layer, by max-position retrieval (Sec. 4).
 
     ``m_tok(l) <= (1 + h_l) m_tok(l-1)`` from 1, ``m_cls(l) <= m_cls(l-1) + h_l m_tok(l-1)`` from 0,
     both at most T [derived]. That CLS attends in hidden layers, too, is the safe bound [chosen].
@@ -616,7 +616,7 @@ def model_comparisons(
     trees: Number = 1,
     roles: Sequence[int] | int = 1,
 ) -> int:
-    """Comparisons that a model can make, eq (5).
+    """Count the comparisons that a model can make, eq (5).
 
     Every position of a hidden layer, and CLS alone in the last one (nothing else is read; [derived,
     forced by eq 2]), compares h_l T keys by attention (the paper's bound; T - 1 a head is exact)
@@ -683,7 +683,7 @@ def root_ceiling(value: int, degree: int) -> int:
 
 
 def least(reaches: Callable[[int], bool], start: int) -> int:
-    """The smallest integer from `start` on that `reaches`, which all larger ones then do too."""
+    """Find the least integer from `start` on that `reaches`, which all larger ones then do too."""
     if reaches(start):
         return start
     low, step = start, 1

@@ -196,7 +196,7 @@ def _joint(
     sign: float,
     x: Float[Tensor, "*batch member arity d_token"],
 ) -> Float[Tensor, "*batch rest"]:
-    """The outer function, up to a sign, of a tuple for each member of a group, others at rest."""
+    """Apply the outer function, up to a sign, to tuples of a group's members, others at rest."""
     z = rests.to(x).expand(*x.shape[:-3], *rests.shape).clone()
     for member, index in enumerate(group):
         component = components[index]
@@ -261,7 +261,7 @@ def _best_of(
     group: Sequence[int],
     sign: float,
 ) -> Component:
-    """A component whose score is the outer function of one tuple for a group, others at rest.
+    """Make a component whose score is the outer function of one tuple for a group, others at rest.
 
     Args:
         outer, values, components: as in :func:`readings`.
@@ -331,7 +331,7 @@ def _ends(
     component: Component, places: Sequence[int], tokens: Float[Tensor, "sample d_token"]
 ) -> list[Component] | None:
     """Find both ends of an order of single tokens for each place; None if one has several."""
-    parts = []
+    parts = list[Component]()
     for place in places:
         others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)
         # [token, filling]
@@ -346,11 +346,7 @@ def _ends(
             return None
         # the filling under which the order shows most clearly stands for all
         row = int(scores.std(dim=0).argmax())
-        for sign in (1.0, -1.0):
-            score = partial(_end, component.preference, others[[row]], place, sign)
-            parts.append(
-                replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
-            )
+        parts += [_single(component, others[[row]], place, sign) for sign in (1.0, -1.0)]
     return parts
 
 
@@ -395,11 +391,7 @@ def _few(component: Component, tokens: Float[Tensor, "sample d_token"]) -> list[
             if chosen is None:
                 return None
             kept = [kept[index] for index in chosen]
-    scores = (partial(_end, component.preference, beside[[row]], place, 1.0) for row, place in kept)
-    return [
-        replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
-        for score in scores
-    ]
+    return [_single(component, beside[[row]], place, 1.0) for row, place in kept]
 
 
 def _cover(serves: Bool[Tensor, "score sequence place"], most: int) -> list[int] | None:
@@ -443,6 +435,12 @@ def _score_at(
     filled = others.to(x).expand(*x.shape[:-2], *others.shape).clone()
     filled[..., place, :] = x
     return score(filled)
+
+
+def _single(component: Component, others: Tensor, place: int, sign: float) -> Component:
+    """Make a component of single tokens: by the score, up to a sign, at a place beside others."""
+    score = partial(_end, component.preference, others, place, sign)
+    return replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
 
 
 def _end(score: Score, others: Tensor, place: int, sign: float, x: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def min_heads_at(
     count: Count,
     trees: int = 1,
 ) -> int:
-    """The smallest h_1 with which counting is met at this T, with the other layers as given."""
+    """Find the least h_1 with which counting is met at this T, the other layers as given."""
     needed = profile.number(n_tokens, count)
 
     capacity = partial(max_position_capacity, profile, n_tokens=n_tokens, trees=trees)
@@ -503,7 +503,7 @@ class _Case:
 
 
 def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[str, float]:
-    """Exponents of the costliest state, each layer with its own width."""
+    """Return the exponents of the costliest state, each layer with its own width."""
     if schedule is None:
         return {}
     return {

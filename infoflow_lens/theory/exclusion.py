@@ -49,7 +49,7 @@ _FILLERS = 64
 def excluding(
     task: Any, shape: ModelShape, seed: int, fixed: bool = False, thorough: bool = True
 ) -> Document | None:
-    """A checked witness that the architecture cannot learn the target; None if none was found.
+    """Find a checked witness that the architecture cannot learn the target; None if none was found.
 
     Heads are those of max-position retrieval, each of which retrieves one position.
 

@@ -36,7 +36,7 @@ _MOST_SCORES_AT_ONCE = 2**16  # fits in the processor's cache, which halves the 
 
 
 def roles_of(components: Sequence[Component], indices: Sequence[int]) -> list[Role]:
-    """The roles that a routed head has: both sides of each component, one if order is nothing.
+    """List the roles of a routed head: both sides of each component, one if order is nothing.
 
     Raises:
         InfoFlowError: for components that are not pairs.
@@ -558,7 +558,7 @@ def cover_size(n_tokens: int, arity: int) -> int:
 
 
 def cover(n_tokens: int, arity: int) -> Bool[Tensor, "pos key"]:
-    """Fixed reads of T tokens and CLS such that every tuple of `arity` is read by some token.
+    """Find fixed reads of T tokens and CLS by which some token reads every tuple of `arity`.
 
     Tokens are split into g groups; each block, a union of `arity` groups, is given to a token that
     lies in it where a matching allows, so that its own residual adds nothing.

@@ -37,7 +37,7 @@ _ENDS = tuple(  # the token with the largest first coordinate, and with the smal
 def max_position_capacity(
     profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int, trees: int = 1
 ) -> int:
-    """Comparisons by max-position retrieval alone: eq (5) at the sizes to which sets can grow."""
+    """Count comparisons by max-position retrieval alone: eq (5) at the sizes to which sets grow."""
     sizes = growth_sizes(tuple(n_heads), n_tokens)
     return model_comparisons(tuple(n_heads), n_tokens, sizes, profile.dimension, trees)
 
@@ -241,7 +241,7 @@ class Question:
 def _readings(
     samples: Samples, own: Samples | None, components: Sequence[Component]
 ) -> list[Reading]:
-    """The lists of components that serve a target, from its outer function where it is known."""
+    """List what components serve a target, from its outer function where that is known."""
     outer = getattr(samples.task, "outer_function", None)
     if outer is None or any(c.tuples is not None for c in components):
         return [Reading(tuple(components))]

@@ -103,7 +103,7 @@ class Rule(ABC):
 
     @abstractmethod
     def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """The keys whose sets each query of a sequence gains; -1 for none."""
+        """Return the keys whose sets each query of a sequence gains; -1 for none."""
 
 
 @dataclass(frozen=True, eq=False)

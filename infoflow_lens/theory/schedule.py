@@ -234,7 +234,7 @@ def as_vectors(x: Tensor) -> Float[Tensor, "batch pos d_token"]:
 
 
 def inputs(task: Target, n: int, seed: int) -> Tensor:
-    """Sequences without their targets, which may be dear, where the task can draw them alone."""
+    """Draw sequences without their targets, which may be dear, where the task can do so."""
     alone = getattr(task, "inputs", None)
     return task.sample(n, seed)[0] if alone is None else alone(n, seed)
 
@@ -380,7 +380,7 @@ def _rank(
 
 
 def rank_of(scores: Float[Tensor, "query key"]) -> int | None:
-    """The rank of scores up to what depends on the query alone, to a thousandth of the largest.
+    """Find the rank of scores, up to what depends on the query alone, to .001 of the largest.
 
     None where a score is not finite: no product of queries and keys is it.
     """

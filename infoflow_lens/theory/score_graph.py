@@ -103,7 +103,7 @@ class ScoreGraph:
 def graph_of(
     component: Component, tokens: Float[Tensor, "sample d_token"], n: int = ASKED
 ) -> ScoreGraph:
-    """The graph of a component's score: as it is declared, or asked by the order of fillings.
+    """Find the graph of a component's score: as declared, or asked by the order of fillings.
 
     Args:
         component: its `parts` declare the graph; positions that must differ join all places.
@@ -288,7 +288,7 @@ def permute(score: Score, at: Sequence[int], x: Tensor) -> Tensor:
 
 
 def order_of(component: Component, places: Sequence[int], n_filled: int, tokens: Tensor) -> Score:
-    """A score that puts fillings of some places in the component's order, others being fixed.
+    """Make a score that puts fillings of some places in the component's order, others fixed.
 
     Args:
         component: whose order it is.

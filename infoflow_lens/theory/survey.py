@@ -15,7 +15,7 @@ _RANKS = (2, 8)
 
 
 def survey_cases(tasks: Sequence[Any], n_tokens: Sequence[int]) -> list[Any]:
-    """Tasks at every T and D that they have; those whose T follows from other sizes as they are."""
+    """Make tasks of every T and D; those whose T follows from other sizes stay as they are."""
     cases = []
     for task in tasks:
         known = {field.name for field in fields(task)}

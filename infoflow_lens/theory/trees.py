@@ -139,7 +139,7 @@ class _Maker:
         return message, own
 
     def _order(self, one: Message, two: Message) -> tuple[int, ...] | None:
-        """The order of what the first carries in which the second asks for it; None if unlike."""
+        """Find the order in which the second asks for what the first carries; None if unlike."""
         if (one, two) not in self._alike:
             self._alike[one, two] = self._find_order(one, two)
         return self._alike[one, two]

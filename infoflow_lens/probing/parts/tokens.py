@@ -65,7 +65,7 @@ class InfluencePart(Part):
 
 
 def _influence_probe(context: RunContext) -> Probe[Any]:
-    """The probe for the kind of influence in the settings; "auto" is exact where that is cheap."""
+    """Make the probe for the influence in the settings; "auto" is exact where that is cheap."""
     config, longest = context.config, context.detail.longest or 1
     if config.influence == "resample":
         return ResampleInfluence(

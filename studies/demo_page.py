@@ -1,7 +1,6 @@
-"""The report: one HTML file that holds everything it shows."""
+"""The page of the demo: one HTML file that holds everything it shows."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.agreement import Agreement, SetAgreement
-from infoflow_lens.foundation.display import MISSING
+from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.lazy import mpl
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
@@ -18,23 +16,23 @@ from infoflow_lens.report.assets import add_policy, templates
 from infoflow_lens.report.charts import render_chart
 from infoflow_lens.report.flow import fallback, mounting_script, picture_data, picture_element
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
+from infoflow_lens.report.probing import METRICS, agreement_rows
 from infoflow_lens.theory.information_sets import InformationSets
 
 STAGE_COLOURS = {"initial": "#b8c2cc", "trained": "#0072b2"}
 _ERRORS = {"second_moment": "by second moment (paper)", "fvu": "variance unexplained"}
 
 
-def draw_recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> mpl.Figure:
-    """Recovery errors of the heads of a layer: a panel for each rank and error measure.
+def draw_recovery(results: Mapping[str, RecoveryResult]) -> mpl.Figure:
+    """Draw recovery errors of the heads of the first layer: a panel for each rank and measure.
 
     Args:
         results: by stage, such as "initial"; each stage has a colour.
-        layer: counted from 0.
     """
     ranks = next(iter(results.values())).ranks
     panels = [(index, rank, error) for index, rank in enumerate(ranks) for error in _ERRORS]
     figure = mpl.Figure(figsize=(2.6 * len(panels), 2.9), layout="constrained")
-    figure.suptitle(f"Recovery error of the heads of layer {layer}", fontsize=11)
+    figure.suptitle("Recovery error of the heads of layer 0", fontsize=11)
     first = None
     for place, (index, rank, error) in enumerate(panels):
         # panels share their scale
@@ -42,7 +40,7 @@ def draw_recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> mpl.
         first = first or axes
         width = 0.8 / len(results)
         for stage, (name, result) in enumerate(results.items()):
-            values = getattr(result, error)[layer][:, index].tolist()
+            values = getattr(result, error)[0][:, index].tolist()
             axes.bar(
                 [head + (stage - (len(results) - 1) / 2) * width for head in range(len(values))],
                 values,
@@ -62,7 +60,7 @@ def draw_recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> mpl.
 
 
 def training_curve(history: Sequence[Mapping[str, float | int]]) -> mpl.Figure:
-    """Validation NMSE over epochs, a line for each length of sequences (``n_tokens``)."""
+    """Draw validation NMSE over epochs, a line for each length of sequences (``n_tokens``)."""
     figure = mpl.Figure(figsize=(6.5, 2.7), layout="constrained")
     figure.suptitle("Validation error while training", fontsize=11)
     axes = figure.add_subplot()
@@ -107,90 +105,49 @@ class Stage:
     edges: Sequence[Float[Tensor, "shown pos pos"]]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a report shows.
+def render_demo(
+    stages: Sequence[Stage],
+    active: Bool[Tensor, "shown source"],
+    history: Sequence[Mapping[str, float | int]],
+    record: RunRecord,
+    **words: Any,
+) -> str:
+    """Return the demo's page, which fetches nothing and opens on the interactive picture.
 
-    Attributes:
-        title: of the page.
-        headline: the finding, in a sentence or two.
-        facts: short statements under it, as (label, value).
+    Args:
         stages: the model at different moments, in the order of time.
-        active: the target's active index sets of the shown inputs [shown, source].
-        history: the training history, as in `StagedResult`.
+        active: the target's active index sets of the shown inputs.
+        history: of the training, as in `StagedResult`.
         record: of the run.
+        words: `title`; `headline`, the finding in a sentence or two; `facts`, short statements
+            under it, as (label, value).
     """
-
-    title: str
-    headline: str
-    facts: Sequence[tuple[str, str]]
-    stages: Sequence[Stage]
-    active: Bool[Tensor, "shown source"]
-    history: Sequence[Mapping[str, float | int]]
-    record: RunRecord
-
-
-METRICS = {
-    "auroc": ("AUROC", "does influence rank predicted tokens above the others? .5 is chance"),
-    "average_precision": ("avg. precision", "the same, as area under precision and recall"),
-    "precision": ("precision", "share of the predicted set that is measured"),
-    "recall": ("recall", "share of the measured set that is predicted"),
-    "jaccard": ("Jaccard", "intersection over union of the two sets"),
-    "exact_match": ("exact", "share of states whose two sets are equal"),
-    "influence_inside": ("inside (squared)", "share of squared influence in the predicted set"),
-    "predicted_size": ("predicted", "mean size of the predicted set"),
-    "measured_size": ("measured", "mean size of the measured set"),
-}
-
-
-def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[str, Any]]:
-    """Return rows of the table of agreement: by place, then by what the agreements are called."""
-    rows = []
-    n_layers = max((len(each.layers) for each in agreement.values()), default=0)
-    for index in range(n_layers + 1):
-        place = f"tokens, layer {index}" if index < n_layers else f"{last}, last layer"
-        for name, each in agreement.items():
-            values: SetAgreement = each.layers[index] if index < n_layers else each.cls
-            if not values.n_states:
-                continue
-            numbers = [getattr(values, metric) for metric in METRICS]
-            said = [MISSING if math.isnan(number) else f"{number:.3f}" for number in numbers]
-            rows.append({"place": place, "stage": name, "values": said})
-    return rows
-
-
-def render_report(report: Report) -> str:
-    """The report as one HTML page that fetches nothing; it opens on the interactive picture."""
-
-    flow = picture_of(report)
+    flow = picture_of(stages, active)
     data = picture_data(flow)
-    recovery = draw_recovery({stage.name: stage.recovery for stage in report.stages})
-    page = (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            report=report,
-            picture=picture_element(data, fallback(flow)),
-            script=mounting_script([data]),
-            recovery=render_chart(recovery),
-            curve=render_chart(training_curve(report.history)),
-            metrics=METRICS,
-            rows=agreement_rows({stage.name: stage.agreement for stage in report.stages}, "CLS"),
-            threshold=report.stages[-1].agreement.threshold,
-            record=json.dumps(report.record.to_dict(), indent=2),
-        )
+    recovery = draw_recovery({stage.name: stage.recovery for stage in stages})
+    template = templates().get_template("demo.html.j2")
+    page = template.render(
+        **words,
+        picture=picture_element(data, fallback(flow)),
+        script=mounting_script([data]),
+        recovery=render_chart(recovery),
+        curve=render_chart(training_curve(history)),
+        metrics=METRICS,
+        rows=agreement_rows({stage.name: stage.agreement for stage in stages}, "CLS"),
+        threshold=stages[-1].agreement.threshold,
+        record=json.dumps(record.to_dict(), indent=2),
     )
     return add_policy(page)
 
 
-def picture_of(report: Report) -> FlowView:
+def picture_of(stages: Sequence[Stage], active: Bool[Tensor, "shown source"]) -> FlowView:
     """Return the shown inputs of every stage, the last stage first."""
     inputs, groups = [], []
     # the trained stage is what one looks at first
-    for stage in reversed(report.stages):
+    for stage in reversed(stages):
         n_source, n_pos = stage.predicted.n_sources, stage.predicted.members.shape[2]
-        groups.append((stage.name, len(report.active)))
-        for number, active in enumerate(report.active):
+        groups.append((stage.name, len(active)))
+        for number, needed in enumerate(active):
             inputs.append(
                 ViewedInput(
                     tokens=[f"x{position}" for position in range(n_source)],
@@ -198,7 +155,7 @@ def picture_of(report: Report) -> FlowView:
                     ranked=[chosen[number][..., None] for chosen in stage.positions],
                     influence=stage.influence[:, number],
                     edges=[edges[number] for edges in stage.edges],
-                    marked=active.nonzero().flatten().tolist(),
+                    marked=needed.nonzero().flatten().tolist(),
                     causal=False,
                     name=f"input {number}",
                 )
