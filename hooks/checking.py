@@ -57,11 +57,12 @@ def check_probe(
         _check_one_length(trial)
     else:
         shortest = min(map(len, rows))
-        _check_one_length(_Trial(probe, model, [row[:shortest] for row in rows], tolerance))
+        trial = _Trial(probe, model, [row[:shortest] for row in rows], tolerance)
+        _check_one_length(trial)
         # texts of one length are never padded: shorten every other one, so that padding is tried
         if len({len(row) for row in rows}) == 1:
             rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
-        trial = _Trial(probe, model, rows, tolerance)
+        trial = trial.of(rows)
         trial.compare(
             _merge(trial.alone()),
             trial.whole,
@@ -72,16 +73,17 @@ def check_probe(
     _check_states(trial)
     # a probe may say that the place of a text in the corpus decides something
     if not probe.by_index:
+        given = trial.given
+        flipped = given.flip(0) if isinstance(given, Tensor) else given[::-1]
         trial.compare(
-            _Trial(probe, model, trial.given.flip(0) if isinstance(trial.given, Tensor)
-                   else trial.given[::-1], tolerance).measure(0, trial.n),
+            trial.of(flipped).measure(0, trial.n),
             trial.whole,
             "another order of the texts gives other numbers: expected none, or by_index = True "
             "in the class, where the place of a text decides something",
             flipped=True,
-        )  # fmt: skip
+        )
     if not isinstance(trial.given, Tensor):
-        _check_one_token(probe, model, trial, tolerance)
+        _check_one_token(trial)
     _check_files(trial)
     return trial.whole
 
@@ -136,12 +138,9 @@ def _check_states(trial: "_Trial") -> None:
     )
 
 
-def _check_one_token(
-    probe: Probe[Any], model: nn.Module, trial: "_Trial", tolerance: float
-) -> None:
+def _check_one_token(trial: "_Trial") -> None:
     """Refuse a probe of which a text of one token, without a second query, spoils the numbers."""
-    rows = [*trial.given, trial.given[0][:1]]
-    more = _Trial(probe, model, rows, tolerance)
+    more = trial.of([*trial.given, trial.given[0][:1]])
     found = _attempt(trial.name, "a text of one token among others", lambda: more.whole)
     # arrays of sequences have a row more now, and cannot be compared place by place
     for name, array in trial.whole.arrays.items():
@@ -201,6 +200,10 @@ class _Trial:
         self.name, self.probe, self.given, self.n = type(probe).__name__, probe, given, len(given)
         self._model, self._tolerance = model, tolerance
         self._batches: Batches = read_inputs(model, given)
+
+    def of(self, given: Any) -> "_Trial":
+        """Return a trial of the same probe on other sequences."""
+        return _Trial(self.probe, self._model, given, self._tolerance)
 
     @cached_property
     def whole(self) -> Result:

@@ -24,7 +24,7 @@ from infoflow_lens.hooks.result import (
     note_layers_without_heads,
 )
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
-from infoflow_lens.hooks.states import add_with_padding, combined, concatenated, latest
+from infoflow_lens.hooks.states import combined, concatenated, latest, summed
 
 _COUNTS_AT_ONCE = 2**26  # numbers; more layers than these hold are counted in several rounds
 # what stands at queries beyond the end of a sequence
@@ -206,8 +206,8 @@ def _column_of_first(part: PositionsResult) -> int:
     return part.ranks.index(1)
 
 
-def _summarise(parts: Callable[[], Iterable[PositionsResult]], skip: int = 0) -> "pd.DataFrame":
-    """:meth:`PositionsResult.summary` of the sequences of several parts, one in memory at a time.
+def _summarise(parts: Callable[[], Iterable[PositionsResult]], skip: int) -> "pd.DataFrame":
+    """Make :meth:`PositionsResult.summary` of several parts, one in memory at a time.
 
     Args:
         parts: gives them, at least one; called again for every few layers where there are very many
@@ -230,56 +230,57 @@ def _summarise(parts: Callable[[], Iterable[PositionsResult]], skip: int = 0) ->
     rows: list[dict[str, Any]] = []
     for start in range(0, n_layers, at_once):
         layers = range(start, min(start + at_once, n_layers))
-        counts = {layer: _Choices(skip) for layer in layers}
+        totals: dict[int, Any] = {}
         for part in parts():
-            for layer, choices in counts.items():
-                choices.add(part, layer, column)
-        for layer, choices in counts.items():
-            rows += [{"layer": layer, "head": head, **row} for head, row in choices.rows()]
+            for layer in layers:
+                found = _count_choices(part, layer, column, skip)
+                totals[layer] = summed().merge(totals.get(layer), found)
+        for layer, total in totals.items():
+            for head, counts in enumerate(total["chosen"]):
+                row = {"layer": layer, "head": head, **_explain_choices(counts, skip)}
+                row["tied"] = float(total["tied"][head] / total["allowed"][head])
+                if "spread" in total:
+                    spread = total["spread"][:, head] / total["n_spread"][:, head]
+                    row["entropy"], row["concentration"] = spread.tolist()
+                rows.append(row)
     return pd.DataFrame(rows)
 
 
-class _Choices:
-    """How often each query of a layer's heads chooses each key, and how spread their rows are."""
+def _count_choices(
+    part: PositionsResult, layer: int, column: int, skip: int
+) -> dict[str, Int[Tensor, "..."] | Float[Tensor, "measure head"]]:
+    """Count the choices of a layer's heads in some sequences, as what can be added up.
 
-    def __init__(self, skip: int) -> None:
-        self._skip = skip
-        self._counts: Int[Tensor, "_head query key"] = torch.zeros(0, 0, 0, dtype=torch.long)
-        self._allowed: Int[Tensor, " _head"] = torch.zeros(0, dtype=torch.long)
-        self._tied: Int[Tensor, " _head"] = torch.zeros(0, dtype=torch.long)
-        self._spread: Float[Tensor, "measure _head"] = torch.zeros(0, 0, dtype=torch.float64)
-        self._n_spread: Int[Tensor, "measure _head"] = torch.zeros(0, 0, dtype=torch.long)
+    Args:
+        part: the sequences.
+        layer: the layer.
+        column: that of rank 1.
+        skip: as for :meth:`PositionsResult.summary`.
 
-    def add(self, part: PositionsResult, layer: int, column: int) -> None:
-        """Count the sequences of a part; `column` is that of rank 1."""
-        keys = part.positions[layer][:, :, self._skip :, column].long()
-        n_head, n_query = keys.shape[1:]
-        n_key = max(n_query + self._skip, int(keys.max()) + 1 if keys.numel() else 0)
-        tied = (part.ties[layer][:, :, self._skip :, column] > 0) & (keys >= 0)
-        places = (keys >= 0) & ~tied
-        head = torch.arange(n_head)[:, None].expand_as(keys)
-        query = torch.arange(n_query).expand_as(keys)
-        # one number for each (head, query, key), to be counted at once
-        flat = ((head * n_query + query) * n_key + keys)[places]
-        counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
-        self._counts = add_with_padding(self._counts, counts.view(n_head, n_query, n_key))
-        self._allowed = add_with_padding(self._allowed, (keys >= 0).sum(dim=(0, 2)))
-        self._tied = add_with_padding(self._tied, tied.sum(dim=(0, 2)))
-        if part.entropy:
-            both = torch.stack([part.entropy[layer], part.concentration[layer]])
-            both = both[:, :, :, self._skip :].double()
-            self._spread = add_with_padding(self._spread, both.nansum(dim=(1, 3)))
-            self._n_spread = add_with_padding(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
-
-    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the columns of the summary for each head."""
-        spread = self._spread / self._n_spread
-        for head, counts in enumerate(self._counts):
-            row: dict[str, Any] = _explain_choices(counts, self._skip)
-            row["tied"] = float(self._tied[head] / self._allowed[head])
-            if len(spread):
-                row["entropy"], row["concentration"] = spread[:, head].tolist()
-            yield head, row
+    Returns:
+        "chosen" [head, query, key], how often each query chooses each key; "allowed" and "tied"
+        [head], queries that have a key, and those of them without a choice; with spread, the sums
+        of both measures and their numbers, "spread" and "n_spread" [measure, head].
+    """
+    keys = part.positions[layer][:, :, skip:, column].long()
+    n_head, n_query = keys.shape[1:]
+    n_key = max(n_query + skip, int(keys.max()) + 1 if keys.numel() else 0)
+    tied = (part.ties[layer][:, :, skip:, column] > 0) & (keys >= 0)
+    head = torch.arange(n_head)[:, None].expand_as(keys)
+    query = torch.arange(n_query).expand_as(keys)
+    # one number for each (head, query, key), to be counted at once
+    flat = ((head * n_query + query) * n_key + keys)[(keys >= 0) & ~tied]
+    counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
+    found: dict[str, Tensor] = {
+        "chosen": counts.view(n_head, n_query, n_key),
+        "allowed": (keys >= 0).sum(dim=(0, 2)),
+        "tied": tied.sum(dim=(0, 2)),
+    }
+    if part.entropy:
+        both = torch.stack([part.entropy[layer], part.concentration[layer]])[..., skip:].double()
+        found["spread"] = both.nansum(dim=(1, 3))
+        found["n_spread"] = (~both.isnan()).sum(dim=(1, 3))
+    return found
 
 
 def _explain_choices(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:
@@ -351,7 +352,7 @@ class PositionsProbe(Probe[PositionsResult]):
         check_rank_support(self.ranks, self.without, n_keys)
 
     def needs(self, model: nn.Module) -> Needs:
-        """Scores to rank; with spread, the pattern."""
+        """Name the scores to rank; with spread, the pattern."""
         layers = layers_with_attention(model)
         return Needs.of(
             model, ranks=self.ranks, without=self.without, pattern=self.spread, layers=layers
@@ -400,7 +401,7 @@ class PositionsProbe(Probe[PositionsResult]):
 def _spread(
     pattern: Float[Tensor, "batch head query key"], left_out: Bool[Tensor, "batch key"]
 ) -> tuple[Float[Tensor, "batch head query"], Float[Tensor, "batch head query"]]:
-    """Entropy of every row, and the share of the first choice; NaN for rows without weight.
+    """Find the entropy of every row, and the share of the first choice; NaN without weight.
 
     Keys that are left out count in the row, and are no first choice.
     """

@@ -143,7 +143,8 @@ class Probe(ABC, Generic[ResultT]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = {*inspect.get_annotations(cls), *(k for k, v in vars(cls).items() if _is_state(v))}
+        states = (name for name, value in vars(cls).items() if isinstance(value, State))
+        own = {*inspect.get_annotations(cls), *states}
         # methods and attributes of Probe, which a field would hide
         taken = sorted(name for name in own if callable(getattr(Probe, name, None)))
         if taken or own & {"n_sequences", "pending", "is_attached", "kept"}:
@@ -616,10 +617,6 @@ def describe_setting(value: Any) -> Any:
         f"a setting is {value!r}: expected numbers, texts, tensors, functions, or tuples and dicts "
         "of these, which stand in the record of a run"
     )
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, State)
 
 
 def _gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:

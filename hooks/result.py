@@ -119,7 +119,7 @@ class LabelledArray:
         return frame_of([self])
 
     def plot(self, title: str = "") -> "mpl.Figure":
-        """Bars over one axis, a heat map over two, a panel of these for each place of the first.
+        """Draw bars over one axis, a heat map over two, a panel for each place of a third.
 
         Of further axes the first place is shown.
 
@@ -161,12 +161,9 @@ def frame_of(columns: Sequence[LabelledArray], rows: LabelledArray | None = None
     main = columns[0]
     if any(not set(column.dims) <= set(main.dims) for column in columns):
         return pd.concat([column.to_frame() for column in columns], ignore_index=True)
-    frames = [pd.DataFrame(dict(_columns(columns, rows, layer))) for layer in _layers(main)]
+    layers = range(len(main.values)) if isinstance(main.values, tuple) else (None,)
+    frames = [pd.DataFrame(dict(_columns(columns, rows, layer))) for layer in layers]
     return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-
-
-def _layers(array: LabelledArray) -> Sequence[int | None]:
-    return range(len(array.values)) if isinstance(array.values, tuple) else (None,)
 
 
 def _columns(
@@ -300,7 +297,7 @@ class Result(Displayed, Savable):
         return []
 
     def plot(self, *args: Any, **where: Any) -> "mpl.Figure":
-        """Heat maps or bars of an array; the arguments are those of :meth:`array`."""
+        """Draw heat maps or bars of an array; the arguments are those of :meth:`array`."""
         array = self.array(*args, **where)
         title = str(self.record.config.get("probe", type(self).__name__))
         return array.plot(f"{title}: {array.name}")

@@ -148,7 +148,8 @@ class ShardedResult(Result, Generic[PartT]):
         """
         place = user_path(path)
         # where it lies already, only the file that describes it is written
-        copies = 0 if _is_same(place, self._folder) else self.n_shards
+        is_here = place.exists() and self._folder.exists() and place.samefile(self._folder)
+        copies = 0 if is_here else self.n_shards
         if copies and place.is_symlink():
             raise InfoFlowError(
                 f"{os.fspath(path)!r} is a link: expected a new folder or an earlier one of "
@@ -191,10 +192,6 @@ class ShardedResult(Result, Generic[PartT]):
         return self
 
     _folder: ClassVar[Path] = Path()
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return path.exists() and other.exists() and path.samefile(other)
 
 
 def common_notes(all_notes: Iterable[Sequence[str]]) -> tuple[str, ...]:

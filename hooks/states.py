@@ -125,7 +125,7 @@ class _Combined(State):
 
 
 def summed() -> Any:
-    """A state that is the sum over all passes: of tensors, or of lists with one for each layer.
+    """Return a state that is the sum over all passes: of tensors, or of lists, one for each layer.
 
     Tensors take the shape of the first pass; where passes differ in length, smaller ones are filled
     up with zeros.

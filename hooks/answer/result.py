@@ -1,7 +1,7 @@
 """An answer to "why this and not that": tokens, strips of states, heads, paths."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -221,7 +221,7 @@ class AnswerNumbers(Result):
         Raises:
             InfoFlowError: for anything else.
         """
-        tables = {
+        tables: dict[str, Callable[[], Any]] = {
             "tokens": self._tokens,
             "replacements": self._replacements,
             "states": self._states,
@@ -231,32 +231,27 @@ class AnswerNumbers(Result):
         }
         if what not in tables:
             raise InfoFlowError(f"{what!r} is no table: expected one of {', '.join(tables)}")
-        rows = list(tables[what]())
-        frame = pd.DataFrame(rows)
-        if what in ("heads", "paths") and rows:
+        frame = pd.DataFrame(tables[what]())
+        if what in ("heads", "paths") and len(frame):
             # what was not measured comes last
             order = frame["effect"].abs().fillna(-1).argsort(kind="stable")[::-1]
             frame = frame.iloc[order].reset_index(drop=True)
         return frame
 
-    def _tokens(self) -> Iterator[dict[str, Any]]:
-        columns = (self.token_mean, self.token_error, self.token_other)
-        words = self.span_words, self.other_span_words
-        counts = self.n_replacements
-        rows = zip(self.spans.tolist(), *words, *(c.tolist() for c in columns), counts, strict=True)
-        for (position, stop), word, other_word, mean, error, other, n in rows:
-            predicted = self.token_predicted[:2, position].tolist()
-            yield {
-                "position": position,
-                "token": word,
-                "effect": mean,
-                "error": error,
-                "replacements": n,
-                "effect of the other token": other,
-                "other token": other_word,
-                **dict(zip(ORDERS[:2], predicted, strict=True)),
-                **({"tokens": stop - position} if self.has_units else {}),
-            }
+    def _tokens(self) -> dict[str, Any]:
+        starts, stops = self.spans.T
+        predicted = self.token_predicted[:2, starts].tolist()
+        return {
+            "position": starts.tolist(),
+            "token": self.span_words,
+            "effect": self.token_mean.tolist(),
+            "error": self.token_error.tolist(),
+            "replacements": self.n_replacements,
+            "effect of the other token": self.token_other.tolist(),
+            "other token": self.other_span_words,
+            **dict(zip(ORDERS[:2], predicted, strict=True)),
+            **({"tokens": (stops - starts).tolist()} if self.has_units else {}),
+        }
 
     def _replacements(self) -> Iterator[dict[str, Any]]:
         rows = zip(
@@ -285,35 +280,32 @@ class AnswerNumbers(Result):
                     "share": shares[unit],
                 }
 
-    def _heads(self) -> Iterator[dict[str, Any]]:
-        rows = zip(
-            self.units.tolist(), self.unit_effect.tolist(), self.unit_estimate.tolist(), strict=True
-        )
-        for (layer, head), effect, estimate in rows:
-            yield {
-                "layer": layer,
-                "head": head,
-                "name": f"{_OTHERS[head]} {layer}" if head in _OTHERS else f"{layer}.{head}",
-                "effect": effect,
-                "estimate": estimate,
-            }
+    def _heads(self) -> dict[str, Any]:
+        units = self.units.tolist()
+        return {
+            "layer": [layer for layer, _ in units],
+            "head": [head for _, head in units],
+            "name": [
+                f"{_OTHERS[head]} {at}" if head in _OTHERS else f"{at}.{head}" for at, head in units
+            ],
+            "effect": self.unit_effect.tolist(),
+            "estimate": self.unit_estimate.tolist(),
+        }
 
-    def _paths(self) -> Iterator[dict[str, Any]]:
+    def _paths(self) -> dict[str, Any]:
+        places = self.places.tolist()
         # a change of the readout, as the effect: it falls to that of the other text, or rises to it
         estimate = -self.path_worth * math.copysign(1, self.gap)
-        columns = (self.path_effect, estimate, self.path_cost)
-        rows = zip(self.places.tolist(), *(column.tolist() for column in columns), strict=True)
-        for place, effect, estimated, cost in rows:
-            yield {
-                "writer": _name(place[:3]),
-                "from": self._word(place[2]),
-                "reader": "the answer" if place[3] < 0 else _name(place[3:6]),
-                "to": "" if place[3] < 0 else self._word(place[5]),
-                "input": KINDS[place[6]],
-                "effect": effect,
-                "estimate": estimated,
-                "cost in the circuit": cost,
-            }
+        return {
+            "writer": [_name(place[:3]) for place in places],
+            "from": [self._word(place[2]) for place in places],
+            "reader": ["the answer" if place[3] < 0 else _name(place[3:6]) for place in places],
+            "to": ["" if place[3] < 0 else self._word(place[5]) for place in places],
+            "input": [KINDS[place[6]] for place in places],
+            "effect": self.path_effect.tolist(),
+            "estimate": estimate.tolist(),
+            "cost in the circuit": self.path_cost.tolist(),
+        }
 
     def _looks(self) -> Iterator[dict[str, Any]]:
         both = zip(self.looked.tolist(), self.looks.tolist(), self.writes.tolist(), strict=True)

@@ -299,7 +299,7 @@ class Streams:
         self,
         run: LayerRun,
         reader: tuple[int, int, int],
-        made: Mapping[str, Float[Tensor, "row _head d_head"]],
+        made: Mapping[str, Float[Tensor, "row _head _d_head"]],
         rows: Mapping[tuple[str, int], int],
     ) -> Float[Tensor, " d_head"]:
         """Compute what a head gives at a position of a run, with another query, keys or values.

@@ -1,11 +1,8 @@
-"""Which inputs a state does depend on: the result, the sets it gives, and what its probes share."""
+"""Which inputs a state does depend on: the result, its sets, and the base of its probes."""
 
-import threading
-import time
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -13,12 +10,10 @@ import torch
 from annotated_types import Gt, Le, MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch._functorch import eager_transforms
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
+from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
 from infoflow_lens.hooks.model.call import (
     call,
     catching,
@@ -40,6 +35,81 @@ from infoflow_lens.hooks.model.semantics import state_hooks, state_sum
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
 from infoflow_lens.theory.information_sets import InformationSets
+
+Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InfluenceResult(StateScores):
+    """Influence of every source on every state.
+
+    Attributes:
+        influence: float [layer, batch, pos, source]: the Frobenius norm of d state(layer, pos) /
+            d source, or how far the state moves when the source is replaced by another sample's,
+            depending on the probe (``record.config["probe"]``). With chosen positions the axis
+            `pos` holds these only. 0 where a sequence has no such state or source.
+        relative_error: of an estimate, for each layer, what the error over the influence, both as
+            root mean squares over states and sources, stays below in 95% of draws, as seen in the
+            spread over the directions; None where the influence is exact.
+    """
+
+    column: ClassVar[str] = "influence"
+
+    influence: Float[Tensor, "layer batch pos source"]
+    relative_error: tuple[float, ...] | None = None
+
+    @checked
+    def sets(self, threshold: Threshold = 0.1) -> InformationSets:
+        """Return the sources of at least `threshold` times the largest influence on each state.
+
+        Sets of positions that were not asked for are empty.
+
+        Raises:
+            InfoFlowError: unless ``0 < threshold <= 1``.
+        """
+        return influence_sets(self.full(), threshold, self.lengths)
+
+    @checked
+    def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
+        """Return the fewest sources that hold this share of the squared influence on each state.
+
+        Sets of positions that were not asked for are empty.
+
+        Raises:
+            InfoFlowError: unless ``0 < share <= 1``.
+        """
+        return InformationSets(self.scatter(holding(self.influence, share)), self.lengths)
+
+
+@checked
+def influence_sets(
+    influence: Float[Tensor, "layer batch pos source"],
+    threshold: Threshold,
+    lengths: Int[Tensor, " batch"] | None = None,
+) -> InformationSets:
+    """Return the sources of at least `threshold` times the largest influence on each state.
+
+    A state without any influence has the empty set.
+
+    Raises:
+        InfoFlowError: unless ``0 < threshold <= 1``.
+    """
+    largest = influence.amax(dim=-1, keepdim=True)
+    return InformationSets((influence >= threshold * largest) & (influence > 0), lengths)
+
+
+@checked
+def holding(influence: Float[Tensor, "*state source"], share: Threshold) -> Tensor:
+    """Mark the fewest sources with this share of the squared influence, the lowest of equals."""
+    energy = influence.double().square()
+    energy, order = energy.sort(dim=-1, descending=True, stable=True)
+    held = energy.cumsum(dim=-1)
+    # take sources until their energy is enough; the factor allows for rounding in sums of equals
+    needed = (held - energy < share * (1 - 1e-9) * held[..., -1:]) & (energy > 0)
+    return torch.zeros_like(needed).scatter(-1, order, needed)
+
+
+# Passes of their own, which begin at the sources
 
 # numbers in the largest tensor of a pass: on a CPU, larger passes leave the caches and are slower
 _ROOM_CPU, _ROOM_GPU = 2**21, 2**26
@@ -129,264 +199,6 @@ def take_places(
     return values.gather(1, index.expand(-1, -1, values.shape[2]))
 
 
-_PATIENCE = 1.0  # seconds
-_UNKNOWN = ": an autograd kernel was not registered"  # what PyTorch says of an operation
-_one_at_a_time = threading.RLock()
-_is_ours = False  # the level of forward mode
-
-
-class DisturbedError(RuntimeError):
-    """Another thread of the program does forward-mode differentiation."""
-
-
-def forward_derivatives(
-    function: Callable[[Tensor], tuple[Tensor, ...]],
-    start: Float[Tensor, "..."],
-    towards: Callable[[Tensor], Float[Tensor, "..."]],
-    directions: Float[Tensor, "direction ..."],
-) -> tuple[tuple[Tensor, ...], tuple[Float[Tensor, "direction ..."], ...]]:
-    """Return the values of a function at `start`, and its derivatives in many directions.
-
-    A number goes along whose derivative is 1. It is read last, so where it is right no thread has
-    taken tangents away, which PyTorch would count as zeros.
-
-    Args:
-        function: gives several tensors.
-        start: where.
-        towards: makes a direction in the space of `start` from a row of `directions`.
-        directions: one for each derivative.
-
-    Raises:
-        DisturbedError: if other threads differentiate by forward mode.
-        RuntimeError: as from PyTorch, where the function has no forward mode, or memory is short.
-    """
-
-    def along(direction: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        # a constant whose derivative must be 1: another thread may take the tangents away
-        witness = start.new_ones(())
-        values, tangents = torch.func.jvp(
-            lambda start, witness: (*function(start), witness),
-            (start, witness),
-            (towards(direction), witness),
-        )[:2]
-        return values, tangents
-
-    with _level():
-        values, tangents = torch.func.vmap(along, out_dims=(None, 0))(directions)  # type: ignore[arg-type]
-    if not bool((tangents[-1] == 1).all()):
-        raise DisturbedError("another thread has taken the tangents away")
-    return values[:-1], tangents[:-1]
-
-
-def differentiate_along(
-    function: Callable[[Tensor], tuple[Tensor, ...]],
-    start: Float[Tensor, "batch position d"],
-    directions: Float[Tensor, "direction batch position d"],
-) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
-    """Differentiate states in some directions, by forward mode if there is one.
-
-    Raises:
-        RuntimeError: as from PyTorch, where memory is short, or there is no second derivative.
-    """
-    try:
-        return forward_derivatives(function, start, lambda one: one, directions)[1]
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # also NotImplementedError
-        if "memory" in str(error):
-            raise
-        return _differentiate_in_reverse(function, start, directions)
-
-
-def _differentiate_in_reverse(
-    function: Callable[[Tensor], tuple[Tensor, ...]],
-    start: Float[Tensor, "batch position d"],
-    directions: Float[Tensor, "direction batch position d"],
-) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
-    """Do the same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
-    # fused attention has no second derivative
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        source = start.detach().requires_grad_()
-        states = function(source)
-        towards = [torch.zeros_like(state, requires_grad=True) for state in states]
-        # J^T u is linear in u, so that its derivative is the same at u = 0
-        reached = [(u * state).sum() for u, state in zip(towards, states, strict=True)]
-        (back,) = torch.autograd.grad(
-            reached, source, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        if not back.requires_grad:  # no state depends on the sources
-            return tuple(u.new_zeros(len(directions), *u.shape) for u in towards)
-        moved = [
-            torch.autograd.grad(
-                back, towards, one, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for one in directions
-        ]
-    return tuple(torch.stack(column) for column in zip(*moved, strict=True))
-
-
-def find_missing_derivatives(
-    function: Callable[[Tensor], tuple[Tensor, ...]], start: Float[Tensor, "batch position d"]
-) -> str:
-    """Name operations without derivatives that a backward pass meets, as PyTorch warns of them."""
-    # a pass that fails says nothing of them: that it does is for the measurement to say
-    with (
-        torch.enable_grad(),
-        warnings.catch_warnings(record=True) as warned,
-        suppress(RuntimeError),
-    ):
-        warnings.simplefilter("always")
-        source = start.detach().requires_grad_()
-        states = [state.sum() for state in function(source) if state.requires_grad]
-        if states:
-            torch.autograd.grad(states, source, allow_unused=True)
-    said = [str(one.message) for one in warned]
-    return ", ".join(dict.fromkeys(one.split(_UNKNOWN)[0] for one in said if _UNKNOWN in one))
-
-
-@contextmanager
-def _level() -> Iterator[None]:
-    """The level of PyTorch's forward mode, held by this thread until nobody uses it.
-
-    The level belongs to the process. Where two threads are inside ``torch.func.jvp``, the first to
-    come makes it for both, and takes all tangents away when it leaves, also while the other reads
-    them. So nobody is inside when this block makes it, and nobody when it takes it away.
-
-    Raises:
-        DisturbedError: if other threads stay inside.
-    """
-    global _is_ours
-    with _one_at_a_time:
-        if not _is_ours:
-            _make()
-            _is_ours = True
-        try:
-            yield
-        finally:
-            if _take_away():  # else the level stays for those inside, and for the next block
-                _is_ours = False
-
-
-# Between a look at the two numbers and torch's own level no other thread may come in. Python gives
-# way at calls and at jumps back, so what is to be one step calls nothing but the last function.
-
-
-def _make() -> None:
-    """Make the level as soon as nobody is inside, so that torch.func.jvp makes none of its own."""
-    end = time.monotonic() + _PATIENCE
-    while True:
-        # nobody differentiates by forward mode now, so this level is the outermost
-        if eager_transforms.JVP_NESTING == 0 and forward_ad._current_level == -1:
-            eager_transforms.JVP_NESTING = 1
-            forward_ad._current_level = 0
-            try:
-                torch._C._enter_dual_level()
-                return
-            except RuntimeError:  # made by a thread that has not said so yet
-                eager_transforms.JVP_NESTING = 0
-                forward_ad._current_level = -1
-        if time.monotonic() > end:
-            raise DisturbedError("another thread differentiates by forward mode")
-        time.sleep(1e-4)
-
-
-def _take_away() -> bool:
-    """Take the level away as soon as this thread alone is inside; whether that has come."""
-    end = time.monotonic() + _PATIENCE
-    while True:
-        if eager_transforms.JVP_NESTING == 1 and forward_ad._current_level == 0:
-            eager_transforms.JVP_NESTING = 0
-            forward_ad._current_level = -1
-            torch._C._exit_dual_level(level=0)
-            return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(1e-4)
-
-
-_RERUN_TOLERANCE = 1e-3
-_RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
-StateName = Literal["post_attention", "resid_post"]
-Layers = Annotated[tuple[Index, ...], MinLen(1), Distinct()]
-Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
-
-_SMALL = 0.01  # change of a source, relative to it, that a derivative would foresee [chosen]
-# what all layers compute from the sources, and so must have derivatives by them
-_COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mixer_out", ".hook_mlp_out",
-             ".hook_extra_out", ".hook_resid_post")  # fmt: skip
-_ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class InfluenceResult(StateScores):
-    """Influence of every source on every state.
-
-    Attributes:
-        influence: float [layer, batch, pos, source]: the Frobenius norm of d state(layer, pos) /
-            d source, or how far the state moves when the source is replaced by another sample's,
-            depending on the probe (``record.config["probe"]``). With chosen positions the axis
-            `pos` holds these only. 0 where a sequence has no such state or source.
-        relative_error: of an estimate, for each layer, what the error over the influence, both as
-            root mean squares over states and sources, stays below in 95% of draws, as seen in the
-            spread over the directions; None where the influence is exact.
-    """
-
-    column: ClassVar[str] = "influence"
-
-    influence: Float[Tensor, "layer batch pos source"]
-    relative_error: tuple[float, ...] | None = None
-
-    @checked
-    def sets(self, threshold: Threshold = 0.1) -> InformationSets:
-        """Return the sources of at least `threshold` times the largest influence on each state.
-
-        Sets of positions that were not asked for are empty.
-
-        Raises:
-            InfoFlowError: unless ``0 < threshold <= 1``.
-        """
-        return influence_sets(self.full(), threshold, self.lengths)
-
-    @checked
-    def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
-        """Return the fewest sources that hold this share of the squared influence on each state.
-
-        Sets of positions that were not asked for are empty.
-
-        Raises:
-            InfoFlowError: unless ``0 < share <= 1``.
-        """
-        return InformationSets(self.scatter(holding(self.influence, share)), self.lengths)
-
-
-@checked
-def influence_sets(
-    influence: Float[Tensor, "layer batch pos source"],
-    threshold: Threshold,
-    lengths: Int[Tensor, " batch"] | None = None,
-) -> InformationSets:
-    """Return the sources of at least `threshold` times the largest influence on each state.
-
-    A state without any influence has the empty set.
-
-    Raises:
-        InfoFlowError: unless ``0 < threshold <= 1``.
-    """
-    largest = influence.amax(dim=-1, keepdim=True)
-    return InformationSets((influence >= threshold * largest) & (influence > 0), lengths)
-
-
-@checked
-def holding(influence: Float[Tensor, "*state source"], share: Threshold) -> Tensor:
-    """Mark the fewest sources with this share of the squared influence, the lowest of equals."""
-    energy = influence.double().square()
-    energy, order = energy.sort(dim=-1, descending=True, stable=True)
-    held = energy.cumsum(dim=-1)
-    # take sources until their energy is enough; the factor allows for rounding in sums of equals
-    needed = (held - energy < share * (1 - 1e-9) * held[..., -1:]) & (energy > 0)
-    return torch.zeros_like(needed).scatter(-1, order, needed)
-
-
 # what was measured, and what else a result keeps
 MeasuredInfluence: TypeAlias = tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]
 
@@ -408,6 +220,19 @@ class AskedStates(NamedTuple):
         """Return those of some sequences."""
         start, *expected = (x[sequences.to(x.device)] for x in (self.start, *self.expected))
         return AskedStates(start, expected, self.place[sequences])
+
+
+_RERUN_TOLERANCE = 1e-3
+_RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
+StateName = Literal["post_attention", "resid_post"]
+Layers = Annotated[tuple[Index, ...], MinLen(1), Distinct()]
+
+_SMALL = 0.01  # change of a source, relative to it, that a derivative would foresee [chosen]
+# what all layers compute from the sources, and so must have derivatives by them
+_COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mixer_out", ".hook_mlp_out",
+             ".hook_extra_out", ".hook_resid_post")  # fmt: skip
+_ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class StateInfluence(StateScoresProbe[InfluenceResult]):
@@ -523,7 +348,11 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 self._check_derivatives(rerun, states, influence)
         # rows of padding, and positions that a sequence lacks, have no influence
         exists = mark_existing(place, lengths, n_source)
-        influence = _drop_rounding(torch.where(exists, influence.cpu(), 0), expected)
+        influence = torch.where(exists, influence.cpu(), 0)
+        # nor is rounding beside the largest influence on the same state an influence
+        floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in expected])
+        largest = influence.amax(dim=-1, keepdim=True)
+        influence = influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
@@ -663,19 +492,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 )
 
 
-_TINY = torch.finfo(torch.float32).tiny
-
-
 def tolerance(state: Tensor) -> float:
     """Return how far a state may differ between two passes, relative to its norm."""
     half = state.dtype in (torch.float16, torch.bfloat16)
     return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE
-
-
-def _drop_rounding(
-    influence: Float[Tensor, "layer batch asked source"], states: Sequence[Tensor]
-) -> Float[Tensor, "layer batch asked source"]:
-    """Set influence to 0 where it is rounding beside the largest on the same state."""
-    floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in states])
-    largest = influence.amax(dim=-1, keepdim=True)
-    return influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)

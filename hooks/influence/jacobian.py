@@ -12,15 +12,14 @@ from torch import Tensor
 from infoflow_lens.foundation.settings import Remedy, Seed
 from infoflow_lens.hooks.influence.base import (
     AskedStates,
-    DisturbedError,
     MeasuredInfluence,
     Rerun,
     StateInfluence,
     StateName,
-    forward_derivatives,
     rows_at_once,
     take_places,
 )
+from infoflow_lens.hooks.influence.derivatives import DisturbedError, forward_derivatives
 from infoflow_lens.hooks.states import combined, either, summed
 
 Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error; or None for exact norms")]

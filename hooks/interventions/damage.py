@@ -51,14 +51,9 @@ class Damage:
         self._squares = 0.0
 
     def state(self) -> dict[str, Any]:
-        """Copy what was seen so far."""
-        copied = self._sum.clone() if isinstance(self._sum, Tensor) else self._sum
-        return {
-            "n_rows": self.n_rows,
-            "_is_one_row": self._is_one_row,
-            "_sum": copied,
-            "_squares": self._squares,
-        }
+        """Return what was seen so far."""
+        seen = ("n_rows", "_is_one_row", "_sum", "_squares")
+        return {name: getattr(self, name) for name in seen}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what another had seen."""
@@ -67,7 +62,7 @@ class Damage:
     def rows(
         self, output: Float[Tensor, "batch *pos feature"], batch: Batch
     ) -> Float[Tensor, "batch row feature"]:
-        """The output where it may count."""
+        """Take the output where it may count."""
         output = output if output.dtype in (torch.float32, torch.float64) else output.float()
         if self._is_by_position:
             output = output[..., None]
@@ -134,7 +129,7 @@ class Damage:
     def lost(
         self, before: "Reference", after: Float[Tensor, "_copy *pos feature"], batch: Batch
     ) -> Float[Tensor, "copies batch"]:
-        """The sum over the rows of each sequence, for several changed copies of a batch.
+        """Sum what the rows of each sequence lose, for several changed copies of a batch.
 
         Args:
             before: of the output.
@@ -151,9 +146,11 @@ class Damage:
             lost = torch.stack(found)
             # rows that move far are few, and measured once more by logarithms, one copy at a time
             for index in torch.stack(far).flatten(1).any(dim=1).nonzero().flatten().tolist():
-                rows = self.rows(copies[index], batch)
-                exact = _far_divergence(rows, before, far[index])
-                lost[index][far[index]] = exact.to(lost[index])
+                change, risen = _change(self.rows(copies[index], batch), before)
+                here = far[index]
+                log_p = before.rows[here].log_softmax(dim=-1)
+                exact = (log_p + change[here]).logsumexp(dim=-1) - risen[here]
+                lost[index][here] = exact.to(lost[index])
         # no position makes up for another; rounding, too, may give less than 0
         return (lost.double().clamp(min=0) * before.counted).sum(dim=-1).cpu()
 
@@ -183,7 +180,7 @@ class Reference(NamedTuple):
 def _divergence(
     after: Float[Tensor, "batch row feature"], before: Reference
 ) -> tuple[Float[Tensor, "batch row"], Bool[Tensor, "batch row"]]:
-    """The divergence of the new distribution, or the rise of the loss, by the change of logits.
+    """Find the divergence of the new distribution, or the rise of the loss, from logits.
 
     Both are log E exp(x) for the change x less its mean, the loss less that of the next token: so
     small ones keep their digits. One logits tensor is made, and written in place.
@@ -196,18 +193,10 @@ def _divergence(
     return torch.linalg.vecdot(before.p, change.expm1_()).log1p() - risen, far
 
 
-def _far_divergence(
-    after: Float[Tensor, "batch row feature"], before: Reference, far: Bool[Tensor, "batch row"]
-) -> Float[Tensor, " far"]:
-    """The same for rows that change much, from the logarithms of probabilities."""
-    change, risen = _change(after, before)
-    return (before.rows[far].log_softmax(dim=-1) + change[far]).logsumexp(dim=-1) - risen[far]
-
-
 def _change(
     after: Float[Tensor, "batch row feature"], before: Reference
 ) -> tuple[Float[Tensor, "batch row feature"], Float[Tensor, "batch row"]]:
-    """The change of logits less its mean, and that of the next token's, where it is asked for."""
+    """Subtract its mean from the change of logits; and find that of the next token's, if asked."""
     assert before.p is not None
     change = after - before.rows
     change -= torch.linalg.vecdot(before.p, change)[..., None]
@@ -219,7 +208,7 @@ def _change(
 def metric_of(
     model: nn.Module, metric: Metric | None, read: Sequence[int] | None, shortest: int
 ) -> Damage:
-    """The metric that is asked for, or the one that fits the model.
+    """Choose the metric that is asked for, or the one that fits the model.
 
     Args:
         model: whose outputs are compared.
@@ -257,26 +246,6 @@ def gives_token_logits(model: nn.Module, output: Tensor) -> bool:
     n_vocab = getattr(getattr(model, "cfg", None), "d_vocab", None)
     is_wide = output.ndim == 3 and not (n_vocab and output.shape[-1] < n_vocab)
     return is_wide and gives_logits(model)
-
-
-def next_token_losses(
-    logits: Float[Tensor, "batch pos d_vocab"], batch: Batch, counted: Bool[Tensor, "batch next"]
-) -> Float[Tensor, " batch"]:
-    """The loss of the next tokens that count, in nats, summed over each sequence; float64.
-
-    Args:
-        logits: of the batch.
-        batch: the sequences.
-        counted: which next tokens count; the first is that of position 0.
-    """
-    following = batch.tokens[:, 1:].to(logits.device)
-    lost = torch.stack(
-        [  # one sequence at a time: a float32 copy of all logits may be large
-            torch.nn.functional.cross_entropy(row[:-1].float(), token, reduction="none")
-            for row, token in zip(logits, following, strict=True)
-        ]
-    )
-    return (lost.double().cpu() * counted).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -352,4 +321,11 @@ class NextTokenLoss:
         self, logits: Float[Tensor, "batch pos d_vocab"], batch: Batch
     ) -> Float[Tensor, " batch"]:
         """Sum the losses of each sequence of a batch, from its logits; float64."""
-        return next_token_losses(logits, batch, self.states(batch)[:, :-1])
+        following = batch.tokens[:, 1:].to(logits.device)
+        lost = torch.stack(
+            [  # one sequence at a time: a float32 copy of all logits may be large
+                torch.nn.functional.cross_entropy(row[:-1].float(), token, reduction="none")
+                for row, token in zip(logits, following, strict=True)
+            ]
+        )
+        return (lost.double().cpu() * self.states(batch)[:, :-1]).sum(dim=1)

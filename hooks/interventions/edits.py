@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -93,8 +94,8 @@ class Edit:
 
 def heads_of(plain: Pass) -> Iterator[tuple[int, int]]:
     """List (layer, head) of all heads whose pattern a pass has."""
-    for layer in range(plain.n_layers):
-        for head in range(plain.pattern(layer).shape[1]):
+    for layer, n_heads in enumerate(count_heads(plain)):
+        for head in range(n_heads):
             yield layer, head
 
 
@@ -110,17 +111,9 @@ def edit_head(plain: Pass, layer: int, head: int, change: OfHead, name: str = ""
     Raises:
         InfoFlowError: for a head that is not there; in the pass for what is no pattern.
     """
-    check_head(plain, layer, head)
+    check_head(count_heads(plain), layer, head)
     point, name = pattern_hook(plain.model, layer), name or _name(layer, head, change)
-
-    def change_pattern(pattern: Tensor) -> Tensor:
-        made = change(pattern[:, head])
-        check_shape(made, pattern[:, head], name, point)
-        pattern = pattern.clone()
-        pattern[:, head] = made.to(pattern)
-        return pattern
-
-    return Edit(name, {point: change_pattern})
+    return Edit(name, {point: partial(_change_head, change, head, 1, name, point)})
 
 
 def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: str = "") -> Edit:
@@ -135,34 +128,48 @@ def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: s
     Raises:
         InfoFlowError: for a head that is not there; in the pass for what is no z.
     """
-    check_head(plain, layer, head)
+    n_heads = count_heads(plain)
+    check_head(n_heads, layer, head)
     name = name or _name(layer, head, change)
     point = hook_name(plain.model, f"blocks.{layer}.attn.hook_z")
-    n_heads = plain.pattern(layer).shape[1]
 
     def change_output(z: Tensor) -> Tensor:
-        by_head = split_heads(z, n_heads)
-        made = change(by_head[:, :, head])
-        check_shape(made, by_head[:, :, head], name, point)
-        by_head = by_head.clone()
-        by_head[:, :, head] = made.to(by_head)
-        return by_head.view(z.shape)
+        by_head = split_heads(z, n_heads[layer])
+        return _change_head(change, head, 2, name, point, by_head).reshape(z.shape)
 
     return Edit(name, {point: change_output})
 
 
-def check_head(plain: Pass, layer: int, head: int) -> None:
+def _change_head(
+    change: OfHead, head: int, axis: int, name: str, point: str, activation: Tensor
+) -> Tensor:
+    """Put what a function makes of a head's part of an activation in its place."""
+    own = activation.select(axis, head)
+    made = change(own)
+    check_shape(made, own, name, point)
+    return activation.select_scatter(made.to(activation), axis, head)
+
+
+def count_heads(plain: Pass) -> list[int]:
+    """Count the heads of each layer of a pass, by their patterns."""
+    return [plain.pattern(layer).shape[1] for layer in range(plain.n_layers)]
+
+
+def check_head(n_heads: Sequence[int], layer: int, head: int) -> None:
     """Refuse a head that the model does not have.
+
+    Args:
+        n_heads: of each layer.
+        layer, head: which.
 
     Raises:
         InfoFlowError: with those that it has.
     """
     check(layer, int, "layer")
     check(head, int, "head")
-    n_heads = [plain.pattern(i).shape[1] for i in range(plain.n_layers)]
-    if not (0 <= layer < plain.n_layers and 0 <= head < n_heads[layer]):
+    if not (0 <= layer < len(n_heads) and 0 <= head < n_heads[layer]):
         raise InfoFlowError(
-            f"there is no head {head} in layer {layer}: expected layers 0 to {plain.n_layers - 1} "
+            f"there is no head {head} in layer {layer}: expected layers 0 to {len(n_heads) - 1} "
             f"with {', '.join(map(str, n_heads))} heads"
         )
 
@@ -234,12 +241,7 @@ def _check_takes_one(name: str, point: str, change: Change) -> None:
 
 
 def _chain(changes: Sequence[Change]) -> Change:
-    def change_all(activation: Tensor) -> Tensor:
-        for change in changes:
-            activation = change(activation)
-        return activation
-
-    return change_all
+    return lambda activation: reduce(lambda found, change: change(found), changes, activation)
 
 
 def _name(layer: int, head: int, change: OfHead) -> str:
@@ -253,7 +255,7 @@ _EXAMPLE = 8  # tokens of a sequence that shows what edits and starts do
 def real_queries(
     batch: Batch, pattern: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch query"]:
-    """1 where a query is no padding, else 0; float64."""
+    """Mark queries that are no padding by 1, others by 0; float64."""
     real = pattern.new_ones(len(batch), pattern.shape[2], dtype=torch.float64)
     return real if batch.lengths is None else batch.mask().to(real)
 
@@ -326,12 +328,12 @@ def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
 
 
 def example_of(batch: Batch) -> Tensor:
-    """A sequence that is none of the batch, which nothing else may depend on."""
+    """Make a sequence that is none of the batch, which nothing else may depend on."""
     return batch.tokens[:1].flip(1)
 
 
 def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
-    """The layers at which a pass can start: what enters there alone decides the output.
+    """Find the layers at which a pass can start: what enters there alone decides the output.
 
     For a HookedTransformer that is known. A bridge is asked, layer by layer: other tokens run below
     the layer, and the output must still come out. Models that share anything else between layers,
@@ -370,7 +372,7 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
 
 @cache_by_mode
 def layer_with_later_keys(model: nn.Module) -> int | None:
-    """The first layer whose queries attend to keys behind them, as in encoders; None in no layer.
+    """Find the first layer whose queries attend to keys behind them, as in encoders; or None.
 
     Found by running some random tokens.
     """

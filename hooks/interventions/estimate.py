@@ -48,7 +48,7 @@ def differentiable(
     look_at_output: Callable[[int, Tensor], None] | None = None,
     caught: dict[str, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """The output of a pass, and for each layer zeros added to its pattern, to differentiate by.
+    """Run a pass, and give its output and for each layer zeros, added to its pattern: leaves.
 
     Args:
         model: in evaluation mode.
@@ -106,7 +106,7 @@ def gradients(
 
 @contextmanager
 def without_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """The model without the user's backward hooks, which would see, or change, our gradients."""
+    """Take off the user's backward hooks, which would see, or change, our gradients."""
     modules = list(model.modules())
     saved = [(module._backward_hooks, module._backward_pre_hooks) for module in modules]
     try:
@@ -126,7 +126,7 @@ def directions(
     seeds: Sequence[int],
     temperature: float = 1.0,
 ) -> Iterator[Float[Tensor, "batch row feature"]]:
-    """Random directions of the output whose covariance is that of the metric's second-order form.
+    """Draw directions of the output whose covariance is that of the metric's second-order form.
 
     Args:
         rows: of the output, where it may count.
@@ -153,7 +153,7 @@ def directions(
 
 
 def _signs(seed: int, draws: int, n_features: int, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs for the features, and for the rows of one sequence, 0 for those that do not count.
+    """Draw signs for the features and for the rows of one sequence, 0 where these do not count.
 
     A sign for each feature times one for each row is enough for rows to be uncorrelated.
     """
@@ -218,7 +218,7 @@ def estimate_ideals(
     layers = [LayerMeans.select(means, i, leaves_out) for i in range(len(means.patterns))]
     counts, n = [len(pattern) for pattern in means.patterns], int(batches.n_sequences or 0)
     fresh = torch.zeros(n, sum(counts), len(ideals), dtype=torch.float64)
-    lost, done = kept.begin("estimates", fresh), kept.take_up_estimates(damage)
+    lost, done = kept.take_up_estimates(fresh, damage)
     for batch in batches.batches(batch_size, skip=done):
         stop = done + len(batch)
         seeds = [derive_seed("labels", seed, i) for i in range(done, stop)]
@@ -351,22 +351,18 @@ class _LayerEstimate:
         """Put heads before queries, as patterns have them."""
         return None if z is None else split_heads(z, len(self.heads)).transpose(1, 2)
 
-    def products(
-        self, change: Float[Tensor, "batch head query feature"], by_draw: Sequence[Tensor | None]
-    ) -> Float[Tensor, "draw batch head row"]:
-        """Multiply with the gradient of each direction, query by query; NaN without a gradient.
-
-        One value for all queries where the output has one row.
-        """
-        n_draws, shape = len(by_draw), change.shape[:3]
-        found = change.new_full((n_draws, *shape), torch.nan, dtype=torch.float64)
-        for row, gradient in zip(found, by_draw, strict=True):
-            if gradient is not None:
-                row.copy_((gradient * change).double().sum(dim=-1))
-        return found.sum(dim=-1, keepdim=True) if self.is_one_row else found
-
     def square(
         self, change: Float[Tensor, "batch head query feature"], by_draw: Sequence[Tensor | None]
     ) -> Float[Tensor, "batch head"]:
-        """Square the products, and add up queries and directions."""
-        return self.products(change, by_draw).square().sum(dim=(0, 3)).cpu()
+        """Square the products with the gradient of each direction, and add them up.
+
+        Products are squared query by query, or of all queries together where the output has one
+        row. NaN without a gradient.
+        """
+        shape = (len(by_draw), *change.shape[:3])
+        found = change.new_full(shape, torch.nan, dtype=torch.float64)
+        for row, gradient in zip(found, by_draw, strict=True):
+            if gradient is not None:
+                row.copy_((gradient * change).double().sum(dim=-1))
+        products = found.sum(dim=-1, keepdim=True) if self.is_one_row else found
+        return products.square().sum(dim=(0, 3)).cpu()

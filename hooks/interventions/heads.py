@@ -302,14 +302,14 @@ class HeadLabels(Result):
 
     def plot(self) -> "mpl.Figure":
         """Draw the label of every head, layer by layer."""
-        from matplotlib.patches import Patch
+        from matplotlib.patches import Patch, Rectangle
 
         layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
         figure = mpl.Figure(figsize=(1.5 + 0.3 * (max(head) + 1), 1 + 0.22 * (max(layer) + 1)))
         figure.set_layout_engine("constrained")
         axes = figure.subplots()
         for x, y, label in zip(head, layer, self.labels, strict=True):
-            axes.add_patch(_square(x, y, COLOURS[label]))
+            axes.add_patch(Rectangle((x - 0.45, y - 0.45), 0.9, 0.9, color=COLOURS[label]))
         axes.set(
             xlim=(-0.5, max(head) + 0.5), ylim=(-0.5, max(layer) + 0.5),
             xlabel="head", ylabel="layer", title="What heads do on these texts",
@@ -339,12 +339,6 @@ def _keys_of(
     # a real query draws from something; padding passes nothing on
     real = (drawn >= 0).any(dim=-1, keepdim=True)
     return torch.where(fixed & real, torch.arange(n_key).to(drawn), -1)
-
-
-def _square(x: int, y: int, colour: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.45, y - 0.45), 0.9, 0.9, color=colour)
 
 
 @takes_model
@@ -418,7 +412,7 @@ def label_heads(
     }  # fmt: skip
     known, others = {**settings, "metric": damage.name, "seed": seed, "means": None}, None
     if isinstance(calibration, MeanPatterns):
-        known["means"] = _fingerprint_means(calibration)
+        known["means"] = fingerprint(calibration.to_parts()[1])
     elif calibration is not None:
         others = texts_of(calibration, "calibration")
     identity = identify(model, known, inputs=some, judge=judged, calibration=others)
@@ -524,13 +518,6 @@ def _split(every: Batches, judged: Batches | None) -> tuple[Batches, Batches]:
     if judged is not None:
         return every, judged
     return every.take(range(0, n_every, 2)), every.take(range(1, n_every, 2))
-
-
-def _fingerprint_means(means: MeanPatterns) -> str:
-    tensors = {"n": means.n}
-    for name in ("patterns", "outputs"):
-        tensors |= {f"{name} {i}": of for i, of in enumerate(getattr(means, name))}
-    return fingerprint(tensors)
 
 
 class _Labelling:

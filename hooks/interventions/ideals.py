@@ -22,6 +22,7 @@ from infoflow_lens.foundation.settings import Distinct, Index, check
 from infoflow_lens.hooks.interventions.edits import (
     Edit,
     check_head,
+    count_heads,
     heads_of,
     split_heads,
 )
@@ -170,21 +171,18 @@ def make_ideal(
     visible: Visible,
     means: LayerMeans | None,
     heads: Sequence[int],
-    own: Pattern | None = None,
+    own: Pattern,
 ) -> Pattern:
     """Make the ideal patterns of some heads of a layer.
 
     Args:
         ideal: its name; "ablated" replaces outputs, and is none of these.
-        pattern: float [batch, head, query, key], the patterns of these heads in this pass.
+        pattern: the patterns of these heads in this pass.
         visible: the keys that each query may see.
         means: the mean patterns of the layer; None where the ideal is no mean.
         heads: the numbers of these heads.
-        own: their patterns in the plain pass, which are in the means and are taken out of them;
-            None where `pattern` is of the plain pass.
+        own: their patterns in the plain pass, which are in the means and are taken out of them.
     """
-    if own is None:
-        own = pattern
     mean = None
     if ideal in ("position", "offset"):
         assert means is not None
@@ -299,9 +297,9 @@ def replace_heads(
     Raises:
         InfoFlowError: for a head that is not there.
     """
-    by_layer: dict[int, dict[str, list[int]]] = {}
+    n_heads, by_layer = count_heads(plain), dict[int, dict[str, list[int]]]()
     for (layer, head), ideal in heads.items():
-        check_head(plain, layer, head)
+        check_head(n_heads, layer, head)
         by_layer.setdefault(layer, {}).setdefault(ideal, []).append(head)
     at: dict[str, Any] = {}
     for layer, groups in by_layer.items():

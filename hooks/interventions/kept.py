@@ -128,22 +128,24 @@ class KeptNumbers:
         self._after = after
 
     def measure_once(self, name: str, measured: Callable[[], Tensor]) -> Tensor:
-        """The numbers of that name, measured unless they are there."""
+        """Return the numbers of that name, measured unless they are there."""
         if name not in self._found:
             self.keep(**{name: measured()})
         found: Tensor = self._found[name]
         return found
 
-    def begin(self, name: str, fresh: Tensor) -> Tensor:
-        """Take up the tensor of that name where the run before left it, or a fresh one."""
-        found: Tensor = self._found.get(name, fresh)
-        return found
+    def take_up_estimates(self, fresh: Tensor, damage: Damage) -> tuple[Tensor, int]:
+        """Let a metric go on from what it had seen.
 
-    def take_up_estimates(self, damage: Damage) -> int:
-        """Let a metric go on from what it had seen; return on how many sequences estimates are."""
+        Args:
+            fresh: estimates of a run that begins.
+            damage: the metric.
+
+        Returns:
+            The estimates where the run before left them, and of how many sequences they are.
+        """
         damage.load_state(self._found.get("seen", {}))
-        count: int = self._found.get("n_estimated", 0)
-        return count
+        return self._found.get("estimates", fresh), self._found.get("n_estimated", 0)
 
     def take_up(self, name: str, probe: Intervention) -> None:
         """Let a probe go on from the state of that name, if there is one."""

@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, check
-from infoflow_lens.hooks.interventions.edits import split_heads
+from infoflow_lens.hooks.interventions.edits import check_head, split_heads
 from infoflow_lens.hooks.model.call import NamedHook, catching
 from infoflow_lens.hooks.model.points import (
     has_own_attention,
@@ -161,7 +160,7 @@ def fill_with_mean(
     kept: Bool[Tensor, "batch head query key"],
     mean: Float[Tensor, "head longest longest"],
 ) -> Float[Tensor, "batch head query key"]:
-    """A pattern whose kept weights stay; on the other keys stands the mean pattern.
+    """Keep some weights of a pattern, and put the mean pattern on the other keys.
 
     It is scaled to what the other keys had of the row, so every row keeps its sum. Where the mean
     has nothing there, they share it evenly.
@@ -182,7 +181,7 @@ def fill_with_mean(
 def edits_of_patterns(
     model: nn.Module, layers: Iterable[int], edit: Callable[[int, "SeenKeys", Tensor], Tensor]
 ) -> list[NamedHook]:
-    """Hooks that put ``edit(layer, seeing, pattern)`` in the place of the patterns of layers."""
+    """Make hooks that put ``edit(layer, seeing, pattern)`` in the place of patterns."""
     hooks: list[NamedHook] = []
     for layer in layers:
         seeing = SeenKeys(model, layer)
@@ -217,7 +216,7 @@ class SeenKeys:
     def visible(
         self, pattern: Float[Tensor, "batch head query key"]
     ) -> Bool[Tensor, "batch head query key"]:
-        """The keys that are seen in the pass whose pattern this is."""
+        """Mark the keys that are seen in the pass whose pattern this is."""
         scores, self._scores = self._scores, None
         if scores is not None:
             return scores > -torch.inf
@@ -241,7 +240,7 @@ def substituted(
     mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None = None,
     k: int = 4,
 ) -> Iterator[None]:
-    """The model with the patterns of some heads replaced by idealised ones, while the block lasts.
+    """Replace the patterns of some heads of a model by idealised ones, while the block lasts.
 
     Args:
         model: a TransformerLens model whose pattern, when edited, reaches the output.
@@ -253,14 +252,12 @@ def substituted(
     Raises:
         InfoFlowError: for unknown layers, heads or ideals, or missing mean patterns.
     """
-    counts, k = head_counts(model), check(k, Count, "k")
+    # the heads of each layer, from the weights
+    n_heads = [int(block.attn.W_O.shape[0]) for block in model.blocks]  # type: ignore[union-attr]
+    k = check(k, Count, "k")
     groups: dict[int, dict[str, list[int]]] = {}
     for (layer, head), ideal in heads.items():
-        if not (0 <= layer < len(counts) and 0 <= head < counts[layer]):
-            raise InfoFlowError(
-                f"there is no head {head} in layer {layer}: expected layers 0 to "
-                f"{len(counts) - 1} with {', '.join(map(str, counts))} heads"
-            )
+        check_head(n_heads, layer, head)
         if check(ideal, Ideal, "ideal") == "specific_position" and mean_patterns is None:
             raise InfoFlowError(
                 "'specific_position' needs the mean patterns: give mean_patterns, as "
@@ -279,11 +276,6 @@ def substituted(
         yield
 
 
-def head_counts(model: nn.Module) -> list[int]:
-    """Heads of each layer, from the weights."""
-    return [int(block.attn.W_O.shape[0]) for block in model.blocks]  # type: ignore[union-attr]
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeanPatterns(Result):
     """What heads do on the average of some sequences, position by position.
@@ -298,17 +290,6 @@ class MeanPatterns(Result):
     patterns: tuple[Float[Tensor, "_head query key"], ...]
     outputs: tuple[Float[Tensor, "query _head _d_head"], ...]
     n: Float[Tensor, " query"]
-
-    @classmethod
-    def from_patterns(
-        cls,
-        patterns: Sequence[Float[Tensor, "_head query key"]],
-        n: Float[Tensor, " query"],
-        record: RunRecord,
-    ) -> "MeanPatterns":
-        """Make it of patterns alone, where no output of a head is asked for."""
-        outputs = tuple(torch.empty(len(n), len(mean), 0) for mean in patterns)
-        return cls(patterns=tuple(patterns), outputs=outputs, n=n, record=record)
 
     @property
     def n_pos(self) -> int:

@@ -147,7 +147,7 @@ class InterventionResult(Result):
 
     def errors(self) -> Float[Tensor, " edit"]:
         """Estimate a standard error of :meth:`damage` by leaving each sequence out; NaN for one."""
-        return jackknife(self.lost, (self.n_rows * self.per_row)[:, None].expand(self.lost.shape))
+        return jackknife(self.lost, (self.n_rows * self.per_row)[:, None])
 
     def risen(self) -> Float[Tensor, " edit"]:
         """Compute the rise of the next-token loss, in nats a token; NaN without one."""
@@ -228,7 +228,6 @@ class Intervention(Probe[InterventionResult]):
 
     Attributes:
         reads: what `edits` reads of the plain pass, as for every probe.
-        watch: called with the share of a batch's work that is done, from 0 to 1.
 
     Raises:
         InfoFlowError: for edits of hook points that the model does not have, or of one name; a
@@ -237,7 +236,6 @@ class Intervention(Probe[InterventionResult]):
 
     reads: ClassVar[str | Sequence[str]] = ("scores", "pattern")
     by_index = True  # a sequence's place among all is its row of the table
-    watch: Callable[[float], None] | None = field(default=None, init=False, compare=False)
 
     _: KW_ONLY
     metric: Metric | None = None
@@ -352,7 +350,6 @@ class Intervention(Probe[InterventionResult]):
         rows = self.rows or sequences_at_once(model, source.batch.tokens.shape[1], n_heads)
         # copies of the batch in one pass, each with an edit of its own
         together = max(1, rows // n)
-        done = 0
         # edits are sorted by layer, so that those whose passes start at one stand together
         for layer, group in groupby(edits, lambda edit: _start_of(edit, states, first)):
             every = list(group)
@@ -368,9 +365,6 @@ class Intervention(Probe[InterventionResult]):
                 lost.append(_check_numbers(found[0], some))
                 rise.append(found[1])
                 work += len(some) * n * (1 - (layer or 0) / plain.n_layers)
-                done += len(some)
-                if self.watch is not None:
-                    self.watch(done / len(edits))
         table = Table(
             plain.indices.clone(),
             [edit.name for edit in edits],
@@ -688,7 +682,7 @@ def _predicts(plain: Pass) -> bool:
 
 
 def jackknife(
-    sums: Float[Tensor, "sequence edit"], weights: Float[Tensor, "sequence edit"]
+    sums: Float[Tensor, "sequence edit"], weights: Float[Tensor, "sequence _edit"]
 ) -> Float[Tensor, " edit"]:
     """Estimate one standard error of sum(sums) / sum(weights) by leaving each sequence out.
 
@@ -706,10 +700,8 @@ def jackknife(
     return (squares * (n - 1) / n).sqrt().masked_fill(n < 2, torch.nan)
 
 
-def _ratio(
-    sums: Float[Tensor, "sequence edit"], weights: Sequence[float] | Tensor
-) -> Float[Tensor, " edit"]:
+def _ratio(sums: Float[Tensor, "sequence edit"], weights: Tensor) -> Float[Tensor, " edit"]:
     known = ~sums.isnan()
-    weight = torch.as_tensor(weights).double()[:, None] * known
+    weight = weights.double()[:, None] * known
     total = sums.nan_to_num().sum(dim=0) / weight.sum(dim=0)
     return total.masked_fill(~known.any(dim=0), torch.nan)

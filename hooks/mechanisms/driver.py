@@ -1,13 +1,14 @@
 """What all measurements of edited models share: inputs read again, and what is kept."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.interventions.kept import KeptNumbers
+from infoflow_lens.hooks.interventions.patterns import MeanPatterns, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.probe import Intervention, InterventionResult
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count
@@ -18,9 +19,9 @@ from infoflow_lens.hooks.result import Result
 def read_again(
     model: nn.Module,
     inputs: Inputs,
-    attention_mask: Tensor | None = None,
-    column: str | None = None,
-    max_length: int | None = None,
+    attention_mask: Tensor | None,
+    column: str | None,
+    max_length: int | None,
 ) -> Batches:
     """Read inputs that several passes go over, as `run_probes` does.
 
@@ -57,37 +58,47 @@ def read_calibration(
     return others
 
 
-def measure_round(
-    kept: KeptNumbers,
-    model: nn.Module,
-    batches: Batches,
-    name: str,
-    probe: Intervention,
-    *,
-    batch_size: int,
-    progress: bool,
-) -> InterventionResult:
-    """Measure what is not measured yet of an intervention.
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of interventions on the same sequences, each of them measured once.
 
-    Args:
-        kept: what all interventions on these sequences have measured so far.
+    Attributes:
         model: the model.
         batches: the sequences.
-        name: by which the intervention is kept.
-        probe: the intervention.
+        calibration: those of mean patterns; None where they are the same.
+        kept: what all rounds have measured so far, also in a run before.
         batch_size: sequences in a pass.
         progress: show a bar.
-
-    Raises:
-        InfoFlowError: as the probe says.
     """
-    kept.take_up(name, probe)
-    result: InterventionResult
-    (result,) = run_probes(
-        model, batches, [probe], batch_size=batch_size, skip=probe.n_sequences,
-        after_batch=lambda n: kept.keep(**{name: probe.state_dict()}), progress=progress,
-    )  # fmt: skip
-    return result
+
+    model: nn.Module
+    batches: Batches
+    calibration: Batches | None
+    kept: KeptNumbers
+    batch_size: int
+    progress: bool
+
+    def measure(self, name: str, probe: Intervention) -> InterventionResult:
+        """Measure what is not measured yet of an intervention, which is kept by that name.
+
+        Raises:
+            InfoFlowError: as the probe says.
+        """
+        self.kept.take_up(name, probe)
+        result: InterventionResult
+        (result,) = run_probes(
+            self.model, self.batches, [probe], batch_size=self.batch_size,
+            skip=probe.n_sequences, progress=self.progress,
+            after_batch=lambda n: self.kept.keep(**{name: probe.state_dict()}),
+        )  # fmt: skip
+        return result
+
+    def find_means(self, what: Literal["patterns", "outputs"]) -> MeanPatterns:
+        """Find mean patterns, or outputs, of the calibration."""
+        return run_probes(
+            self.model, self.calibration or self.batches, [MeanPatternsProbe(what)],
+            batch_size=self.batch_size, progress=False,
+        )[0]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

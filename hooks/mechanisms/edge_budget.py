@@ -31,11 +31,11 @@ from infoflow_lens.foundation.settings import (
 from infoflow_lens.hooks.interventions.damage import NextTokenLoss, Read, metric_of
 from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.patterns import MeanPatternsProbe, fill_with_mean
+from infoflow_lens.hooks.interventions.patterns import fill_with_mean
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
 from infoflow_lens.hooks.mechanisms.driver import (
     NextTokenResult,
-    measure_round,
+    Rounds,
     read_again,
     read_calibration,
 )
@@ -51,7 +51,7 @@ from infoflow_lens.hooks.mechanisms.edges import (
 from infoflow_lens.hooks.model.call import run_few_tokens
 from infoflow_lens.hooks.model.inputs import Batches, Inputs
 from infoflow_lens.hooks.model.points import pattern_hook, takes_model
-from infoflow_lens.hooks.passes.run import run, run_probes
+from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import LabelledArray, frame_of
 
@@ -72,6 +72,12 @@ class EdgesNeeded(NamedTuple):
     edges: float
     low: float
     high: float
+
+    @classmethod
+    def from_draws(cls, edges: Float[Tensor, " draw"]) -> "EdgesNeeded":
+        """Make it of the edges of all windows, and behind these of windows drawn again."""
+        low, high = edges[1:].quantile(torch.tensor([0.025, 0.975], dtype=edges.dtype)).tolist()
+        return cls(float(edges[0]), low, high)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,11 +129,8 @@ class EdgeBudgetResult(NextTokenResult):
             draws: how often windows are drawn, with replacement, for the intervals.
             seed: of the draws.
         """
-        found = {}
-        for name, needed in self._find_needed(share, draws, seed).items():
-            low, high = needed[1:].quantile(torch.tensor([0.025, 0.975], dtype=needed.dtype))
-            found[name] = EdgesNeeded(float(needed[0]), float(low), float(high))
-        return found
+        needed = self._find_needed(share, draws, seed)
+        return {name: EdgesNeeded.from_draws(edges) for name, edges in needed.items()}
 
     @checked
     def times_needed(
@@ -149,12 +152,10 @@ class EdgeBudgetResult(NextTokenResult):
                 raise InfoFlowError(
                     f"{name!r} was not measured: expected one of {', '.join(needed)}"
                 )
-        times = needed[method] / needed[other]
-        low, high = times[1:].quantile(torch.tensor([0.025, 0.975], dtype=times.dtype))
-        return EdgesNeeded(float(times[0]), float(low), float(high))
+        return EdgesNeeded.from_draws(needed[method] / needed[other])
 
     def _curves(self) -> dict[str, Float[Tensor, "budget sequence"]]:
-        """The losses of each method, those of chance as one."""
+        """List the losses of each method, those of chance as one."""
         curves = {m: v for m, v in zip(self.methods, self.losses) if not m.startswith(CHANCE)}
         drawn = [v for m, v in zip(self.methods, self.losses) if m.startswith(CHANCE)]
         return curves | ({CHANCE: torch.stack(drawn).mean(dim=0)} if drawn else {})
@@ -214,7 +215,7 @@ class EdgeBudgetResult(NextTokenResult):
 def _find_crossing(
     edges: Float[Tensor, "draw point"], regained: Float[Tensor, "draw point"], share: float
 ) -> Float[Tensor, " draw"]:
-    """The edges from which on a share is regained, of logarithms of 1 + edges."""
+    """Find the edges from which on a share is regained, of logarithms of 1 + edges."""
     below = (regained < share).long()
     points = torch.arange(edges.shape[1] - 1)
     # the last one, as a curve may cross the share more than once
@@ -326,21 +327,15 @@ def measure_edge_budget(
         "seed": seed,
         "n_calibration": others.n_sequences,
     }
-    identity = identify(model, settings, inputs=batches, calibration=others)
-    kept = KeptNumbers(identity, resume, after)
-    (means,) = run_probes(
-        model, others, [MeanPatternsProbe("patterns")], batch_size=batch_size, progress=False
-    )
-    patterns = [mean.float() for mean in means.patterns]
+    kept = KeptNumbers(identify(model, settings, inputs=batches, calibration=others), resume, after)
+    rounds = Rounds(model, batches, others, kept, batch_size, progress)
+    patterns = [mean.float() for mean in rounds.find_means("patterns").patterns]
 
     def measure(name: str, some: tuple[float, ...]) -> InterventionResult:
         def make(plain: Pass) -> Iterable[Edit]:
             return _keep_edges(EdgeScores(plain, judge, patterns, others, seed), name, some)
 
-        probe = EditsOfPass(make, rows=1, through_hooks=True, **judged)
-        return measure_round(
-            kept, model, batches, name, probe, batch_size=batch_size, progress=progress
-        )
+        return rounds.measure(name, EditsOfPass(make, rows=1, through_hooks=True, **judged))
 
     none = measure("none", ())
     bare = none.bare if metric == "loss" else torch.zeros_like(none.bare)

@@ -22,9 +22,9 @@ from infoflow_lens.foundation.settings import Count, Distinct, NonNegative, chec
 from infoflow_lens.hooks.interventions.damage import Metric, Read, metric_of
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.patterns import IDEALS, Ideal, MeanPatternsProbe, name_ideal
+from infoflow_lens.hooks.interventions.patterns import IDEALS, Ideal, name_ideal
 from infoflow_lens.hooks.interventions.probe import InterventionResult
-from infoflow_lens.hooks.mechanisms.driver import measure_round, read_again, read_calibration
+from infoflow_lens.hooks.mechanisms.driver import Rounds, read_again, read_calibration
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import takes_model
@@ -97,11 +97,9 @@ def measure_mechanisms(
     }
     fingerprint = model_fingerprint(model)
     kept = KeptNumbers(identify(model, settings, inputs=batches, calibration=others), resume, after)
+    rounds = Rounds(model, batches, others, kept, batch_size, progress)
     with eval_mode(model):
-        (means,) = run_probes(
-            model, others or batches, [MeanPatternsProbe("patterns")],
-            batch_size=batch_size, progress=False,
-        )  # fmt: skip
+        means = rounds.find_means("patterns")
         counts = [len(mean) for mean in means.patterns]
         replacements = {
             f"{layer}.{head} {ideal}": {(layer, head): name_ideal(ideal, k)}
@@ -113,9 +111,7 @@ def measure_mechanisms(
             means, replacements, leaves_out=held_out and others is None, metric=damage.name,
             read=read, through_hooks=True,
         )  # fmt: skip
-        found = measure_round(
-            kept, model, batches, "ideals", probe, batch_size=batch_size, progress=progress
-        )
+        found = rounds.measure("ideals", probe)
     return MechanismsResult(
         ideals=IDEALS,
         metric=damage.name,

@@ -82,8 +82,10 @@ class MechanismsResult(Result):
 
     def means(self) -> MeanPatterns:
         """Give the mean patterns to interventions; mean outputs of heads are not among them."""
-        n = torch.ones(self.mean_patterns[0].shape[1], dtype=torch.float64)
-        return MeanPatterns.from_patterns(self.mean_patterns, n, self.record)
+        patterns = self.mean_patterns
+        n = torch.ones(patterns[0].shape[1], dtype=torch.float64)
+        outputs = tuple(torch.empty(len(n), len(mean), 0) for mean in patterns)
+        return MeanPatterns(patterns=patterns, outputs=outputs, n=n, record=self.record)
 
     def lost(self) -> tuple[Float[Tensor, " _head"], ...]:
         """Look up what the output loses without each head; 0 for one that it does not need.

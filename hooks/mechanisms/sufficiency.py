@@ -21,20 +21,13 @@ from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.interventions.damage import NextTokenLoss
-from infoflow_lens.hooks.interventions.ideals import AllHeads, Head
+from infoflow_lens.hooks.interventions.ideals import AllHeads, Head, check_means
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.patterns import (
-    IDEALS,
-    Heads,
-    Ideal,
-    MeanPatternsProbe,
-    name_ideal,
-)
-from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again
+from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
+from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, Rounds, read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
-from infoflow_lens.hooks.model.points import takes_model
-from infoflow_lens.hooks.passes.run import run_probes
+from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.result import LabelledArray, frame_of
 
 MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
@@ -247,12 +240,8 @@ def measure_sufficiency(
             f"mechanisms are of model {mechanisms.record.model_fingerprint}, this is {weights} "
             "(other weights): expected the same; measure its mechanisms"
         )
-    longest = mechanisms.mean_patterns[0].shape[1]
-    if (batches.longest or 0) > longest:
-        raise InfoFlowError(
-            f"mechanisms were measured on at most {longest} positions, these sequences have "
-            f"{batches.longest}: expected none longer; cut them with max_length={longest}"
-        )
+    means = mechanisms.means()
+    check_means(means, batches.longest or 0, layer_count(model))
     mine = assign_ideals(mechanisms)
     heads = list(mine)
     ideals = [ideal for ideal, _ in mine.values()]
@@ -292,18 +281,14 @@ def measure_sufficiency(
     # what takes the place of heads, and of their patterns, is no setting and goes into the losses
     replaced = [(name, sorted(given.items())) for name, given in assignments.items()]
     known = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
-    identity = identify(model, known, inputs=batches)
-    kept = KeptNumbers(identity, resume, after)
-    (own,) = run_probes(
-        model, batches, [MeanPatternsProbe("outputs")], batch_size=batch_size, progress=False
-    )
+    kept = KeptNumbers(identify(model, known, inputs=batches), resume, after)
+    rounds = Rounds(model, batches, None, kept, batch_size, progress)
     # one mean over all positions, put at each of them
-    outputs = tuple(mean.expand(longest, -1, -1) for mean in own.mean_outputs())
-    means = replace(mechanisms.means(), outputs=outputs)
+    own = rounds.find_means("outputs").mean_outputs()
+    outputs = tuple(mean.expand(means.n_pos, -1, -1) for mean in own)
+    means = replace(means, outputs=outputs)
     probe = AllHeads(means, assignments, readout=loss, rows=1, through_hooks=True)
-    found = measure_round(
-        kept, model, batches, "replaced", probe, batch_size=batch_size, progress=progress
-    )
+    found = rounds.measure("replaced", probe)
     values = found.values()
     missing = torch.full_like(found.bare, torch.nan)
     rows = [[values.get(f"{name} {n}", missing) for n in counts] for name in names]

@@ -23,7 +23,7 @@ from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, rescale
 from infoflow_lens.hooks.interventions.probe import EditsOfPass
-from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, measure_round, read_again
+from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, Rounds, read_again
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook, takes_model
 from infoflow_lens.hooks.passes.view import Pass
@@ -167,6 +167,7 @@ def measure_top_k(
         "seed": seed,
     }
     kept = KeptNumbers(identify(model, settings, inputs=batches), resume, after)
+    rounds = Rounds(model, batches, None, kept, batch_size, progress)
     n = batches.n_sequences or 0
     losses = torch.full((len(kinds), n_layers + 1, len(chosen), n), torch.nan).double()
     # where to look, of each kind and layer: from one place in `chosen` to before another
@@ -181,10 +182,7 @@ def measure_top_k(
         points = tuple((kind, layer, chosen[at]) for kind, layer, at in places)
         make = partial(_keep_few, points, seed)
         probe = EditsOfPass(make, readout=loss, rows=1, through_hooks=True)
-        found = measure_round(
-            kept, model, batches, f"round {n_rounds}", probe,
-            batch_size=batch_size, progress=progress,
-        )  # fmt: skip
+        found = rounds.measure(f"round {n_rounds}", probe)
         values, most, n_rounds = found.values(), (1 + tolerance) * found.bare.sum(), n_rounds + 1
         for kind, layer, at in places:
             lost = losses[kinds.index(kind), layer, at] = values[f"{kind} {layer} {chosen[at]}"]

@@ -1,9 +1,9 @@
 """The maps of one set of features: what they have seen, what follows, and their errors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +13,7 @@ from infoflow_lens.hooks.recovery.rows import RowBuffer, Rows
 from infoflow_lens.hooks.recovery.statistics import CONSTANT, LinearFit, RegressionStatistics, Ridge
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """An error over a scale, for some groups; NaN where the scale is 0.
 
     Attributes:
@@ -43,7 +42,7 @@ def measure_errors(
     n = torch.tensor([float(block.n) for block in present], dtype=torch.float64)[:, None, None]
     error = torch.stack([block.error_sums(fit, groups).cpu() for block in present])
     moment = torch.stack([block.moment_sums(groups).cpu() for block in present])
-    # every block has sums about a point of its own; move them to that of the first block
+    # every block has sums about a point of its own: move them to that of the first block
     point = present[0].shift_y.cpu()
     sums, squares = [], []
     for block in present:
@@ -51,50 +50,42 @@ def measure_errors(
         sum_y = block.sum_y[groups].cpu()
         sums.append(sum_y + block.n * move)
         squares.append(block.squares[groups].cpu() + move * (2 * sum_y + block.n * move))
-    sum_y, square = torch.stack(sums), torch.stack(squares)
-
-    def scales(pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        second = pick(moment)
-        variance = pick(square) - pick(sum_y).square() / pick(n)
-        # a difference this small beside the two sums is a rounding error, not a variance
-        constant = variance.sum(-1) <= CONSTANT * second.sum(-1)
-        return second, variance.masked_fill(constant[..., None], 0)
-
+    n, error, moment, sum_y, square = map(
+        _leave_out, (n, error, moment, torch.stack(sums), torch.stack(squares))
+    )
+    variance = square - sum_y.square() / n
+    # a difference this small beside the two sums is a rounding error, not a variance
+    constant = variance.sum(-1) <= CONSTANT * moment.sum(-1)
+    variance = variance.masked_fill(constant[..., None], 0)
     ratios = []
-    for which in (0, 1):
-        whole = scales(_whole)[which]
-        value = _over(_whole(error), whole)
-        without_one = _over(_without_each(error), scales(_without_each)[which])
+    for scale in (moment, variance):
+        total = scale.sum(dim=-1)
+        value, *without_one = torch.where(total > 0, error.sum(dim=-1) / total, math.nan)
         ratios.append(
             Ratio(
                 value,
-                _half_width(without_one) if len(present) > 1 else torch.full_like(value, math.nan),
-                _sketch_error(_whole(error), whole, value, d_target),
+                _half_width(torch.stack(without_one)),
+                _sketch_error(error[0], scale[0], value, d_target),
             )
         )
     return ratios[0], ratios[1]
 
 
-def _whole(blocks: Float[Tensor, "block group target"]) -> Float[Tensor, "group target"]:
-    return blocks.sum(dim=0)
-
-
-def _without_each(
+def _leave_out(
     blocks: Float[Tensor, "block group target"],
-) -> Float[Tensor, "block group target"]:
-    return blocks.sum(dim=0) - blocks
-
-
-def _over(error: Tensor, scale: Tensor) -> Tensor:
-    total = scale.sum(dim=-1)
-    return torch.where(total > 0, error.sum(dim=-1) / total, math.nan)
+) -> Float[Tensor, "sum group target"]:
+    """Sum over all blocks, and behind that over all but each."""
+    total = blocks.sum(dim=0)
+    return torch.cat([total[None], total - blocks])
 
 
 def _half_width(without_one: Float[Tensor, "block group"]) -> Float[Tensor, " group"]:
-    """Delete-one-block jackknife, by Student's t: scipy.stats takes a second to import."""
-    from scipy.special import stdtrit
+    """Estimate a half-width by leaving out each block; NaN for one block."""
+    from scipy.special import stdtrit  # scipy.stats takes a second to import
 
     n_blocks = len(without_one)
+    if n_blocks < 2:
+        return torch.full_like(without_one[0], math.nan)
     spread = (without_one - without_one.mean(dim=0)).square().sum(dim=0)
     return float(stdtrit(n_blocks - 1, 0.975)) * ((n_blocks - 1) / n_blocks * spread).sqrt()
 
@@ -105,7 +96,7 @@ def _sketch_error(
     ratio: Float[Tensor, " group"],
     d_target: int,
 ) -> Float[Tensor, " group"]:
-    """Standard error of a ratio that is estimated from some random directions of the target.
+    """Estimate the standard error of a ratio that is read off some directions of the target.
 
     The directions are orthonormal, like a sample without replacement, which is exact when it is
     whole.
@@ -249,8 +240,8 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     weights, biases, penalties = zip(*fits, strict=True)
     return Measured(
         equations.rank,
-        _join(second_moments),
-        _join(fvus),
+        Ratio(*map(torch.cat, zip(*second_moments, strict=True))),
+        Ratio(*map(torch.cat, zip(*fvus, strict=True))),
         torch.cat(penalties),
         torch.cat(weights),
         torch.cat(biases),
@@ -258,16 +249,8 @@ def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps
     )
 
 
-def _join(parts: list[Ratio]) -> Ratio:
-    return Ratio(
-        torch.cat([part.value for part in parts]),
-        torch.cat([part.half_width for part in parts]),
-        torch.cat([part.sketch_error for part in parts]),
-    )
-
-
 def _accuracy(batches: Shown, fit: LinearFit, groups: slice) -> Float[Tensor, " group"]:
-    """Share of rows, of those whose token is in the vocabulary, in which it is predicted."""
+    """Find the share of rows, of those whose token is in the vocabulary, that are right."""
     device = fit.weight.device
     x = torch.cat([x.to(device) for x, _ in batches])[:ACCURACY_ROWS].double()
     labels = torch.cat([y.to(device) for _, y in batches])[:ACCURACY_ROWS, groups].T

@@ -174,15 +174,10 @@ class RecoveryResult(Result):
         self.check_model(model)
         if not self.weight:
             raise InfoFlowError("maps were not kept: probe with RecoveryProbe(maps=True)")
-        n_heads = [len(weight) for weight in self.weight]
-        if not 0 <= layer < len(n_heads) or not 0 <= head < n_heads[layer]:
-            raise InfoFlowError(
-                f"there is no map for layer {layer}, head {head}: the layers have {n_heads} heads"
-            )
-        if rank not in self.ranks:
-            raise InfoFlowError(f"rank is {rank}: the maps are for ranks {self.ranks}")
-        column = self.ranks.index(rank)
-        weight, bias = self.weight[layer][head, column], self.bias[layer][head, column]
+        weight, bias = (
+            self.array(name, layer=layer, head=head, rank=rank).to_tensor()
+            for name in ("weight", "bias")
+        )
         if state.shape[-1] != len(weight):
             raise InfoFlowError(
                 f"states have {state.shape[-1]} features: expected {len(weight)}, as fitted"
@@ -316,11 +311,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 "target is 'identity' with a sketch: expected one of them; sketched classes have "
                 "no accuracy, so state a smaller vocabulary instead"
             )
-        self._described = describe_setting(self.target)
-
-    def config(self) -> Mapping[str, Any]:
-        """Return the settings, as JSON-compatible values."""
-        return {**super().config(), "target": self._described}
+        describe_setting(self.target)  # refused here, if it cannot stand in a record
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
@@ -333,7 +324,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             )
 
     def needs(self, model: nn.Module) -> Needs:
-        """Scores to rank, the states that are read, and what targets are made of."""
+        """Name the scores to rank, the states that are read, and what targets are made of."""
         return Needs.of(
             model,
             ranks=self.ranks,
@@ -348,7 +339,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         classes = self._targets.classes(seen.model) if self._targets.is_identity else ()
         values = self._targets.values(seen, classes)
         if values.is_floating_point() and not isinstance(self.target, (str, tuple)):
-            check_finite(values, f"target {self._described!r}", seen.first)
+            check_finite(values, f"target {describe_setting(self.target)!r}", seen.first)
         d_target = len(classes) or values.shape[-1]
         # a sketch keeps second moments, and makes the cost of targets that of its own width
         if self.sketch:
@@ -389,7 +380,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         }
 
     def _n_blocks(self, layers: Sequence[LayerRows], n_targets: int) -> int:
-        """Into how many blocks held-out sequences are dealt."""
+        """Choose into how many blocks held-out sequences are dealt."""
         sizes = [
             (features.shape[-1], chosen.shape[-1])
             for layer in layers

@@ -204,12 +204,12 @@ class TargetOfMaps:
     def values(
         self, seen: Pass, classes: Sequence[int]
     ) -> Float[Tensor, "batch source d_target"] | Int[Tensor, "batch source"]:
-        """Targets of every token; with "identity" places in `classes`, -1 for other tokens."""
+        """Make the targets of all tokens; with "identity" places in `classes`, -1 for others."""
         embedding = seen.embedding()
         n_source = embedding.shape[1]
         if isinstance(self.target, tuple):
             return seen.state(self.target[1], "resid_pre")[:, :n_source]
-        if self.target == "embedding" if isinstance(self.target, str) else False:
+        if isinstance(self.target, str) and self.target == "embedding":
             return embedding
         # all other targets are made of token ids
         tokens = seen.tokens
@@ -256,7 +256,7 @@ def _places(
 def sketch_matrix(
     d_target: int, sketch: int, seed: int, device: torch.device
 ) -> Float[Tensor, "d_target sketch"]:
-    """Orthonormal random directions of the targets' space, the same for a seed.
+    """Draw orthonormal directions of the targets' space, the same for a seed.
 
     Raises:
         InfoFlowError: if they would be no fewer than the dimensions.
@@ -351,7 +351,7 @@ class RowMaker:
         n_source: int,
         before: Int[Tensor, "_query _key"] | None,
     ) -> LayerRows:
-        """Features, chosen keys and defined queries of a layer.
+        """Find features, chosen keys and defined queries of a layer.
 
         Args:
             seen: the pass.
@@ -420,7 +420,7 @@ class RowMaker:
 
 
 def parts_of(values: Tensor, seen: Pass, n_blocks: int) -> list[Part]:
-    """The sequences that go to each buffer: those to fit on, and held-out ones dealt in turn.
+    """Divide sequences by buffer: those to fit on, and held-out ones dealt in turn.
 
     Args:
         values: targets [batch, source, d_target], or classes.
@@ -488,6 +488,6 @@ def rows_of(
 
 
 def move_valid(layers: Sequence[LayerRows]) -> list[LayerRows]:
-    """The same, with the queries that take part known on the host, of all layers in one copy."""
+    """Move to the host which queries take part, of all layers in one copy."""
     moved = to_host([layer.valid for layer in layers])
     return [replace(layer, valid=valid) for layer, valid in zip(layers, moved, strict=True)]

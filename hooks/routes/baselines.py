@@ -14,10 +14,10 @@ from infoflow_lens.hooks.influence.base import (
     Rerun,
     StateInfluence,
     StateName,
-    differentiate_along,
     rows_at_once,
     take_places,
 )
+from infoflow_lens.hooks.influence.derivatives import differentiate_along
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
@@ -128,32 +128,22 @@ class AttentionFlow(OverHeadsProbe):
     """
 
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """Return a maximum flow for every asked state and every position."""
-        return maximum_flows(edges, place)
-
-
-def maximum_flows(edges: Edges, place: Places) -> Scores:
-    """Return the maximum flow from every asked state down to every position."""
-    flows = rows_at(edges, place)
-    if len(edges) > 1:
-        # two layers need no network: no two paths to a source share an edge
-        flows[1] = _through_one_layer(flows[1], edges[0])
-    flows[2:] = 0
-    for layer in range(2, len(edges)):
-        for sequence, asked in enumerate(place.tolist()):
-            network = _Network(edges[: layer + 1, sequence])
-            for row, position in enumerate(asked):
-                if position >= 0:
-                    flows[layer, sequence, row] = network.flows_from(position)
-    return flows
-
-
-def _through_one_layer(
-    above: Float[Tensor, "batch asked middle"], below: Float[Tensor, "batch middle position"]
-) -> Float[Tensor, "batch asked position"]:
-    """Every middle position passes as much as the narrower of its two edges lets through."""
-    rows = [torch.minimum(row[:, :, None], below).sum(dim=1) for row in above.unbind(dim=1)]
-    return torch.stack(rows, dim=1)
+        """Return the maximum flow from every asked state down to every position."""
+        flows = rows_at(edges, place)
+        if len(edges) > 1:
+            # two layers need no network: no two paths to a source share an edge, so each position
+            # between passes as much as the narrower of its two edges lets through
+            above, below = flows[1].unbind(dim=1), edges[0]
+            through = [torch.minimum(row[:, :, None], below).sum(dim=1) for row in above]
+            flows[1] = torch.stack(through, dim=1)
+        flows[2:] = 0
+        for layer in range(2, len(edges)):
+            for sequence, asked in enumerate(place.tolist()):
+                network = _Network(edges[: layer + 1, sequence])
+                for row, position in enumerate(asked):
+                    if position >= 0:
+                        flows[layer, sequence, row] = network.flows_from(position)
+        return flows
 
 
 class _Network:
@@ -176,7 +166,7 @@ class _Network:
         self._n_pos, self._top = n_pos, len(edges) * n_pos
 
     def flows_from(self, position: int) -> Float[Tensor, " position"]:
-        """The maximum flow from a state of the top layer down to every position of the input."""
+        """Find the maximum flow from a state of the top layer to every position of the input."""
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         state = self._top + position

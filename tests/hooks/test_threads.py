@@ -23,7 +23,7 @@ from infoflow_lens.hooks import (
     measure_why_all,
     replace_greedily,
 )
-from infoflow_lens.hooks.influence import base
+from infoflow_lens.hooks.influence import derivatives
 from infoflow_lens.hooks.model.call import call
 from tests.conftest import make_token_model, some_of
 from tests.hooks.test_invariants import EVERY, assert_equal, hosted_over_ids, token_ids
@@ -166,21 +166,21 @@ def differentiating(pool):
 
 @pytest.mark.parametrize("make", INFLUENCES)
 def test_a_thread_that_was_there_before_takes_no_tangents_away(make, model, inputs, monkeypatch):
-    monkeypatch.setattr(base, "_PATIENCE", 0.01)
+    monkeypatch.setattr(derivatives, "_PATIENCE", 0.01)
     (expected,) = run_probes(model, inputs[:3], [make()], progress=False)
     with ThreadPoolExecutor(1) as pool, differentiating(pool) as leave:
         (found,) = run_probes(model, inputs[:3], [make()], progress=False)
         assert leave() == 1
     torch.testing.assert_close(found.influence, expected.influence, rtol=1e-4, atol=1e-6)
     assert found.notes == expected.notes
-    assert not base._is_ours
+    assert not derivatives._is_ours
 
 
 @pytest.mark.parametrize("make", INFLUENCES)
 def test_tangents_that_are_taken_away_are_noticed(make, model, inputs, monkeypatch):
     """By the number that goes along, where other code enters past all that keeps it out."""
     (expected,) = run_probes(model, inputs[:3], [make()], progress=False)
-    monkeypatch.setattr(base, "_level", nullcontext)
+    monkeypatch.setattr(derivatives, "_level", nullcontext)
     taken = []
     with ThreadPoolExecutor(1) as pool, differentiating(pool) as leave:
 
@@ -196,26 +196,26 @@ def test_tangents_that_are_taken_away_are_noticed(make, model, inputs, monkeypat
 
 def test_a_thread_that_comes_later_keeps_its_tangents(model, inputs, monkeypatch):
     """It stays inside until the measurement has ended, and the level stays for it."""
-    monkeypatch.setattr(base, "_PATIENCE", 0.01)
+    monkeypatch.setattr(derivatives, "_PATIENCE", 0.01)
     (expected,) = run_probes(model, inputs[:3], [JacobianInfluence()], progress=False)
     others = []
     with ThreadPoolExecutor(1) as pool:
 
         def come(module, inputs):
-            if not others and base._is_ours:
+            if not others and derivatives._is_ours:
                 others.append(differentiating(pool))
                 others.append(others[0].__enter__())
 
         model.blocks[1].register_forward_pre_hook(come)
         (found,) = run_probes(model, inputs[:3], [JacobianInfluence()], progress=False)
-        is_left_open = base._is_ours
+        is_left_open = derivatives._is_ours
         assert others[1]() == 1
     assert is_left_open
     assert found.influence.equal(expected.influence)
     assert run_probes(model, inputs[:3], [JacobianInfluence()], progress=False)[0].influence.equal(
         expected.influence
     )
-    assert not base._is_ours
+    assert not derivatives._is_ours
     assert differentiate() != 0
 
 
@@ -270,7 +270,7 @@ def test_hooks_of_the_user_act_on_their_own_passes_meanwhile(token_model, token_
     with ThreadPoolExecutor(1) as pool:
 
         def run_beside(module, inputs):
-            if base._is_ours and not seen:
+            if derivatives._is_ours and not seen:
                 seen.append(None)
                 seen[0] = pool.submit(lambda: token_model(x).detach()).result()
 

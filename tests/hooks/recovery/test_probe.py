@@ -501,8 +501,8 @@ def test_maps_refuse_the_states_of_another_model(reference):
     with pytest.raises(InfoFlowError, match="folding changes the basis"):
         result.apply(state, 1, 3, 2, model=folded)
     for wrong, match in (
-        ((state, 1, 3, 3), "rank is 3"),
-        ((state, 2, 0, 1), "no map for layer 2"),
+        ((state, 1, 3, 3), "weight has no rank 3"),
+        ((state, 2, 0, 1), "weight has no layer 2"),
         ((state[:, :5], 1, 3, 2), "5 features: expected 12"),
     ):
         with pytest.raises(InfoFlowError, match=match):
