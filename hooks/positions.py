@@ -201,7 +201,7 @@ def _column_of_first(part: PositionsResult) -> int:
 
 
 def _summarise(parts: Callable[[], Iterable[PositionsResult]], skip: int = 0) -> "pd.DataFrame":
-    """:meth:`PositionsResult.summary` of the sequences of several parts, one in memory at a time.
+    """Summarise sequences of several parts, one in memory at a time, as `PositionsResult.summary`.
 
     Args:
         parts: gives them, at least one; called again for every few layers where there are very many
@@ -345,7 +345,7 @@ class PositionsProbe(Probe[PositionsResult]):
         check_rank_support(self.ranks, self.without, n_keys)
 
     def needs(self, model: nn.Module) -> Needs:
-        """Scores to rank; with spread, the pattern."""
+        """Return scores to rank; with spread, the pattern."""
         return Needs.of(model, ranks=self.ranks, without=self.without, pattern=self.spread)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
@@ -390,7 +390,7 @@ class PositionsProbe(Probe[PositionsResult]):
 def _spread(
     pattern: Float[Tensor, "batch head query key"], left_out: Bool[Tensor, "batch key"]
 ) -> tuple[Float[Tensor, "batch head query"], Float[Tensor, "batch head query"]]:
-    """Entropy of every row, and the share of the first choice; NaN for rows without weight.
+    """Return entropy of every row, and the share of the first choice; NaN for rows without weight.
 
     Keys that are left out count in the row, and are no first choice.
     """

@@ -118,7 +118,8 @@ class LabelledArray:
         return frame_of([self])
 
     def plot(self, title: str = "") -> "mpl.Figure":
-        """Bars over one axis, a heat map over two, a panel of these for each place of the first.
+        """Draw bars over one axis, a heat map over two,
+        a panel of these for each place of the first.
 
         Of further axes the first place is shown.
         """
@@ -284,7 +285,7 @@ class Result(Displayed, Savable):
         return []
 
     def plot(self, *args: Any, **where: Any) -> "mpl.Figure":
-        """Heat maps or bars of an array; the arguments are those of :meth:`array`."""
+        """Draw heat maps or bars of an array; the arguments are those of :meth:`array`."""
         array = self.array(*args, **where)
         title = str(self.record.config.get("probe", type(self).__name__))
         return array.plot(f"{title}: {array.name}")

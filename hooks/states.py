@@ -125,7 +125,8 @@ class _Combined(State):
 
 
 def summed() -> Any:
-    """A state that is the sum over all passes: of tensors, or of lists with one for each layer.
+    """Declare a state that is the sum over all passes: of tensors,
+    or of lists with one for each layer.
 
     Tensors take the shape of the first pass; where passes differ in length, smaller ones are filled
     up with zeros.

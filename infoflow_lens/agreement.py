@@ -239,7 +239,8 @@ def auroc(
     positive: Bool[Tensor, "state source"],
     candidate: Bool[Tensor, "state source"],
 ) -> Float[Tensor, " state"]:
-    """Area under the ROC curve of each row over its candidates; NaN without both classes.
+    """Return the area under the ROC curve of each row over its candidates;
+    NaN without both classes.
 
     The Mann-Whitney statistic with ties counted half, as scikit-learn's ``roc_auc_score``.
     """
@@ -281,7 +282,9 @@ def influence_inside(
     candidate: Bool[Tensor, "state source"],
     squared: bool = True,
 ) -> Float[Tensor, " state"]:
-    """Share of each state's (squared) influence that lies inside its set; NaN if it has none."""
+    """Return the share of each state's (squared) influence that lies inside its set;
+    NaN if it has none.
+    """
     amount = influence.double() * candidate
     amount = amount.square() if squared else amount
     return (amount * members).sum(1) / amount.sum(1)
@@ -499,7 +502,7 @@ def check_kind(measured: Any, kind: type[StateScores]) -> None:
 
 
 def sets_of(predicted: Any, measured: Any) -> InformationSets:
-    """Predicted sets, propagated where they are not sets yet.
+    """Return predicted sets, propagated where they are not sets yet.
 
     Raises:
         InfoFlowError: for what is no prediction.
@@ -700,7 +703,8 @@ def real_states(
 def _read_influence(
     measured: StateScores | InformationSets | Tensor, *lengths: Int[Tensor, " batch"] | None
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "batch pos"]]:
-    """Influence on all positions, the lengths of the sequences, and which states were measured.
+    """Return influence on all positions, the lengths of the sequences,
+    and which states were measured.
 
     Raises:
         InfoFlowError: for lengths that contradict each other, and for states without any influence

@@ -228,7 +228,7 @@ def _average(values: Float[Tensor, "*rows batch pos"]) -> Float[Tensor, "*rows b
 def _interval(
     values: Float[Tensor, "*rows batch pos"], confidence: float
 ) -> Float[Tensor, "*rows 3"]:
-    """Mean over sequences of their means over states, and Student's t interval."""
+    """Return the mean over sequences of their means over states, and Student's t interval."""
     from scipy.special import stdtrit
 
     by_sequence = _average(values)
@@ -529,7 +529,7 @@ def _metrics(
     size: Float[Tensor, " state"],
     scores: Float[Tensor, "state source"],
 ) -> dict[str, Float[Tensor, " state"]]:
-    """Expectations over the order of equal scores."""
+    """Return expectations over the order of equal scores."""
     cut = _Cut.choose(scores, candidate, size)
     both = cut.both() * (candidate[:, :, None] & candidate[:, None])
     more = influence[:, :, None] - influence[:, None]  # of the first over the second

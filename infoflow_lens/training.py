@@ -385,7 +385,8 @@ def optimizer_of(
     fused: bool = False,
     in_graph: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimiser that the settings ask for; on a GPU or with `fused`, a step is one operation.
+    """Return the optimiser that the settings ask for; on a GPU or with `fused`,
+    a step is one operation.
 
     With `in_graph` a CUDA graph can hold the step: the learning rate is a tensor on the GPU.
 
@@ -610,7 +611,7 @@ def _both(
     n_validation: int | None,
     seed: int,
 ) -> tuple[Data | Draw, Any]:
-    """Training and validation data, drawn where a task was given."""
+    """Return training and validation data, drawn where a task was given."""
     if not isinstance(train_data, Task):
         if n_train is not None or n_validation is not None:
             raise InfoFlowError(

@@ -47,7 +47,9 @@ def dealt_out(n: int, least: int, what: str, seed: int) -> dict[Split, Int[Tenso
 
 
 def sequence_keys(x: Int[Tensor, "batch pos"], seed: int) -> np.ndarray:
-    """A number from 0 to 2^64 - 1 for every sequence: equal ones alike, others as if at random."""
+    """Return a number from 0 to 2^64 - 1 for every sequence: equal ones alike,
+    others as if at random.
+    """
     keys = np.full(len(x), derive_seed("split", seed), dtype=np.uint64)
     for column in x.numpy().astype(np.uint64).T:
         # splitmix64 (Steele, Lea, Flood 2014), one round a token
@@ -66,13 +68,13 @@ def key_range(split: Split, cuts: list[int]) -> tuple[np.uint64, np.uint64]:
 
 
 def cuts_by_share() -> list[int]:
-    """Cuts of all keys, in the shares of the splits."""
+    """Return cuts of all keys, in the shares of the splits."""
     ends = np.cumsum(list(SHARES.values()))
     return [0, *(int(end * 2**60) << 4 for end in ends[:-1]), 2**64]
 
 
 def cuts_by_count(keys: np.ndarray, what: str) -> list[int]:
-    """Cuts between the sorted keys of a small space, so that no split is empty.
+    """Return cuts between the sorted keys of a small space, so that no split is empty.
 
     Raises:
         InfoFlowError: if there are too few sequences.

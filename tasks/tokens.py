@@ -83,7 +83,7 @@ class TokenTask(Task):
 
     @abstractmethod
     def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Words and answers of all sequences."""
+        """Return words and answers of all sequences."""
 
     @abstractmethod
     def _draw(
@@ -93,11 +93,11 @@ class TokenTask(Task):
 
     @abstractmethod
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The label of every sequence."""
+        """Return the label of every sequence."""
 
     @abstractmethod
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The positions that the label depends on: a minimal sufficient set [chosen].
+        """Return the positions that the label depends on: a minimal sufficient set [chosen].
 
         Tokens cannot be differentiated. In place of dF/dx(t) != 0 (eq 4) stands: every sequence
         of the sample space with the same tokens at these positions has the same label, and no
@@ -139,7 +139,7 @@ class TokenTask(Task):
     def sequences(
         self, words: Int[Tensor, "batch word"], answers: Int[Tensor, "batch answer"] | None = None
     ) -> Int[Tensor, "batch pos"]:
-        """Token ids with words and answers, both counted from 0, at their places."""
+        """Return token ids with words and answers, both counted from 0, at their places."""
         # every position begins as the sign, whose id comes right behind the words'
         x = torch.full((len(words), self.n_tokens), self.alphabet_size)
         x[:, self.places(WORD)] = words
@@ -211,7 +211,7 @@ class TokenTask(Task):
         return torch.cat(found)
 
     def features(self) -> "datasets.Features":
-        """``x``, the tokens of a sequence by name, and ``y``, the label by name."""
+        """Return ``x``, the tokens of a sequence by name, and ``y``, the label by name."""
         return datasets.Features(
             {
                 "x": datasets.Sequence(
@@ -268,7 +268,7 @@ class InContextTask(TokenTask):
 
     @abstractmethod
     def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The pair that the last words ask for."""
+        """Return the pair that the last words ask for."""
 
     def _distinguishing_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
         """Return the words of a block that tell it from others: all."""

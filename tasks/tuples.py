@@ -82,13 +82,13 @@ def _matrices(
 
 
 def _rotoreflection(d: int) -> Float[Tensor, "d d"]:
-    """A turn by 90 degrees in as many planes as there are, and a reflection of what is left."""
+    """Turn by 90 degrees in as many planes as there are, and reflect what is left."""
     turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
     return torch.block_diag(*[turn] * (d // 2), *[-torch.eye(1)] * (d % 2))
 
 
 def largest_overlap(matrices: Float[Tensor, "*draw component d d"]) -> Float[Tensor, "*draw"]:
-    """The largest |cos| of a matrix with another one or its transpose; 0 for a single matrix."""
+    """Return the largest |cos| of a matrix with another or its transpose; 0 for a single matrix."""
     flat, transposed = (
         torch.nn.functional.normalize(m.flatten(-2), dim=-1) for m in (matrices, matrices.mT)
     )

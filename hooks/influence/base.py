@@ -496,7 +496,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             self._check_start(seen, start)
         place = self.place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
-        # unless they take part, hooks of the user would edit each repeated pass once more
+        # hooks of the user would edit each repeated pass once more, unless they take part
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             states = AskedStates(start.clone(), expected, place)
@@ -559,7 +559,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         real: Bool[Tensor, "batch pos"] | None,
         first: int = 0,
     ) -> None:
-        """Every state of every sequence must come out again, not only the large ones."""
+        """Check that every state of every sequence comes out again, not only the large ones."""
         for layer, value, state in zip(layers, values, expected, strict=True):
             # small states count, too: each against its own norm
             gap = (value - state).float().norm(dim=-1)

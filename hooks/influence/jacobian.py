@@ -120,7 +120,7 @@ class JacobianInfluence(StateInfluence):
     def _forward(
         self, here: "_Some", expected: list[Tensor], chunk: int
     ) -> Float[Tensor, "layer batch asked source"]:
-        """Squared norms by all input directions."""
+        """Return squared norms by all input directions."""
         start = here.start
         batch, n_source, d_source = start.shape
         n = n_source * d_source
@@ -160,7 +160,7 @@ class JacobianInfluence(StateInfluence):
     def _reverse(
         self, here: "_Some", expected: list[Tensor], chunk: int, errors: Tensor
     ) -> Float[Tensor, "layer batch asked source"]:
-        """Squared norms by directions of the asked states, all of them or random ones."""
+        """Return squared norms by directions of the asked states, all of them or random ones."""
         start = here.start.detach().requires_grad_()
         batch, n_source, _ = start.shape
         n_asked, d_model = here.place.shape[1], expected[0].shape[2]
@@ -262,7 +262,7 @@ def _sums(state: Tensor) -> torch.dtype:
 
 
 def _energy(vectors: Float[Tensor, "*shape d"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Squared norms of the last axis."""
+    """Return squared norms of the last axis."""
     return vectors.to(dtype).square().sum(dim=-1)
 
 
@@ -289,7 +289,7 @@ def _towards(
 def _orthogonal(
     seed: int, layer: int, position: int, m: int, d_model: int
 ) -> Float[Tensor, "direction d_model"]:
-    """Random orthonormal directions, the same for every sequence and batch."""
+    """Return random orthonormal directions, the same for every sequence and batch."""
     key = (seed * 1_000_003 + layer) * 1_000_003 + position
     generator = torch.Generator().manual_seed(key % 2**63)
     columns = torch.randn(d_model, m, generator=generator, dtype=torch.float64)

@@ -61,7 +61,7 @@ class Damage:
     def rows(
         self, output: Float[Tensor, "batch *pos feature"], batch: Batch
     ) -> Float[Tensor, "batch row feature"]:
-        """The output where it may count."""
+        """Return the part of the output that may count."""
         output = output if output.dtype in (torch.float32, torch.float64) else output.float()
         if output.ndim == 2:
             return output[:, None]
@@ -124,7 +124,7 @@ class Damage:
     def lost(
         self, before: "Reference", after: Float[Tensor, "_copy *pos feature"], batch: Batch
     ) -> Float[Tensor, "copies batch"]:
-        """The sum over the rows of each sequence, for several changed copies of a batch.
+        """Return the sum over the rows of each sequence, for several changed copies of a batch.
 
         Args:
             before: of the output.
@@ -189,7 +189,7 @@ def _divergence(
 def _far_divergence(
     after: Float[Tensor, "batch row feature"], before: Reference, far: Bool[Tensor, "batch row"]
 ) -> Float[Tensor, " far"]:
-    """The same for rows that change much, from the logarithms of probabilities."""
+    """Do the same for rows that change much, from the logarithms of probabilities."""
     change, risen = _change(after, before)
     return (before.rows[far].log_softmax(dim=-1) + change[far]).logsumexp(dim=-1) - risen[far]
 
@@ -209,7 +209,7 @@ def _change(
 def metric_of(
     model: nn.Module, metric: Metric | None, read: Sequence[int] | None, shortest: int
 ) -> Damage:
-    """The metric that is asked for, or the one that fits the model.
+    """Return the metric that is asked for, or the one that fits the model.
 
     Args:
         model: whose outputs are compared.
@@ -243,7 +243,7 @@ def metric_of(
 def next_token_losses(
     logits: Float[Tensor, "batch pos d_vocab"], batch: Batch, counted: Bool[Tensor, "batch next"]
 ) -> Float[Tensor, " batch"]:
-    """The loss of the next tokens that count, in nats, summed over each sequence; float64.
+    """Return the loss of the next tokens that count, in nats, summed over each sequence; float64.
 
     Args:
         logits: of the batch.

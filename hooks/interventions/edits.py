@@ -253,7 +253,7 @@ _EXAMPLE = 8  # tokens of a sequence that shows what edits and starts do
 def real_queries(
     batch: Batch, pattern: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch query"]:
-    """1 where a query is no padding, else 0; float64."""
+    """Return 1 where a query is no padding, else 0; float64."""
     real = pattern.new_ones(len(batch), pattern.shape[2], dtype=torch.float64)
     return real if batch.lengths is None else batch.mask().to(real)
 
@@ -326,12 +326,12 @@ def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
 
 
 def example_of(batch: Batch) -> Tensor:
-    """A sequence that is none of the batch, which nothing else may depend on."""
+    """Return a sequence that is not in the batch, on which nothing else may depend."""
     return batch.tokens[:1].flip(1)
 
 
 def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
-    """The layers at which a pass can start: what enters there alone decides the output.
+    """Return the layers at which a pass can start: what enters there alone decides the output.
 
     For a HookedTransformer that is known. A bridge is asked, layer by layer: other tokens run below
     the layer, and the output must still come out. Models that share anything else between layers,

@@ -48,7 +48,7 @@ def differentiable(
     look_at_output: Callable[[int, Tensor], None] | None = None,
     caught: dict[str, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """The output of a pass, and for each layer zeros added to its pattern, to differentiate by.
+    """Yield the output of a pass, and by layer zeros added to its pattern, to differentiate by.
 
     Args:
         model: in evaluation mode.
@@ -106,7 +106,7 @@ def gradients(
 
 @contextmanager
 def without_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """The model without the user's backward hooks, which would see, or change, our gradients."""
+    """Take the user's backward hooks off, which would see, or change, our gradients."""
     modules = list(model.modules())
     saved = [(module._backward_hooks, module._backward_pre_hooks) for module in modules]
     try:

@@ -128,7 +128,7 @@ class KeptNumbers:
         self._after = after
 
     def measure_once(self, name: str, measured: Callable[[], Tensor]) -> Tensor:
-        """The numbers of that name, measured unless they are there."""
+        """Return the numbers of that name, measured unless they are there."""
         if name not in self._found:
             self.keep(**{name: measured()})
         found: Tensor = self._found[name]

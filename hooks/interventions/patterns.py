@@ -161,7 +161,7 @@ def fill_with_mean(
     kept: Bool[Tensor, "batch head query key"],
     mean: Float[Tensor, "head longest longest"],
 ) -> Float[Tensor, "batch head query key"]:
-    """A pattern whose kept weights stay; on the other keys stands the mean pattern.
+    """Return a pattern whose kept weights stay; on the other keys stands the mean pattern.
 
     It is scaled to what the other keys had of the row, so every row keeps its sum. Where the mean
     has nothing there, they share it evenly.
@@ -217,7 +217,7 @@ class SeenKeys:
     def visible(
         self, pattern: Float[Tensor, "batch head query key"]
     ) -> Bool[Tensor, "batch head query key"]:
-        """The keys that are seen in the pass whose pattern this is."""
+        """Return the keys that are seen in the pass whose pattern this is."""
         scores, self._scores = self._scores, None
         if scores is not None:
             return scores > -torch.inf
@@ -241,7 +241,7 @@ def substituted(
     mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None = None,
     k: int = 4,
 ) -> Iterator[None]:
-    """The model with the patterns of some heads replaced by idealised ones, while the block lasts.
+    """Replace the patterns of some heads by idealised ones, while the block lasts.
 
     Args:
         model: a TransformerLens model whose pattern, when edited, reaches the output.
@@ -280,7 +280,7 @@ def substituted(
 
 
 def head_counts(model: nn.Module) -> list[int]:
-    """Heads of each layer, from the weights."""
+    """Return heads of each layer, from the weights."""
     return [int(block.attn.W_O.shape[0]) for block in model.blocks]  # type: ignore[union-attr]
 
 

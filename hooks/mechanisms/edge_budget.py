@@ -153,7 +153,7 @@ class EdgeBudgetResult(NextTokenResult):
         return EdgesNeeded(float(times[0]), float(low), float(high))
 
     def _curves(self) -> dict[str, Float[Tensor, "budget sequence"]]:
-        """The losses of each method, those of chance as one."""
+        """Return the losses of each method, those of chance as one."""
         curves = {m: v for m, v in zip(self.methods, self.losses) if not m.startswith(CHANCE)}
         drawn = [v for m, v in zip(self.methods, self.losses) if m.startswith(CHANCE)]
         return curves | ({CHANCE: torch.stack(drawn).mean(dim=0)} if drawn else {})
@@ -213,7 +213,7 @@ class EdgeBudgetResult(NextTokenResult):
 def _find_crossing(
     edges: Float[Tensor, "draw point"], regained: Float[Tensor, "draw point"], share: float
 ) -> Float[Tensor, " draw"]:
-    """The edges from which on a share is regained, of logarithms of 1 + edges."""
+    """Return the edges from which on a share is regained, of logarithms of 1 + edges."""
     below = (regained < share).long()
     points = torch.arange(edges.shape[1] - 1)
     # the last one, as a curve may cross the share more than once
@@ -249,7 +249,7 @@ def measure_edge_budget(
     after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> EdgeBudgetResult:
-    """The loss with as many edges kept as a budget allows, chosen by several methods.
+    """Measure the loss with as many edges kept as a budget allows, chosen by several methods.
 
     An edge is one weight (layer, head, query, key) of one pattern. Those that count lie on paths to
     the states of the last layer that are read, in rows of more than one key: where a query sees one

@@ -256,7 +256,7 @@ def _places(
 def sketch_matrix(
     d_target: int, sketch: int, seed: int, device: torch.device
 ) -> Float[Tensor, "d_target sketch"]:
-    """Orthonormal random directions of the targets' space, the same for a seed.
+    """Return orthonormal random directions of the targets' space, the same for a seed.
 
     Raises:
         InfoFlowError: if they would be no fewer than the dimensions.
@@ -351,7 +351,7 @@ class RowMaker:
         n_source: int,
         before: Int[Tensor, "_query _key"] | None,
     ) -> LayerRows:
-        """Features, chosen keys and defined queries of a layer.
+        """Return features, chosen keys and defined queries of a layer.
 
         Args:
             seen: the pass.
@@ -488,6 +488,6 @@ def rows_of(
 
 
 def move_valid(layers: Sequence[LayerRows]) -> list[LayerRows]:
-    """The same, with the queries that take part known on the host, of all layers in one copy."""
+    """Do the same, with the queries that take part known on the host, of all layers in one copy."""
     moved = to_host([layer.valid for layer in layers])
     return [replace(layer, valid=valid) for layer, valid in zip(layers, moved, strict=True)]

@@ -40,7 +40,7 @@ def add_residual(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*
 
 
 def within_one(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
-    """Weights as strengths: rows that sum to more than 1 (ReLU) are divided by their sum."""
+    """Return weights as strengths: rows that sum to more than 1 (ReLU) are divided by their sum."""
     return pattern / pattern.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
@@ -73,7 +73,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
     """
 
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, and the sources, which are counted.
+        """Return patterns, and the sources, which are counted.
 
         Raises:
             InfoFlowError: if the model does not show its patterns.
@@ -83,11 +83,11 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
 
     @abstractmethod
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The weights of the edges into a layer's states, at least 0, of all positions."""
+        """Return the weights of the edges into a layer's states, at least 0, of all positions."""
 
     @abstractmethod
     def follow(self, edges: Edges, place: Places) -> Scores:
-        """The scores of all positions for the asked states of every layer."""
+        """Return the scores of all positions for the asked states of every layer."""
 
     def refusal(self, layer: int) -> str:
         """Say what is wrong with edges that are negative or NaN."""

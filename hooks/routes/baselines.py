@@ -151,7 +151,7 @@ def maximum_flows(edges: Edges, place: Places) -> Scores:
 def _through_one_layer(
     above: Float[Tensor, "batch asked middle"], below: Float[Tensor, "batch middle position"]
 ) -> Float[Tensor, "batch asked position"]:
-    """Every middle position passes as much as the narrower of its two edges lets through."""
+    """Let every middle position pass as much as the narrower of its two edges."""
     rows = [torch.minimum(row[:, :, None], below).sum(dim=1) for row in above.unbind(dim=1)]
     return torch.stack(rows, dim=1)
 
@@ -283,7 +283,7 @@ def baselines(
         )
         for question in SETTINGS:
             found[f"power rollout, {question}"] = PowerRollout(question, positions=positions)
-    # it takes backward passes, and all else only what one forward pass shows
+    # gradients take backward passes; all other baselines read one forward pass
     if not cheap:
         found["gradient x input"] = GradientTimesInput(state, positions=positions)
     return found

@@ -94,7 +94,7 @@ class ContributionRoutes(RoutesProbe):
     _additions: tuple[Addition, ...] = field(default=(), init=False)
 
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, values, what enters attention's sum, and what attention adds to it.
+        """Return patterns, values, what enters attention's sum, and what attention adds to it.
 
         Raises:
             InfoFlowError: if the model does not show them, or they do not add up.
@@ -104,7 +104,7 @@ class ContributionRoutes(RoutesProbe):
         return needs
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """Importances."""
+        """Return importances."""
         parts = Parts.read(seen, layer, self._additions[layer])
         edges = parts.importances(self.heads_apart)
         # the reason is given once edges are read: nothing here waits for the device
@@ -178,7 +178,7 @@ def _cannot(model: nn.Module, reason: str) -> InfoFlowError:
 
 
 def needs_of_parts(model: nn.Module) -> Needs:
-    """Patterns, values, what enters attention's sum, and what attention adds to it."""
+    """Return patterns, values, what enters attention's sum, and what attention adds to it."""
     names = []
     for layer in range(layer_count(model)):
         block = f"blocks.{layer}"

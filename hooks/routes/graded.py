@@ -102,7 +102,7 @@ class GradedSetsProbe(RoutesProbe):
         self.damage = None if given is None else check(given, ByHead, "damage")
 
     def needs(self, model: nn.Module) -> Needs:
-        """Patterns, and for norms what contributions need.
+        """Return patterns, and for norms what contributions need.
 
         Raises:
             InfoFlowError: if the model does not show them, or has other layers than the damage.

@@ -174,7 +174,7 @@ def console(markup: bool = True) -> Any:
 
 
 def print_lines(heading: str, lines: Any) -> None:
-    """A heading and a list below it; nothing for an empty list."""
+    """Print a heading and a list below it; nothing for an empty list."""
     if not lines:
         return
     out = console()

@@ -408,7 +408,7 @@ def run_with_bar(
 def measure_contributions(
     model: nn.Module, inputs: Batches, measure: StateInfluence | None, positions: Asked | None
 ) -> PowerRolloutResult | None:
-    """Contributions to a power, set for the kind of influence that is measured.
+    """Return contributions to a power, set for the kind of influence that is measured.
 
     None for models whose states cannot be decomposed, or not while hooks of the user's edit them.
     """
@@ -597,7 +597,7 @@ def _name(loaded: LoadedModel) -> str:
 def _reasons(
     host: nn.Module, inputs: Batches, chosen: PositionsResult
 ) -> tuple[WhyAll | None, list[str]]:
-    """Why heads prefer their first keys, and why that is not known."""
+    """Find why heads prefer their first keys; or say why that is not known."""
     n_heads = sum(layer.shape[1] for layer in chosen.positions)
     if n_heads * int(chosen.lengths.sum()) > _MOST_REASONS:
         return None, ["the picture does not say why heads look there, as there are too many: why()"]

@@ -104,7 +104,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def check_device(device: Any, name: str = "device") -> str:
-    """`device`, if numbers can be put on it.
+    """Check that numbers can be put on a device, and return its name.
 
     Raises:
         InfoFlowError: with what it answered.

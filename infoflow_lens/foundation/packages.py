@@ -34,7 +34,7 @@ def find_version() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
+    """Return versions of Python and of the packages that numbers depend on."""
     return {"python": platform.python_version()} | {
         package: _look_up(package) for package in _RECORDED_PACKAGES
     }

@@ -50,7 +50,7 @@ _COMPARED = 16  # numbers of an output, where its bits are those of another mach
 
 
 def environment() -> dict[str, Any]:
-    """Threads and processor, on which the last digits of numbers depend."""
+    """Return threads and processor, on which the last digits of numbers depend."""
     return {
         "threads": torch.get_num_threads(),
         "processor": _processor(),
@@ -71,7 +71,7 @@ def _processor() -> str:
 
 
 def configuration_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over what a model computes with beside its weights, as 16 hex digits.
+    """Return SHA-256 over what a model computes with beside its weights, as 16 hex digits.
 
     That is the classes of its modules and their settings, its config, and that of the Hugging Face
     model in a bridge; not where it was found, nor on which device it lies.
@@ -98,7 +98,7 @@ def _settings_of(config: Any) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any | None) -> str | None:
-    """SHA-256 over a tokenizer's words, rules and special tokens; None without one."""
+    """Return SHA-256 over a tokenizer's words, rules and special tokens; None without one."""
     if tokenizer is None:
         return None
     rules = getattr(tokenizer, "backend_tokenizer", None)
@@ -126,7 +126,7 @@ def hash_values(values: Any) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the names, shapes, dtypes and bytes of tensors, as 16 hex digits."""
+    """Return SHA-256 over the names, shapes, dtypes and bytes of tensors, as 16 hex digits."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -269,7 +269,7 @@ def _state_of(model: nn.Module) -> Mapping[str, Any]:
 
 
 def state_fingerprint(state: Mapping[str, Any]) -> str:
-    """:func:`model_fingerprint` of the model with this ``state_dict()``."""
+    """Return :func:`model_fingerprint` of the model with this ``state_dict()``."""
     tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
@@ -394,7 +394,7 @@ def is_own(thing: Any, root: str = "") -> bool:
 
 
 def code_digest(thing: Any) -> str:
-    """SHA-256, as 16 hex digits, of what a function or class does, with all that it calls.
+    """Return SHA-256, as 16 hex digits, of what a function or class does, with all that it calls.
 
     That is the compiled code of the user's own functions and classes, with the constants, tensors
     and functions that they read; of an object also what it holds. Of packages the names count.

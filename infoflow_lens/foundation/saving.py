@@ -104,7 +104,7 @@ def _header_of(path: Path) -> dict[str, str]:
 
 
 def state_to_bytes(value: Any) -> bytes:
-    """Nested tensors and plain values as bytes, for another process."""
+    """Return nested tensors and plain values as bytes, for another process."""
     tensors, header = _encode_state(value)
     return bytes(to_bytes(tensors, metadata=header))
 

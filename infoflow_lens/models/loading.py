@@ -406,7 +406,7 @@ def _runs_code(official: str) -> bool:
 
 
 def _official_names() -> dict[str, str]:
-    """Official names and their aliases, in lower case, to official names."""
+    """Map official names and their aliases, in lower case, to official names."""
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
     return {

@@ -92,7 +92,7 @@ class OwnSetting(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "OwnSetting":
-        """That of a text such as ``recovery.ridge=gcv``; values are JSON, else plain text.
+        """Read a text such as ``recovery.ridge=gcv``; values are JSON, else plain text.
 
         Raises:
             InfoFlowError: for a text of another form.

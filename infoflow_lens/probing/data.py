@@ -621,7 +621,7 @@ def _draw_twice(model: nn.Module, n: int, max_length: int | None, seed: int) -> 
 
 
 def _task(model: nn.Module, name: str, n: int, seed: int) -> Tensor:
-    """Samples of a task of ours, in the sizes of the model."""
+    """Return samples of a task of ours, in the sizes of the model."""
     architecture = getattr(model, "architecture", None)
     if isinstance(load_task(name), TokenTask):
         task = load_task(name)

@@ -82,7 +82,7 @@ def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
 
 
 def code_of_own(parts: Mapping[str, Part], context: RunContext) -> dict[str, str]:
-    """Digests of the code of parts and probes that are the user's own, by name."""
+    """Return digests of the code of parts and probes that are the user's own, by name."""
     kinds: dict[str, type] = {name: type(part) for name, part in parts.items()}
     for part in parts.values():
         kinds |= {name: type(each) for name, each in _probes_of(part, context).items()}

@@ -119,7 +119,7 @@ def sequences_identity(
 
 
 def write_tables(out: Path, result: Findings) -> None:
-    """A csv for every result."""
+    """Write a csv for every result."""
     tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
     tables["capabilities"] = result.capabilities.to_frame()
     # tables that compare what is predicted and what is measured

@@ -327,7 +327,7 @@ class ShardSums:
 
 @contextmanager
 def _read(path: Path, what: str) -> Iterator[Any]:
-    """A state on disk, for a block in which what is wrong with it is an error that names it."""
+    """Open a state on disk; what is wrong with it in the block is an error that names it."""
     again = f"expected what this run wrote; delete {path.name} to {what}"
     try:
         yield read_state(path, "the unfinished run", again)

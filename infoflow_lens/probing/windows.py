@@ -116,7 +116,7 @@ def _spread(
     n: int | None,
     name: str,
 ) -> Iterator[Tensor]:
-    """Windows of a stream that is read by places; see :func:`spread_windows`."""
+    """Yield windows of a stream that is read by places; see :func:`spread_windows`."""
     own: int = check(length, Annotated[int, Ge(len(prefix) + 1)], "window") - len(prefix)
     n_stream -= len(prefix)  # the stream begins with one, and each window brings its own
     most = n_stream // own

@@ -25,7 +25,7 @@ def asset(name: str) -> str:
 
 @cache
 def script(*names: str) -> str:
-    """Our scripts with the parts of d3 that they need, in a scope of their own.
+    """Return our scripts with the parts of d3 that they need, in a scope of their own.
 
     So they do not touch another d3 or a module loader that a notebook may have. The function
     around them is left open for more code: ``mounting_script`` closes it.

@@ -187,7 +187,7 @@ def _paths(
 
 
 def _share(viewed: ViewedInput, layer: int, position: int) -> Float[Tensor, " source"] | None:
-    """Influence on the state over the largest; None where it was not measured."""
+    """Return influence on the state over the largest; None where it was not measured."""
     if viewed.influence is None:
         return None
     found = viewed.influence[layer, position]

@@ -24,7 +24,7 @@ _ERRORS = {"second_moment": "by second moment (paper)", "fvu": "variance unexpla
 
 
 def draw_recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> mpl.Figure:
-    """Recovery errors of the heads of a layer: a panel for each rank and error measure.
+    """Draw recovery errors of the heads of a layer: a panel for each rank and error measure.
 
     Args:
         results: by stage, such as "initial"; each stage has a colour.
@@ -61,7 +61,7 @@ def draw_recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> mpl.
 
 
 def training_curve(history: Sequence[Mapping[str, float | int]]) -> mpl.Figure:
-    """Validation NMSE over epochs, a line for each length of sequences (``n_tokens``)."""
+    """Draw validation NMSE over epochs, a line for each length of sequences (``n_tokens``)."""
     figure = mpl.Figure(figsize=(6.5, 2.7), layout="constrained")
     figure.suptitle("Validation error while training", fontsize=11)
     axes = figure.add_subplot()

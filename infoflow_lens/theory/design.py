@@ -125,7 +125,7 @@ class Design(Displayed):
     count: Count = "paper"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible values."""
+        """Return JSON-compatible values."""
         return asdict(self)
 
 
@@ -244,7 +244,7 @@ def set_length(task: Any, n_tokens: int) -> Any:
 def head_choices(
     components: Sequence[Any], max_layers: int, max_heads: int
 ) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Head counts to weigh: a layer of more heads than places to retrieve is of no use."""
+    """Return head counts to weigh: a layer of more heads than places to retrieve is of no use."""
     places = sum(1 if c.tuples is not None else max(1, c.arity - 1) for c in components)
     most = max(1, min(max_heads, places))
     left_out: list[str] = []
@@ -264,7 +264,7 @@ def _size(answer: Answer) -> int:
 
 
 def _whole(question: Question) -> tuple[tuple[int, ...], Answer] | None:
-    """Two layers where one must store everything: tokens store it, and CLS retrieves the best one.
+    """Try two layers where one must store all: tokens store it, and CLS retrieves the best one.
 
     None where no heads choose between tokens: for single tokens, and where positions matter.
     """

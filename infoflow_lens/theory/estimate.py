@@ -509,7 +509,7 @@ class _Case:
 
 
 def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[str, float]:
-    """Exponents of the costliest state, each layer with its own width."""
+    """Return exponents of the costliest state, each layer with its own width."""
     if schedule is None:
         return {}
     return {

@@ -31,7 +31,7 @@ from infoflow_lens.theory.rules import (
 
 
 def check_lengths(lengths: Tensor, n_batch: int, n_source: int) -> Int[Tensor, " batch"]:
-    """Lengths of sequences, as a tensor of integers.
+    """Return lengths of sequences, as a tensor of integers.
 
     Raises:
         InfoFlowError: unless there is one from 1 to the number of sources for each sequence.
@@ -215,7 +215,7 @@ class MovesKeys(Protocol):
 def _sizes(
     layers: Sequence[tuple[Rule, ...]], strength: Sequence[Strength]
 ) -> tuple[int, int, torch.device]:
-    """Batch, number of positions and device: from the first rule that knows the batch.
+    """Return batch, number of positions and device: from the first rule that knows the batch.
 
     Where none does, strengths of each sequence tell it.
     """
@@ -306,7 +306,7 @@ def propagate(
     strength: Sequence[Strength] | None = None,
     path: Path = "product",
 ) -> InformationSets | GradedSets:
-    """Information sets after every layer, from the keys that each head moves (Sec. 5.1).
+    """Return information sets after every layer, from the keys that each head moves (Sec. 5.1).
 
     Starting from I_t = {t} for tokens and the empty set for positions beyond the sources (CLS),
     every layer unites a position's own set, which the residual stream keeps, with what its heads
@@ -385,7 +385,7 @@ def propagate(
 def _all_edges(
     strength: Sequence[Strength] | None,
 ) -> tuple[Sequence[Layer], Sequence[Strength]]:
-    """Rules that read every key, and the strength of each edge, that of its strongest head.
+    """Return rules that read every key, and the strength of each edge, that of its strongest head.
 
     Raises:
         InfoFlowError: without strengths, or for those of other shapes.

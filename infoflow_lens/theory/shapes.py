@@ -86,7 +86,7 @@ class ModelShape:
         return len(self.n_heads)
 
     def usable(self, n_tokens: int) -> tuple[bool, ...]:
-        """Layers whose queries see all T tokens and CLS."""
+        """Return layers whose queries see all T tokens and CLS."""
         if not self.windows:
             return (True,) * self.n_layers
         # a window counts the query itself, so CLS sees all T tokens through one of T + 1
@@ -133,7 +133,7 @@ class ModelShape:
         return f"{self.source}: " + ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible values."""
+        """Return JSON-compatible values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
