@@ -91,7 +91,7 @@ class StateScores(Result):
         return frame.assign(position=self.positions[sample, asked].numpy())
 
     def plot(self, sample: int = 0) -> "mpl.Figure":
-        """Heat maps of one sequence, a panel for each layer."""
+        """Draw heat maps of one sequence, a panel for each layer."""
         rows = self.positions[sample] >= 0
         array = LabelledArray(
             self.column,

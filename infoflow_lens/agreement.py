@@ -277,7 +277,9 @@ def influence_inside(
     candidate: Bool[Tensor, "state source"],
     squared: bool = True,
 ) -> Float[Tensor, " state"]:
-    """Share of each state's (squared) influence that lies inside its set; NaN if it has none."""
+    """Return the share of each state's (squared) influence that lies inside its set;
+    NaN if it has none.
+    """
     amount = influence.double() * candidate
     amount = amount.square() if squared else amount
     return (amount * members).sum(1) / amount.sum(1)

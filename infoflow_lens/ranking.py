@@ -227,7 +227,7 @@ def _average(values: Float[Tensor, "*rows batch pos"]) -> Float[Tensor, "*rows b
 def _interval(
     values: Float[Tensor, "*rows batch pos"], confidence: float
 ) -> Float[Tensor, "*rows 3"]:
-    """Mean over sequences of their means over states, and Student's t interval."""
+    """Return the mean over sequences of their means over states, and Student's t interval."""
     from scipy.special import stdtrit
 
     by_sequence = _average(values)

@@ -609,7 +609,7 @@ def _both(
     n_validation: int | None,
     seed: int,
 ) -> tuple[Data | Draw, Any]:
-    """Training and validation data, drawn where a task was given."""
+    """Return training and validation data, drawn where a task was given."""
     if not isinstance(train_data, Task):
         if n_train is not None or n_validation is not None:
             raise InfoFlowError(

@@ -77,7 +77,7 @@ def _numbers(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _modules(plain: nn.Module, kind: str) -> Any:
-    """The modules of a kind, in their order."""
+    """Return the modules of a kind, in their order."""
     return [module for module in plain.modules() if type(module).__name__ == kind]
 
 
@@ -256,13 +256,13 @@ def measure_edges(
 
 
 def _rows(sizes: Float[Tensor, "query key"]) -> Float[Tensor, "query key"]:
-    """Rows that sum to 1; one of zeros keeps to itself."""
+    """Return rows that sum to 1; one of zeros keeps to itself."""
     total = sizes.sum(-1, keepdim=True)
     return torch.where(total > 0, sizes / total, torch.eye(len(sizes)).to(sizes))
 
 
 def roll_out(edges: Float[Tensor, "layer query key"]) -> Float[Tensor, "layer query source"]:
-    """The products of the layers so far."""
+    """Return the products of the layers so far."""
     held = [edges[0]]
     for layer in edges[1:]:
         held.append(layer @ held[-1])
@@ -270,7 +270,8 @@ def roll_out(edges: Float[Tensor, "layer query key"]) -> Float[Tensor, "layer qu
 
 
 def alti_logit(edges: Edges) -> Float[Tensor, " source"]:
-    """ALTI-Logit (Ferrando et al. 2023): what each token adds to a logit, by all layers' heads.
+    """Return ALTI-Logit (Ferrando et al. 2023): what each token adds to a logit,
+    by all layers' heads.
 
     What a layer's heads add from a key is passed on to tokens by the ALTI of the layers below.
     """

@@ -300,7 +300,9 @@ class _Search:
         return starts.join(heads)
 
     def _errors(self, heads: HeadScores) -> Float[Tensor, " set"]:
-        """NMSE of several sets of heads on the sequences of the search, by their best readouts."""
+        """Return NMSE of several sets of heads on the sequences of the search,
+        by their best readouts.
+        """
         self.tried += len(heads.forms)
         found = []
         for some in torch.arange(len(heads.forms)).split(self.at_once):
@@ -406,7 +408,7 @@ def _route(
 def _sides(
     components: tuple[Component, ...], x: Float[Tensor, "batch pos d_token"]
 ) -> Float[Tensor, "side d_token+1 d_token"]:
-    """The bilinear parts of the components' scores, for a query on either side of the pair."""
+    """Give the bilinear parts of the components' scores, for a query on either side of the pair."""
     matrices: list[Tensor] = []
     for component in components:
         matrix = _unit(_bilinear_part(component, x.shape[-1]))
@@ -416,7 +418,7 @@ def _sides(
 
 
 def _sums(sides: Float[Tensor, "side row d_token"]) -> Float[Tensor, "sum row d_token"]:
-    """Sums of two sides with several shares; none of a single side."""
+    """Return sums of two sides with several shares; none of a single side."""
     first, second = torch.combinations(torch.arange(len(sides))).T
     shares = torch.tensor(_SHARES)[:, None, None, None]
     return _unit(sides[first] + shares * sides[second]).flatten(0, 1)

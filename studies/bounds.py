@@ -112,7 +112,7 @@ def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count, increasing: bool
 
 @checked
 def encoding_bound(n_tokens: Count, d_token: Count, d_model: Count) -> Bound:
-    """Coding r tokens of dimension d in E numbers of [-1, 1] (Thm 3/6): ``r d / E - 1``.
+    """Return coding r tokens of dimension d in E numbers of [-1, 1] (Thm 3/6): ``r d / E - 1``.
 
     [derived] for uniform error and weights of at most 1. [flag: the upper bound eps^(-rd/E) is for
     L2 error and unbounded weights, so the two halves differ in norm and weights.]
@@ -135,7 +135,8 @@ def growing_information(
     n_tokens: Count,
     trees: Count = 1,
 ) -> float:
-    """Prop 2: the least |I| for a target of C T^order comparisons, order >= 3, by fixed trees.
+    """Return the least |I| for a target of C T^order comparisons, order >= 3,
+    by fixed trees (Prop 2).
 
     [flag] That order counts fixed trees of comparison, and layers compare what earlier ones have
     chosen: a chain of three places has order 3, and heads (2, 1) do it with |I| = 3
@@ -168,7 +169,8 @@ def growing_information(
 
 @checked
 def triangle_limit(first: Count, second: Count) -> int:
-    """The least T from which on two layers of (h_1, h_2) heads cannot learn the triangle centre.
+    """Return the least T from which on two layers of (h_1,
+    h_2) heads cannot learn the triangle centre.
 
     Of ``min |x + y + z|^2`` and max-position retrieval by any analytic scores, roles and positions
     [proved, beyond the paper; for more layers it is open]. With I the most that CLS can hold, plant
@@ -221,7 +223,7 @@ def softmin_gap(n_items: Count, beta: Positive) -> float:
 
 
 def depth_separation_error(n_tokens: int, beta: float, ffn_error: float = 0.0) -> float:
-    """Largest error of the two-layer construction of Theorem 1 [derived].
+    """Return the largest error of the two-layer construction of Theorem 1 [derived].
 
     ``18 (2 W0((T - 1)/e) / beta + eps_FFN)``: one softmin in each layer, and the error of the
     product between them. [flag] Eq (40) as printed compares a(t) with the minimum in its second
@@ -264,7 +266,7 @@ def attention_average(
     score: Callable[[Tensor], Tensor],
     value: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "*batch d_head"]:
-    """Softmax attention of a fixed query over scalar tokens (eq 44)."""
+    """Return softmax attention of a fixed query over scalar tokens (eq 44)."""
     weights = torch.softmax(score(x), dim=-1)
     return (weights.unsqueeze(-1) * value(x)).sum(dim=-2)
 

@@ -182,7 +182,8 @@ def judge_claims(
 
 
 def deciding_number(claims: Sequence[Claim], results: "pd.DataFrame") -> tuple[str, str]:
-    """The number that is nearest to its bound or the furthest beyond it, and that bound, in words.
+    """Return the number that is nearest to its bound or the furthest beyond it,
+    and that bound, in words.
 
     Args:
         claims: of a study.

@@ -117,7 +117,7 @@ class DemoConfig:
         )
 
     def stages(self) -> Stages:
-        """Training at half the length, then at the full one."""
+        """Return training at half the length, then at the full one."""
         half = self.n_tokens // 2 if self.half_epochs else 0
         return Stages(
             lengths=(half,) if half else (),
@@ -189,7 +189,7 @@ def _stage(
 
 
 def _recovery_summary(recovery: RecoveryResult, rank: int) -> list[dict[str, float]]:
-    """First-layer errors of one rank, head by head."""
+    """Return first-layer errors of one rank, head by head."""
     column = recovery.ranks.index(rank)
     return [
         {
@@ -367,7 +367,7 @@ def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -
 
 
 def verdict(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Initial and trained values of the demo's findings, for a table."""
+    """Return initial and trained values of the demo's findings, for a table."""
     agreement, coverage = summary["agreement"], summary["coverage"]
     return {
         "CLS AUROC": (agreement["initial"]["cls"]["auroc"], agreement["trained"]["cls"]["auroc"]),

@@ -191,7 +191,7 @@ def _project(
 def _pattern(
     scores: Float[Tensor, "seed batch head *query key"], attention: Attention
 ) -> Float[Tensor, "seed batch head *query key"]:
-    """Attention weights."""
+    """Return attention weights."""
     # a plain hook point stands for a softmax, others bring their own function
     pattern_of = getattr(attention.hook_pattern, "pattern", None)
     if pattern_of is None:

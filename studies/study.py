@@ -124,7 +124,7 @@ class Study(ABC):
 
     @abstractmethod
     def cases(self, preset: str) -> Sequence[Settings]:
-        """The configurations of a preset, as JSON-compatible values, without seeds."""
+        """Return the configurations of a preset, as JSON-compatible values, without seeds."""
 
     @abstractmethod
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
@@ -144,14 +144,14 @@ class Study(ABC):
         return 0
 
     def tables(self) -> Sequence[Part]:
-        """Tables of our numbers and the published ones, and the text between them.
+        """Return tables of our numbers and the published ones, and the text between them.
 
         By default the page shows each measured number by the settings that differ.
         """
         return ()
 
     def plots(self) -> FigureSpec | None:
-        """The figure of the effect; None for a panel for each measured number."""
+        """Return the figure of the effect; None for a panel for each measured number."""
         return None
 
     def table(self, results: "pd.DataFrame") -> str:
@@ -190,7 +190,7 @@ class Study(ABC):
         return ()
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Sentences beside the claims, which judge nothing."""
+        """Return sentences beside the claims, which judge nothing."""
         return ()
 
     def rule(self) -> str:
@@ -222,10 +222,10 @@ class VectorStudy(Study):
 
     @abstractmethod
     def architecture(self, settings: Settings) -> Architecture:
-        """The models of a configuration."""
+        """Return the models of a configuration."""
 
     def memory(self, settings: Settings) -> int:
-        """Bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
+        """Give bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
         architecture = self.architecture(settings)
         return run_bytes(
             n_train=settings["n_train"],
@@ -261,7 +261,7 @@ class TogetherStudy(VectorStudy):
     def measure_together(
         self, settings: Settings, seeds: Sequence[int], device: str
     ) -> list[list[Row] | None]:
-        """The rows of `measure` for each seed, to rounding; None for one that diverged."""
+        """Return the rows of `measure` for each seed, to rounding; None for one that diverged."""
 
 
 class TrainedStudy(TogetherStudy):

@@ -247,7 +247,8 @@ def _cell(text: str) -> str:
 
 
 def runs_of(study: Study, folder: Path) -> list[Path]:
-    """The folders of a study's runs by the settings that it has now: its own, then by preset.
+    """Return the folders of a study's runs by the settings that it has now: its own,
+    then by preset.
 
     Args:
         study: the study.
@@ -257,7 +258,7 @@ def runs_of(study: Study, folder: Path) -> list[Path]:
 
 
 def _folders_of(study: Study, folder: Path) -> list[Path]:
-    """The folder of a study, with or without a run, and those within it that a preset names."""
+    """Give the folder of a study, with or without a run, and those in it that a preset names."""
     of_study = folder / study.name
     of_presets = [of_study / preset for preset in study.presets]
     return [of_study, *(path for path in of_presets if path.is_dir())]

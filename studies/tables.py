@@ -128,7 +128,7 @@ Part: TypeAlias = "TableSpec | str | Callable[[pd.DataFrame], str]"
 
 
 def render(parts: Sequence[Part], results: "pd.DataFrame") -> str:
-    """Tables and the text between them, a paragraph each.
+    """Return tables and the text between them, a paragraph each.
 
     Args:
         parts: tables, texts, and what makes a text of the rows.

@@ -28,7 +28,7 @@ def map_errors(
     target: Float[Tensor, "n query target"],
     held_out: Bool[Tensor, " n"],
 ) -> MapErrors:
-    """Errors of the least-squares map, with intercept, from states to targets.
+    """Return errors of the least-squares map, with intercept, from states to targets.
 
     Args:
         state: the input of the map.

@@ -184,7 +184,7 @@ class _Stack:
         self.data: tuple[Tensor, Tensor] | None = None
 
     def _prepare(self) -> None:
-        """The optimiser of the weights as they are, and its step."""
+        """Make the optimiser of the weights as they are, and its step."""
         on_gpu = self.device.type == "cuda"
         self.optimizer = optimizer_of(
             list(self.weights.values()), self.config, fused=True, in_graph=on_gpu
@@ -245,7 +245,7 @@ class _Stack:
 
     @torch.no_grad()
     def validate(self) -> None:
-        """The validation errors of every seed; where they are the best, its weights are kept."""
+        """Measure the validation error of each seed; where it is the best, keep its weights."""
         batch = max(1, _EVALUATED_AT_ONCE // len(self.runs))
         pairs = [(run.data.validation_x, run.data.validation_y) for run in self.runs]
         x, y = _stack(pairs)
@@ -318,7 +318,7 @@ class _Graphs:
         return measures
 
     def _eager(self, x: Tensor, y: Tensor) -> Measures:
-        """A step that is run at once, on the stream on which the graphs are captured later."""
+        """Give a step that is run at once, on the stream on which the graphs are captured later."""
         others = torch.cuda.current_stream(self.stream.device)
         # either stream waits for what the other one has begun
         self.stream.wait_stream(others)

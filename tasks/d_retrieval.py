@@ -124,7 +124,7 @@ class DRetrieval(RetrievalTask):
         return d_retrieval_profile(self.n_components, len(signed.unique(dim=0)))
 
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """F(X), differentiable in `x`; outside ties its gradient is the active index set."""
+        """Return F(X), differentiable in `x`; outside ties its gradient is the active index set."""
         self.check_input(x)
         signs = torch.tensor(self.signs).to(x)
         # [batch, pos, component], negated where the smallest is sought, and back at the end

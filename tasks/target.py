@@ -62,7 +62,7 @@ class RetrievalTask(VectorTask):
         return components_profile(self.name, self.components)
 
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """F(X), differentiable in `x` through the tokens that are retrieved."""
+        """Return F(X), differentiable in `x` through the tokens that are retrieved."""
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
         where = self.retrieve(x.detach())
@@ -75,7 +75,8 @@ class RetrievalTask(VectorTask):
         return [best_tuples(x, component)[0] for component in self.components]
 
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """The positions of the retrieved tuples on whose tokens the target depends there (eq 4).
+        """Return the positions of the retrieved tuples
+        on whose tokens the target depends there (eq 4).
 
         Two components may share a position, and F0 or a score may not depend on one of its inputs;
         both are seen by differentiating. Ties go to the first tuple; they have probability zero.

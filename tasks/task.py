@@ -61,11 +61,11 @@ class Task(ABC):
 
     @abstractmethod
     def target(self, x: Tensor) -> Tensor:
-        """The target of every sequence [batch, ...]."""
+        """Return the target of every sequence [batch, ...]."""
 
     @abstractmethod
     def active_index_set(self, x: Tensor) -> Bool[Tensor, "batch pos"]:
-        """I_F(X): the positions that the target depends on (Sec. 5.1, eq 4)."""
+        """Return I_F(X): the positions that the target depends on (Sec. 5.1, eq 4)."""
 
     @abstractmethod
     def check_input(self, x: Tensor) -> None:
@@ -249,10 +249,11 @@ class VectorTask(Task):
 
     @abstractmethod
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """The target F(X) of every sequence, differentiable in `x`."""
+        """Return the target F(X) of every sequence, differentiable in `x`."""
 
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """I_F(X): the positions whose token moves the target, dF/dx(t) != 0 (Sec. 5.1, eq 4).
+        """Return I_F(X): the positions whose token moves the target,
+        dF/dx(t) != 0 (Sec. 5.1, eq 4).
 
         Here, those that the target reads whatever they hold.
         """
@@ -285,7 +286,7 @@ class VectorTask(Task):
         return x / x.norm(dim=-1, keepdim=True) if self.tokens == "sphere" else x
 
     def features(self) -> "datasets.Features":
-        """``x``, the tokens of a sequence, and ``y``, the target."""
+        """Return ``x``, the tokens of a sequence, and ``y``, the target."""
         return datasets.Features(
             {
                 "x": datasets.Array2D(shape=(self.n_tokens, self.d_token), dtype="float32"),

@@ -93,11 +93,11 @@ class TokenTask(Task):
 
     @abstractmethod
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The label of every sequence."""
+        """Return the label of every sequence."""
 
     @abstractmethod
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The positions that the label depends on: a minimal sufficient set [chosen].
+        """Return the positions that the label depends on: a minimal sufficient set [chosen].
 
         Tokens cannot be differentiated. In place of dF/dx(t) != 0 (eq 4) stands: every sequence
         of the sample space with the same tokens at these positions has the same label, and no
@@ -211,7 +211,7 @@ class TokenTask(Task):
         return torch.cat(found)
 
     def features(self) -> "datasets.Features":
-        """``x``, the tokens of a sequence by name, and ``y``, the label by name."""
+        """Return ``x``, the tokens of a sequence by name, and ``y``, the label by name."""
         return datasets.Features(
             {
                 "x": datasets.Sequence(

@@ -82,7 +82,7 @@ def _matrices(
 
 
 def _rotoreflection(d: int) -> Float[Tensor, "d d"]:
-    """A turn by 90 degrees in as many planes as there are, and a reflection of what is left."""
+    """Turn by 90 degrees in as many planes as there are, and reflect what is left."""
     turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
     return torch.block_diag(*[turn] * (d // 2), *[-torch.eye(1)] * (d % 2))
 

@@ -213,7 +213,7 @@ def measure_units(question: Question, n_heads: int = N_HEADS) -> UnitEffects:
 def _products(
     question: Question, gradients: dict[str, Tensor], point: str, n: int
 ) -> Float[Tensor, "pos part"]:
-    """Difference of the two texts times gradient, summed over the width of each part."""
+    """Return the difference of the two texts times gradient, summed over the width of each part."""
     difference = question.other.shown[point] - question.clean.shown[point]
     found = (difference * gradients[point])[0].double().cpu()
     return found.reshape(len(found), n, -1).sum(dim=-1)

@@ -336,7 +336,7 @@ class Streams:
 
 
 def _find_tolerance(tolerance: float, tensor: Tensor) -> float:
-    """The tolerance, or what rounding in the precision of a tensor needs."""
+    """Return the tolerance, or what rounding in the precision of a tensor needs."""
     return max(tolerance, _ROUNDINGS * torch.finfo(tensor.dtype).eps)
 
 

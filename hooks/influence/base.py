@@ -337,7 +337,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             self._check_start(seen, start)
         place = self.place(lengths, n_source, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
-        # unless they take part, hooks of the user would edit each repeated pass once more
+        # hooks of the user would edit each repeated pass once more, unless they take part
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
             states = AskedStates(start.clone(), expected, place)

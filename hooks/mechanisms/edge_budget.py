@@ -251,7 +251,7 @@ def measure_edge_budget(
     after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> EdgeBudgetResult:
-    """The loss with as many edges kept as a budget allows, chosen by several methods.
+    """Measure the loss with as many edges kept as a budget allows, chosen by several methods.
 
     An edge is one weight (layer, head, query, key) of one pattern. Those that count lie on paths to
     the states of the last layer that are read, in rows of more than one key: where a query sees one

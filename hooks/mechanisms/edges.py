@@ -75,7 +75,7 @@ def open_edges(seen: Pass, states: Bool[Tensor, "batch pos"]) -> Open:
 def rank_edges(
     scores: Scores, edges: Open, seeds: Sequence[int]
 ) -> tuple[list[Int[Tensor, "batch head query key"]], Int[Tensor, " batch"]]:
-    """The place of each open edge in the order of falling scores, equal ones at random.
+    """Return the place of each open edge in the order of falling scores, equal ones at random.
 
     Args:
         scores: of all edges.
@@ -143,7 +143,7 @@ class EdgeScores:
         return open_edges(self.plain, self.states)
 
     def compute(self, method: EdgeMethod) -> Scores:
-        """The scores of all edges, at least 0; those of edges that are not open say nothing.
+        """Return the scores of all edges, at least 0; those of edges that are not open say nothing.
 
         For the methods by paths a score is the sum over the states that are read of what the paths
         to this state through the edge say:

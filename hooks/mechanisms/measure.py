@@ -51,7 +51,7 @@ def measure_mechanisms(
     after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> MechanismsResult:
-    """The mechanism that each head needs: its pattern replaced by an ideal one.
+    """Measure the mechanism that each head needs: its pattern replaced by an ideal one.
 
     An intervention (:class:`~infoflow_lens.hooks.AllHeads`) with an edit for each head and ideal,
     on all sequences: five times as many edits as heads, of which several run in one pass, from the

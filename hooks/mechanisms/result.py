@@ -65,7 +65,7 @@ class MechanismsResult(Result):
 
     @checked
     def mechanisms(self, threshold: NonNegative | None = None) -> tuple[tuple[str, ...], ...]:
-        """The mechanism of every head: the cheapest ideal within the threshold, else "soft".
+        """Return the mechanism of every head: the cheapest ideal within the threshold, else "soft".
 
         The order of cost is that of `ideals` [chosen]: what does not look at the tokens comes
         before what compares them. A head that does not matter needs its own position alone. Others
@@ -172,7 +172,7 @@ class MechanismsResult(Result):
         return pd.DataFrame(rows)
 
     def plot(self) -> "mpl.Figure":
-        """The damage of every head in every ideal, on a logarithmic scale."""
+        """Draw the damage of every head in every ideal, on a logarithmic scale."""
         heads = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
         return LabelledArray(
             f"log10 {self.metric}",

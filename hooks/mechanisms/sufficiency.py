@@ -90,7 +90,7 @@ class SufficiencyResult(NextTokenResult):
         return ((apart * weight).square().sum(dim=2) * n / (n - 1)).sqrt()
 
     def share(self, of: str = MEAN, assignment: str = MECHANISMS) -> Interval:
-        """The excess of an assignment over that of another, all heads replaced."""
+        """Return the excess of an assignment over that of another, all heads replaced."""
         return self._resample(assignment, of, torch.div)
 
     def lead(self, over: str, assignment: str = MECHANISMS) -> Interval:
@@ -202,7 +202,7 @@ def measure_sufficiency(
     after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> SufficiencyResult:
-    """The next-token loss with many heads replaced at once by their mechanisms.
+    """Measure the next-token loss with many heads replaced at once by their mechanisms.
 
     Controls: one and the same ideal for every head, the same mechanisms dealt to the heads at
     random, and mean ablation, every replaced head's output its mean over these sequences (which

@@ -61,7 +61,7 @@ class TopKResult(NextTokenResult):
         return (self.losses - self.bare).sum(dim=3) / self.bare.sum()
 
     def least(self, kept: str = LARGEST) -> tuple[int, ...]:
-        """The least k of each layer, and of all at once, from which on the loss is within.
+        """Return the least k of each layer, and of all at once, from which on the loss is within.
 
         Where even the largest of `ks` is not enough, or is more, it is ``n_pos``, all keys.
         """
@@ -98,7 +98,7 @@ class TopKResult(NextTokenResult):
         )
 
     def plot(self) -> "mpl.Figure":
-        """The least k of every layer."""
+        """Draw the least k of every layer."""
         least = LabelledArray(
             f"keys of at most {self.n_pos}",
             torch.tensor(self.least()),
@@ -128,7 +128,7 @@ def measure_top_k(
     after: Callable[[Reached], None] | None = None,
     progress: bool = True,
 ) -> TopKResult:
-    """The next-token loss where the heads of a layer keep k keys of every row.
+    """Measure the next-token loss where the heads of a layer keep k keys of every row.
 
     Args:
         model: a language model in which an edited pattern reaches the output.

@@ -245,7 +245,7 @@ def _is_of_positions(added: Tensor, stream: Tensor) -> bool:
 
 
 def _table_length(log: PassLog, added: Tensor) -> int | None:
-    """Count the positions of the table that a summand was looked up in, if it was."""
+    """Count the positions of the table in which a summand was looked up, if it was."""
     for op in reversed(log.operations):
         if is_among(added, op.outputs):
             if op.name == "embedding":

@@ -421,7 +421,9 @@ def has_user_hooks(model: nn.Module) -> bool:
 
 
 def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """The hooks that no library below, nor this package, put on a model, each with its module."""
+    """Yield the hooks that no library below, nor this package, put on a model,
+    each with its module.
+    """
     for module in modules_of(model):
         raw = {**module._forward_hooks, **module._forward_pre_hooks}
         if not raw:  # as nearly everywhere; this is asked before each pass that may end early
@@ -466,7 +468,7 @@ def is_own_call() -> bool:
 
 @contextmanager
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
-    """The model with its permanent hooks only (those that belong to it), for the block's length.
+    """Leave only the permanent hooks on a model (those that belong to it), for the block's length.
 
     Passes of other threads have all hooks; gradients of theirs that begin in the block have none.
     """
@@ -498,7 +500,7 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def ignore_edit_warnings() -> Iterator[None]:
-    """Edits in this block find out whether they reach the output.
+    """Ignore warnings of edits: those in this block find out whether they reach the output.
 
     TransformerLens 4 warns of one that a bridge discards; who tries that sees it in the output.
     """
@@ -513,7 +515,7 @@ def ignore_edit_warnings() -> Iterator[None]:
 
 @contextmanager
 def restore_module_tensors(model: nn.Module) -> Iterator[None]:
-    """Tensors that modules keep between passes are after the block what they were before.
+    """Give modules the tensors back, after the block, that they keep between passes.
 
     Bridges keep the last pattern; one that is part of a derivative cannot be copied.
     """
@@ -522,7 +524,7 @@ def restore_module_tensors(model: nn.Module) -> Iterator[None]:
         return isinstance(value, Tensor)
 
     before = [
-        # None, too, as a pass may put a tensor there
+        # attributes that are None count, too, as a pass may put a tensor there
         (vars(module), {k: v for k, v in vars(module).items() if v is None or is_tensor(v)})
         for module in model.modules()
     ]

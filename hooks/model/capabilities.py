@@ -131,14 +131,14 @@ class ModelCapabilities:
         return tuple(found)
 
     def kinds(self) -> dict[str, LayerCapabilities]:
-        """Layers that are alike together, such as {"0-11": ...} or {"0, 2": ..., "1, 3": ...}."""
+        """Group layers that are alike, such as {"0-11": ...} or {"0, 2": ..., "1, 3": ...}."""
         alike: dict[LayerCapabilities, list[int]] = {}
         for index, layer in enumerate(self.layers):
             alike.setdefault(layer, []).append(index)
         return {_numbers(indices): layer for layer, indices in alike.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-compatible values, problems included."""
+        """Return everything as JSON-compatible values, problems included."""
         return {**asdict(self), "problems": list(self.problems())}
 
     def to_frame(self) -> "pd.DataFrame":
@@ -204,7 +204,7 @@ def _problems_of(layer: LayerCapabilities) -> list[str]:
 
 
 def _numbers(indices: list[int]) -> str:
-    """Such as "3", "0-11" or "0, 2-4"."""
+    """Write numbers such as "3", "0-11" or "0, 2-4"."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and runs[-1][-1] == index - 1:

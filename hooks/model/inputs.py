@@ -314,7 +314,7 @@ class _LoadedBatches(Batches):
             skip = max(0, skip - len(read.rows))
 
     def _parts(self, batch_size: int) -> Iterator[Batches]:
-        """Batches as the loader makes them; single rows, as of streams, are put together."""
+        """Yield batches as the loader makes them; single rows, as of streams, are put together."""
         # rows with other columns cannot share a batch
         for (single, names), read in groupby(self._read(), lambda r: (r.is_single, [*r.columns])):
             if not single:
@@ -407,7 +407,7 @@ def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
 @takes_model
 @checked
 def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> Tensor:
-    """Random tokens for :func:`inspect_model`, always the same for a seed.
+    """Return random tokens for :func:`inspect_model`, always the same for a seed.
 
     They are 16 positions long, or two more than a local window, where the model takes as many;
     a window of more than 254 positions does not show.
@@ -469,7 +469,7 @@ def read_inputs(
     with_defaults: bool = False,
     any_length: bool = False,
 ) -> Batches:
-    """Whatever a user has, as :class:`Batches`: checked, tokenised once, padding taken off.
+    """Read what a user has as :class:`Batches`: checked, tokenised once, padding taken off.
 
     Args:
         model: the model that will read them.
@@ -547,7 +547,8 @@ class _Reader:
     def read(
         self, given: Any, mask: Any = None, first: int = 0, loader: Any = None
     ) -> Batches | None:
-        """Sequences, checked, without padding; None for what holds no sequences, as a loader.
+        """Return sequences, checked, without padding; None for what holds no sequences,
+        as a loader.
 
         Args:
             given: what the user has, or what their loader gives.
@@ -898,7 +899,8 @@ def _may_be_mask(other: Any, ids: Tensor) -> bool:
 
 
 def _as_tensors(given: Any, name: str) -> Any:
-    """Arrays as tensors, also in lists; integers of every kind as int64, which embeddings read.
+    """Return arrays as tensors, also in lists; integers of every kind as int64,
+    which embeddings read.
 
     Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
     """

@@ -226,7 +226,8 @@ def find_keys_in_use(
 
 
 def attention_hooks(model: nn.Module, layers: Sequence[int]) -> list[str]:
-    """The hook points that ranks of keys are read from: of each layer its scores, or its pattern.
+    """Return the hook points that ranks of keys are read from: of each layer its scores,
+    or its pattern.
 
     Raises:
         InfoFlowError: if a layer shows neither.
@@ -282,7 +283,7 @@ def state_hooks(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
 
 
 def state_sum(activations: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
-    """The state that :func:`state_hooks` resolved, from the activations of a forward pass."""
+    """Give the state that :func:`state_hooks` resolved, from the activations of a forward pass."""
     state = activations[names[0]]
     for name in names[1:]:
         state = state + activations[name]

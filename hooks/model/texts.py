@@ -221,7 +221,9 @@ def ids_of_texts(
 
 
 def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[int]]:
-    """Ids of texts by one call of the tokenizer, with TransformerLens's rules of BOS and EOS."""
+    """Return ids of texts by one call of the tokenizer,
+    with TransformerLens's rules of BOS and EOS.
+    """
     tokenizer: Any = model.tokenizer
     cfg: Any = model.cfg
     wanted = not bare and getattr(cfg, "default_prepend_bos", True)
@@ -261,7 +263,7 @@ def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tupl
 def readable_spans(
     model: nn.Module, tokens: Int[Tensor, " pos"], spans: Iterable[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """Return the tokens of each span of ids together, as :func:`readable_tokens` has them alone."""
+    """Return the tokens of each span as one word, written as :func:`readable_tokens` writes one."""
     tokenizer, ids = getattr(model, "tokenizer", None), tokens.tolist()
     if tokenizer is None:
         return tuple(" ".join(map(str, ids[start:stop])) for start, stop in spans)

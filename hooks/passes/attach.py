@@ -51,19 +51,19 @@ class AttachedProbes(Sequence[Probe[Any]]):
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Sequences of this block are for fitting only."""
+        """Use the sequences of this block for fitting only."""
         with self.mode("fit"):
             yield
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Sequences of this block are held out: for evaluation only."""
+        """Hold the sequences of this block out: use them for evaluation only."""
         with self.mode("evaluate"):
             yield
 
     @contextmanager
     def mode(self, mode: Any) -> Iterator[None]:
-        """Sequences of this block are split in this mode; see :class:`Split`."""
+        """Split the sequences of this block in this mode; see :class:`Split`."""
         split = self._session.split
         before, split.mode = split.mode, check(mode, Mode, "mode")
         try:
@@ -80,7 +80,7 @@ def attach(
     first_index: int = 0,
     index_step: int = 1,
 ) -> Iterator[AttachedProbes]:
-    """Probes on `model` for the length of a block; your own loop runs the model.
+    """Put probes on `model` for the length of a block; your own loop runs the model.
 
     Whole calls of the model in the block's thread are measured when they have returned: a call
     that raises, or stops before the layers that a probe needs, is left out. Calls from a second

@@ -226,7 +226,7 @@ def mark_places(
 def mark_sources(
     places: Sequence[int], lengths: Int[Tensor, " batch"], n_pos: int, n_source: int
 ) -> Bool[Tensor, "batch source"]:
-    """Mark tokens by the places that they have as keys: behind them may stand others, such as CLS.
+    """Mark tokens by their places among the keys, where CLS, for one, may stand behind them.
 
     Args:
         places: as :func:`mark_places` counts them, with what stands behind the tokens.

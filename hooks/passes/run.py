@@ -269,7 +269,7 @@ def run_shard(
     skip: int = 0,
     after_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """:func:`run_probes` over some sequences of many, without results and without a bar.
+    """Run probes over some sequences of many, as :func:`run_probes`, without results or a bar.
 
     At the end the probes are settled, so that what merges shards has little to do.
 

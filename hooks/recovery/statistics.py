@@ -77,7 +77,7 @@ class NormalEquations:
     def solve(
         self, moment: Float[Tensor, "feature group target"], squares: Float[Tensor, " group"]
     ) -> tuple[Float[Tensor, "feature group target"], Float[Tensor, " group"]]:
-        """Weights, and the penalty of each group.
+        """Return weights, and the penalty of each group.
 
         Args:
             moment: centred, of features and targets.
@@ -241,7 +241,7 @@ class RegressionStatistics:
         self.groups_done = 0
 
     def _product_dtype(self, x: Tensor, values: Tensor) -> torch.dtype:
-        """float32, unless rows are float64, or products are cheap, or the user wants them rough."""
+        """Choose float32, unless rows are float64, or products cheap, or wanted rough."""
         exact = torch.float64 in (x.dtype, values.dtype) or self.cross.numel() <= _SMALL
         rough = torch.get_float32_matmul_precision() != "highest"
         return torch.float64 if exact or rough else torch.float32
@@ -333,7 +333,7 @@ class RegressionStatistics:
         return LinearFit(weight, bias, equations.rank, penalty)
 
     def parts(self) -> list[slice]:
-        """Groups, so many at a time that their maps take little memory."""
+        """Return groups, so many at a time that their maps take little memory."""
         n_features, n_groups, n_targets = self.cross.shape
         step = max(1, _SOLVED // (n_features * n_targets))
         return [slice(first, min(first + step, n_groups)) for first in range(0, n_groups, step)]
@@ -362,11 +362,11 @@ class RegressionStatistics:
         )
 
     def second_moment(self) -> Float[Tensor, " group"]:
-        """Mean over these rows of ||y||^2, for every group."""
+        """Return the mean over these rows of ||y||^2, for every group."""
         return self.moment_sums().sum(dim=1) / self.n
 
     def variance(self) -> Float[Tensor, " group"]:
-        """Mean over these rows of ||y - mean||^2, for every group."""
+        """Return the mean over these rows of ||y - mean||^2, for every group."""
         second_moment = self.second_moment()
         variance = (self.squares / self.n - (self.sum_y / self.n).square()).sum(dim=1)
         # a difference this small beside the two sums is a rounding error, not a variance
@@ -387,7 +387,7 @@ def _counts(chosen: Int[Tensor, "row group"], n_values: int) -> Float[Tensor, "g
 
 
 def _gram(x: Float[Tensor, "row feature"]) -> Float[Tensor, "feature feature"]:
-    """X^T X; for many features by blocks, since half of it is the other half."""
+    """Return X^T X; for many features by blocks, since half of it is the other half."""
     n_blocks = 4 if x.shape[1] >= 512 else 1
     gram = x.new_empty(x.shape[1], x.shape[1])
     size = -(-x.shape[1] // n_blocks)

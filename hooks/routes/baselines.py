@@ -273,7 +273,7 @@ def baselines(
         )
         for question in SETTINGS:
             found[f"power rollout, {question}"] = PowerRollout(question, positions=positions)
-    # it takes backward passes, and all else only what one forward pass shows
+    # gradients take backward passes; all other baselines read one forward pass
     if not cheap:
         found["gradient x input"] = GradientTimesInput(state, positions=positions)
     return found

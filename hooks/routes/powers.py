@@ -209,7 +209,7 @@ def _measure_l1(
     brought: Float[Tensor, "head key d_model"],
     own: Float[Tensor, "query d_model"],
 ) -> Float[Tensor, "query key"]:
-    """L1 norms of one sequence, a few queries at a time."""
+    """Return L1 norms of one sequence, a few queries at a time."""
     n_query, n_key = pattern.shape[1:]
     by_key = brought.transpose(0, 1)
     rows = []
@@ -229,7 +229,7 @@ def _measure_products(
     brought: Float[Tensor, "head key d_model"],
     own: Float[Tensor, "query d_model"],
 ) -> Float[Tensor, "query key"]:
-    """L2 norms of one sequence, from the products of what the heads bring from a key."""
+    """Return L2 norms of one sequence, from the products of what the heads bring from a key."""
     products = torch.einsum("hkd,gkd->khg", brought, brought)
     weights = pattern.permute(2, 1, 0)  # [key, query, head]
     # |sum_h w_h b_h|^2 = sum_hg w_h w_g (b_h . b_g), without a vector for each pair of tokens

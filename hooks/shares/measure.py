@@ -114,7 +114,7 @@ class Shares(Result):
 @takes_model
 @checked
 def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares:
-    """Who wrote this: split what is read of a model over embeddings, heads and MLPs, exactly.
+    """Split what is read off a model over embeddings, heads and MLPs, exactly: who wrote it?
 
     Two passes and one derivative: a pass whose writers are leaves, and one in which nothing is
     written, which shows what biases make. No weight is read, and no family is known.

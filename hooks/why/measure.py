@@ -231,7 +231,7 @@ def _find_point(model: nn.Module, layer: int, side: str, activations: dict[str, 
 
 
 def _as_scores(model: nn.Module, layer: int, attention: Tensor) -> Float[Tensor, "head query key"]:
-    """Scores, or where the pattern stands in their place, its logarithm."""
+    """Return scores, or where the pattern stands in their place, its logarithm."""
     if hook_semantics(model).scores[layer] == "scores":
         return attention
     # closed keys have no logarithm, and no derivative that is not NaN
@@ -258,7 +258,7 @@ def measure_why(
     query: int = -1,
     keys: tuple[int, int] | None = None,
 ) -> Why:
-    """Why a head prefers one key to another: :func:`infoflow_lens.why` on a model in memory.
+    """Say why a head prefers one key to another: :func:`infoflow_lens.why`, of a model in memory.
 
     Args:
         model: a TransformerLens model.

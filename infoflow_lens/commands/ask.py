@@ -163,7 +163,7 @@ def _print(found: Any) -> None:
 
 
 def _strips(found: Any) -> list[str]:
-    """A line for each word whose state comes to matter."""
+    """Return a line for each word whose state comes to matter."""
     width = max(map(len, found.unit_names)) + 1
     shares = found.shares
     lines = [" " * width + "".join(f"{layer:>{_STRIP}}" for layer in found.strip_layers)]

@@ -59,7 +59,7 @@ def options_of(
 
 
 def help_texts(config: type[Any]) -> dict[str, str]:
-    """The help of each field of a dataclass: the text among its annotations, beside ranges."""
+    """Give the help of each field of a dataclass: the text among its annotations, beside ranges."""
     return {
         name: next(part for part in parts if isinstance(part, str))
         for name, parts in _read_annotations(config).items()

@@ -597,7 +597,7 @@ def _name(loaded: LoadedModel) -> str:
 def _reasons(
     host: nn.Module, inputs: Batches, chosen: PositionsResult
 ) -> tuple[WhyAll | None, list[str]]:
-    """Why heads prefer their first keys, and why that is not known."""
+    """Find why heads prefer their first keys; or say why that is not known."""
     n_heads = sum(layer.shape[1] for layer in chosen.positions)
     if n_heads * int(chosen.lengths.sum()) > _MOST_REASONS:
         return None, ["the picture does not say why heads look there, as there are too many: why()"]

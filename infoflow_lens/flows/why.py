@@ -30,7 +30,7 @@ def why(
     backend: str = "auto",
     progress: bool = True,
 ) -> Why:
-    """Why a head prefers one key to another, split exactly over what wrote their states.
+    """Say why a head prefers one key to another, split exactly over what wrote their states.
 
     The margin is the difference of two attention scores of a query, before the softmax. A score is
     a product of the query's state and the key's, each behind norms. While the statistics by which

@@ -92,7 +92,7 @@ class Owner(Protocol):
     path: Path
 
     def temporary(self, target: Path) -> Path:
-        """A path of its own for what will replace `target`, or an error."""
+        """Return a path of its own for what will replace `target`, or an error."""
         ...
 
     def replace(self, temporary: Path, target: Path) -> None:

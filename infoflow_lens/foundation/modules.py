@@ -68,7 +68,7 @@ def keep_modes(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients; afterwards every module has its own mode again.
+    """Evaluate without gradients; afterwards every module has its own mode again.
 
     ``model.eval()`` is not called: in some adapters it writes weights.
 
@@ -94,7 +94,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def part_in_eval_mode(part: nn.Module) -> Iterator[None]:
-    """Evaluation of a part of a model without gradients, which other threads may run meanwhile.
+    """Evaluate a part of a model without gradients, which other threads may run meanwhile.
 
     Raises:
         InfoFlowError: if it is in train mode, and another thread evaluates it now.
@@ -206,7 +206,7 @@ def _draws_at_all(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def _dropout(
     drawing: SeededRandom, x: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Tensor]:
-    """nn.Dropout on accelerators; on a CPU it is made of operations that take a generator."""
+    """Apply nn.Dropout on accelerators; on a CPU, operations that take a generator."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = _fill_like(drawing, x, "bernoulli_", 1 - p).bool()
@@ -256,7 +256,7 @@ def bind_to_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Call
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on the CPU; the host waits once for the device that they lie on."""
+    """Return tensors on the CPU; the host waits once for the device that they lie on."""
     flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
     parts = torch.cat(flat).cpu().split([len(part) for part in flat]) if flat else ()
     return [

@@ -25,7 +25,7 @@ class Advance(Protocol):
 def progress_bar(
     description: str, total: int | None, show: bool = True, done: int = 0
 ) -> Iterator[Advance]:
-    """A bar on standard error of `total` steps, `done` of which lie behind; none if not `show`.
+    """Show a bar on standard error of `total` steps, `done` of which lie behind, if `show`.
 
     In a notebook it is a widget where there are widgets, else a line of text; in a pipe or a file
     it is a line now and then. Work of a moment shows none. A total of None is one that nobody

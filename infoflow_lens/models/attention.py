@@ -22,7 +22,7 @@ from infoflow_lens.models.architecture import AttentionKind
 def hardmax_pattern(
     scores: Float[Tensor, "batch head query key"],
 ) -> Float[Tensor, "batch head query key"]:
-    """1 at the key of the largest score, the lowest one of equals; 0 in rows without allowed keys.
+    """Put 1 at the largest score's key, the lowest of equals; 0 in rows without allowed keys.
 
     Its derivative by the scores is 0 wherever it has one.
     """
@@ -46,7 +46,7 @@ class KeptScores(HookPoint):
         return after_hooks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the scores of a pass that ended early: they belong to its graph."""
+        """Leave out the scores of a pass that ended early: they belong to its graph."""
         return {name: value for name, value in self.__dict__.items() if name != "kept"}
 
     def take(self) -> Tensor:

@@ -61,7 +61,7 @@ class Unembed(nn.Module):
     def forward(
         self, residual: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_output"]:
-        """Outputs at every position."""
+        """Return outputs at every position."""
         residual = self.hook_in(residual)
         # a contiguous transpose: the matrix product's order of summation hangs on the layout
         output: Tensor = self.hook_out(
@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Product and sum as one operation, as HookedTransformer has them."""
+    """Multiply and add in one operation, as HookedTransformer does."""
     flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
     return flat.view(*x.shape[:-1], weight.shape[-1])
 
@@ -201,7 +201,7 @@ class Attention(nn.Module):
         return hidden
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Earlier versions of TransformerLens kept the causal mask of n_ctx positions."""
+        """Leave out the causal mask that earlier versions of TransformerLens kept."""
         name = f"{prefix}mask"
         if name in state_dict and state_dict[name].shape != self.mask.shape:
             state_dict = {**state_dict, name: self.mask}
@@ -213,7 +213,7 @@ def _project(
     weight: Float[Tensor, "head d_model d_head"],
     bias: Float[Tensor, "head d_head"],
 ) -> Float[Tensor, "batch pos head d_head"]:
-    """Queries, keys or values of all heads."""
+    """Return queries, keys or values of all heads."""
     if x.ndim == 4:  # an input for each head
         return torch.einsum("bphm,hmd->bphd", x, weight) + bias
     n_heads, d_model, d_head = weight.shape

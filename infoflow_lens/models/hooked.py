@@ -341,7 +341,7 @@ class HookedModel(_Base):
         return nn.Module.cpu(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever moves the tensors (to, cuda, double, ...) moves the config with them."""
+        """Move the config with the tensors, whatever moves these (to, cuda, double, ...)."""
         nn.Module._apply(self, *args, **kwargs)
         weight = self.unembed.W_U
         self.cfg.device, self.cfg.dtype = str(weight.device), weight.dtype
@@ -424,7 +424,7 @@ class HookedModel(_Base):
         return FactoredMatrix(self.W_V, self.W_O)
 
     def all_head_labels(self) -> list[str]:
-        """L0H0, L0H1, ..., with the heads that each layer has."""
+        """Return L0H0, L0H1, ..., with the heads that each layer has."""
         return [
             f"L{layer}H{head}"
             for layer, heads in enumerate(self.heads_of_layers)

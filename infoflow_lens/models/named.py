@@ -594,7 +594,7 @@ def _has_hooks(point: nn.Module) -> bool:
 
 
 def _token_example(model: nn.Module) -> dict[str, Tensor]:
-    """Token ids [2, pos] that the model knows, by the name of its first argument."""
+    """Return token ids [2, pos] that the model knows, by the name of its first argument."""
     embedding = None
     with suppress(NotImplementedError):  # models of pictures and series have none
         embedding = getattr(model, "get_input_embeddings", lambda: None)()

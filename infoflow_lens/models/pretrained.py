@@ -384,7 +384,7 @@ def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
 
 @contextmanager
 def without_trace() -> Iterator[None]:
-    """Random state and warning filters are left as found, and nothing is printed to stdout.
+    """Leave random state and warning filters as they were, and print nothing to stdout.
 
     That TransformerLens 4 drops HookedTransformer is known. Threads take turns: filters and stdout
     are of all of them, and whoever begins last would put back what another had put there.

@@ -116,13 +116,13 @@ class Part:
         return ""
 
     def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """Why this cannot be measured on a model, whatever its layers; empty if it can."""
+        """Say why this cannot be measured on a model, whatever its layers; empty if it can."""
         if self.next_token and capabilities.reads_vectors:
             return "its output is a vector, which predicts no next token"
         return ""
 
     def lacking_of_data(self, context: RunContext) -> str:
-        """Why the sequences are too few for this, and what to give; empty if they are enough."""
+        """Say why the sequences are too few, and what to give; empty if they are enough."""
         return ""
 
     def check(self, context: RunContext) -> None:
@@ -166,7 +166,7 @@ class Part:
         return result.sentences() if isinstance(result, Result) else ()
 
     def facts(self, result: Any) -> Sequence[tuple[str, str]]:
-        """Short statements for the head of the report, as (label, value)."""
+        """Return short statements for the head of the report, as (label, value)."""
         return ()
 
 
@@ -191,7 +191,7 @@ class ProbePart(Part):
         copy.deepcopy(self._probe).prepare(context.model)
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Nothing: the probe itself says what it needs."""
+        """Say nothing: the probe itself says what it needs."""
         return ""
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:

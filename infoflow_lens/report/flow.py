@@ -293,7 +293,7 @@ def _pack(view: ViewedInput) -> dict[str, Any]:
 
 
 def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
-    """Reasons as the page reads them."""
+    """Return reasons as the page reads them."""
     packed: dict[str, Any] = {"names": list(reasons.part_names)}
     for name in ("keys", "parts"):
         packed[name] = [blob.keys(layer.cpu()) for layer in getattr(reasons, name)]
@@ -323,7 +323,7 @@ def _shares(edges: Tensor) -> Tensor:
 
 
 def _moves(blob: _Blob, moves: Move | list[list[Move]]) -> Any:
-    """Moves as the page reads them."""
+    """Return moves as the page reads them."""
     if isinstance(moves, list):
         return [[_moves(blob, move) for move in layer] for layer in moves]
     if moves.keys is None:

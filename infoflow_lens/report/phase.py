@@ -44,7 +44,7 @@ def check_picture_path(path: str | os.PathLike[str], *, overwrite: bool = False)
 
 
 def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Verdicts over h_1 and T, for one choice of the other layers' heads.
+    """Draw verdicts over h_1 and T, for one choice of the other layers' heads.
 
     Rows are those of `infoflow_lens.theory.estimate.phase_diagram`.
     """
@@ -73,7 +73,7 @@ def phase_key(figure: mpl.Figure) -> None:
 
 
 def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> mpl.Figure:
-    """Verdicts over h_1 and T, a panel for each choice of the other layers' heads.
+    """Draw verdicts over h_1 and T, a panel for each choice of the other layers' heads.
 
     Rows are those of `infoflow_lens.theory.estimate.phase_diagram`.
     """

@@ -85,7 +85,7 @@ class RunFolder:
     def open(
         cls, path: str | os.PathLike[str], what: str, writes: Iterable[str] = ()
     ) -> Iterator["RunFolder"]:
-        """A folder that no other run writes to for the length of a block.
+        """Open a folder to which no other run writes for the length of a block.
 
         The system gives the lock back when the process ends, however it ends. Where a file system
         has no such locks, a file says that the folder is taken; one that a killed run of this

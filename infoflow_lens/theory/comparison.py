@@ -376,14 +376,14 @@ class ComparisonProfile:
         return tuple(flag.text for flag in self.flags if count in flag.counts)
 
     def leading_coefficient(self, count: Count) -> float:
-        """c in number(T) ~ c T^order for large T."""
+        """Return c in number(T) ~ c T^order for large T."""
         # at such a T lower powers of T vanish
         large = 10**15
         return self.number(large, count) / large**self.order
 
 
 def d_retrieval_profile(n_components: int, n_different: int | None = None) -> ComparisonProfile:
-    """F0(max_t f_1, .., max_t f_D): between D(T - D) and D(T - 1) comparisons [stated].
+    """Count for F0(max_t f_1, .., max_t f_D): between D(T - D) and D(T - 1) comparisons [stated].
 
     Args:
         n_components: D.
@@ -436,12 +436,12 @@ def _tuple_profile(name: str, arity: int, n_trees: int = 1, *flags: Flag) -> Com
 
 
 def depth_separation_profile() -> ComparisonProfile:
-    """min_{s,t} ||x(s) + x(t)||^2 (Thm 1): C(T,2) - 2 to T^2 - 1 comparisons [derived]."""
+    """Count for min ||x(s) + x(t)||^2 (Thm 1): C(T,2) - 2 to T^2 - 1 comparisons [derived]."""
     return _tuple_profile("depth_separation", 2)
 
 
 def intrinsic_dimension_profile(n_components: int) -> ComparisonProfile:
-    """sum_i max_{s,t} x(s)^T A_i x(t) (eqs 6, 58): D trees of T^2 leaves [stated]."""
+    """Count for sum_i max_{s,t} x(s)^T A_i x(t) (eqs 6, 58): D trees of T^2 leaves [stated]."""
     return _tuple_profile(
         "intrinsic_dimension",
         2,
@@ -455,7 +455,7 @@ def intrinsic_dimension_profile(n_components: int) -> ComparisonProfile:
 
 
 def triangle_center_profile() -> ComparisonProfile:
-    """min ||x(t1) + x(t2) + x(t3)||^2 (eqs 7, 59): C(T,3) - 3 to T^3 - 1 [derived]."""
+    """Count for min ||x(t1) + x(t2) + x(t3)||^2 (eqs 7, 59): C(T,3) - 3 to T^3 - 1 [derived]."""
     return _tuple_profile(
         "triangle_center",
         3,

@@ -32,7 +32,7 @@ _ROOM = 0.999  # of a step, for an analog coordinate; the rest keeps it off the 
 
 @checked
 def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "total") -> float:
-    """k in a cost of eps^-k parameters for a state of width E that holds |I| tokens of dimension d.
+    """Return k of eps^-k, the cost of a state of width E that holds |I| tokens of dimension d.
 
     - "law": ``|I| d / E``, the law of Sec. 5.2 as printed, which is not tight.
     - "decoder": ``max(0, |I| d / E - 1)``. :class:`DigitCode` with analog coordinates needs no more
@@ -58,7 +58,7 @@ def _apply_mode(law: Float[Tensor, "*state"], mode: Mode) -> Float[Tensor, "*sta
 def exponents(
     sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "total"
 ) -> Float[Tensor, "layer batch pos"]:
-    """:func:`exponent` of every state, from the sets after its layer.
+    """Return :func:`exponent` of every state, from the sets after its layer.
 
     The updated set counts, in all three rules [derived: one cost per I_t^(l), "regarding the size
     of I_t^(l)"]. States of the last layer other than the last position cost nothing, since nothing

@@ -264,7 +264,7 @@ def _size(answer: Answer) -> int:
 
 
 def _whole(question: Question) -> tuple[tuple[int, ...], Answer] | None:
-    """Two layers where one must store everything: tokens store it, and CLS retrieves the best one.
+    """Try two layers where one must store all: tokens store it, and CLS retrieves the best one.
 
     None where no heads choose between tokens: for single tokens, and where positions matter.
     """

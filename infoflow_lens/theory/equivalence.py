@@ -56,7 +56,7 @@ class Reading:
     tokens: Float[Tensor, "sample d_token"] | None = field(default=None, compare=False)
 
     def plans(self) -> Iterator[Plan]:
-        """Plans for those of its components whose scores' graphs are trees."""
+        """Return plans for those of its components whose scores' graphs are trees."""
         return iter(()) if self.tokens is None else plans(self.components, self.tokens)
 
 
@@ -285,7 +285,7 @@ def _best_of(
 def _split(
     component: Component, tokens: Float[Tensor, "sample d_token"], notes: list[str]
 ) -> list[Component]:
-    """Places that one token may fill left out, and a component for each part of the score's graph.
+    """Leave out places that one token may fill, and make a component of each part of the graph.
 
     A part in which the order at every place is one order or its reverse, as in products of numbers,
     is single tokens: the best tuple has the largest or the smallest at each place.

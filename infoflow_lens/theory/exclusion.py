@@ -197,7 +197,7 @@ def _document(kind: str, shape: ModelShape, samples: Samples, **parts: Any) -> D
 
 
 def _out_of_reach(shape: ModelShape, samples: Samples) -> Iterator[Document]:
-    """Pairs that differ before what windows let through."""
+    """Yield pairs that differ before what windows let through."""
     n = samples.task.n_tokens
     reach = shape.reach(n)
     if reach >= n:
@@ -221,7 +221,7 @@ def _orders(shape: ModelShape, samples: Samples) -> Iterator[Document]:
 
 
 def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
-    """Inputs with more active tokens than CLS can hold."""
+    """Yield inputs with more active tokens than CLS can hold."""
     task = samples.task
     held = growth_sizes(shape.n_heads, 2**62)[-1][1]
     # tokens that are whole numbers cannot be moved a little, as this witness needs

@@ -201,7 +201,7 @@ class Retrieval(Job):
 
     @abstractmethod
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
-        """The key of each query; -1 for none."""
+        """Return the key of each query; -1 for none."""
 
     def rule(self, run: Progress, for_tokens: bool) -> Rule:
         """See :meth:`Job.rule`."""
@@ -540,7 +540,7 @@ class Global(Job):
 
 
 def cover_groups(n_tokens: int, arity: int) -> int:
-    """g, the most groups such that the C(g, arity) unions of `arity` groups fit on T tokens."""
+    """Return g, the most groups of which all C(g, arity) unions of `arity` fit on T tokens."""
     if not 1 <= arity <= n_tokens:
         raise InfoFlowError(f"tuples of {arity} tokens, but T is {n_tokens}: expected 1 to T")
     if arity == 1:

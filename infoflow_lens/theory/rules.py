@@ -43,7 +43,7 @@ class PackedSets:
 
 
 def pack(sets: Bool[Tensor, "row source"]) -> Int[Tensor, "row word"]:
-    """Sets as bits, 64 sources a word: uniting two sets is then one instruction a word."""
+    """Return sets as bits, 64 sources a word: uniting two sets is then one instruction a word."""
     padding = -sets.shape[1] % _BITS_PER_WORD
     bits = torch.nn.functional.pad(sets.to(torch.uint8), (0, padding)).unflatten(1, (-1, 8))
     places = torch.arange(8, dtype=torch.uint8, device=sets.device)
@@ -95,7 +95,7 @@ class Rule(ABC):
 
     @abstractmethod
     def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
-        """The shapes that strengths of its edges may have."""
+        """Return the shapes that strengths of its edges may have."""
 
     @abstractmethod
     def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:

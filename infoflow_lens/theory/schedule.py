@@ -50,7 +50,7 @@ class Target(Protocol):
         ...
 
     def active_index_set(self, x: Tensor) -> Tensor:
-        """bool [batch, pos]."""
+        """Return bool [batch, pos]."""
         ...
 
 

@@ -14,7 +14,7 @@ _PRIME = 2**61 - 1
 
 
 def exact_arithmetic() -> Any:
-    """python-flint, on which exact integers rest.
+    """Import python-flint, on which exact integers rest.
 
     Raises:
         InfoFlowError: if it is not installed.
@@ -23,7 +23,8 @@ def exact_arithmetic() -> Any:
 
 
 def integer_kernel(matrix: Any, guess: NDArray[np.float64], positive: bool) -> list[int] | None:
-    """Integers v near a multiple of `guess` with ``matrix v = 0``, exactly; None if none is found.
+    """Return integers v near a multiple of `guess` with ``matrix v = 0``, exactly;
+    None if none is found.
 
     The unknowns that a pivoted Cholesky factorisation finds dependent keep their guess, in
     integers; the others follow from the normal equations, solved in rationals.
@@ -62,7 +63,7 @@ def integer_kernel(matrix: Any, guess: NDArray[np.float64], positive: bool) -> l
 
 
 def _solve(square: NDArray[np.int64], right: NDArray[np.int64]) -> tuple[list[int], int] | None:
-    """Numerators and their denominator of the solution; None if `square` is singular."""
+    """Return numerators and their denominator of the solution; None if `square` is singular."""
     if len(right) == 0:
         return [], 1
     flint = exact_arithmetic()
@@ -75,7 +76,7 @@ def _solve(square: NDArray[np.int64], right: NDArray[np.int64]) -> tuple[list[in
 
 
 def is_kernel(matrix: Any, values: Sequence[int]) -> bool:
-    """``matrix values = 0``, with Python integers of any size.
+    """Say whether ``matrix values = 0``, with Python integers of any size.
 
     Args:
         matrix: scipy-sparse integers [equation, unknown].

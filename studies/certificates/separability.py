@@ -57,7 +57,7 @@ _MOST_WEIGHTS = 3 * 10**8  # feature times class: 2.4 GB of int64
 
 
 def _integers(values: Any, name: str, ndim: int) -> Integers:
-    """`values` as int64 [batch, pos] or [batch], or an error that names what is wrong."""
+    """Return `values` as int64 [batch, pos] or [batch]; an error names what is wrong."""
     if isinstance(values, Tensor):
         if values.is_floating_point():
             values = values.float()  # NumPy has no bfloat16
@@ -277,7 +277,7 @@ class Witness:
         return tuple(sorted(set(self.rows)))
 
     def dense(self) -> NDArray[Any]:
-        """Lambda as an array [sequence, class] of Python integers (dtype object)."""
+        """Return Lambda as an array [sequence, class] of Python integers (dtype object)."""
         matrix = np.zeros((self.n_sequences, len(self.classes)), dtype=object)
         matrix[list(self.rows), list(self.columns)] = self.values
         return matrix
@@ -527,7 +527,7 @@ class Dependence(Displayed):
         outputs: Float[Tensor, "batch ..."],
         normalisers: Float[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """``sum_i lambda_i Z_i outputs_i``: 0 for every one-layer model (Props 7-10) [stated].
+        """Add up ``lambda_i Z_i outputs_i``: 0 for every one-layer model (Props 7-10) [stated].
 
         Args:
             outputs: last states or logits of a one-layer model, a row a sequence. For ReLU

@@ -88,7 +88,7 @@ def add_features(tokens: Integers) -> Sequences:
 
 
 def is_witness(problem: Problem, entries: Sequence[tuple[int, int, int]]) -> bool:
-    """Gordan's conditions, with Python integers."""
+    """Check Gordan's conditions, with Python integers."""
     row_sums: dict[int, int] = {}
     features: dict[tuple[int, int], int] = {}
     for row, column, value in entries:
@@ -221,7 +221,8 @@ class Multipliers:
 
 
 def _pair_matrix(problem: Problem, rows: Integers, columns: Integers) -> tuple[Any, Integers]:
-    """Rows (e_y - e_c) x phi of pairs, sparse [pair, variable], and the variables that occur.
+    """Return rows (e_y - e_c) x phi of pairs, sparse [pair, variable],
+    and the variables that occur.
 
     A variable is feature * n_classes + class.
     """
@@ -280,7 +281,9 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
 def _exact_multipliers(
     problem: Problem, rows: Integers, columns: Integers, guess: Floats
 ) -> Multipliers | None:
-    """Integer multipliers on the support of a dual solution, checked; None if none is found."""
+    """Return integer multipliers on the support of a dual solution, checked;
+    None if none is found.
+    """
     # numbers near 0 may be noise of the solver, so several cuts are tried
     for threshold in (1e-9, 1e-7, 1e-5, 1e-3):
         kept = np.flatnonzero(guess > threshold * guess.max(initial=0))
@@ -324,7 +327,9 @@ def _sparser(problem: Problem, found: Multipliers, rows: Integers, columns: Inte
 
 
 def _class_order(problem: Problem, hinge: Floats) -> Integers:
-    """Classes, most confused first: a pair, then always the one most confused with those taken."""
+    """Return classes, most confused first: a pair,
+    then always the one most confused with those taken.
+    """
     n = problem.n_classes
     chosen_by = sparse.csr_matrix(
         (np.ones(len(problem)), (problem.y, np.arange(len(problem)))), shape=(n, len(problem))
@@ -445,7 +450,7 @@ def _duplicates(problem: Problem) -> Multipliers | None:
 
 
 def decide(problem: Problem, advance: Advance) -> Integers | Multipliers:
-    """Integer weights that separate, or multipliers of a witness."""
+    """Return integer weights that separate, or multipliers of a witness."""
     if problem.n_classes == 1:
         return np.zeros((len(problem.sequences.features), 1), dtype=np.int64)
     if (double := _duplicates(problem)) is not None:

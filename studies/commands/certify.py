@@ -85,7 +85,7 @@ def certify(
 def _read(
     data: str, column: str, label: str, n: int | None, seed: int
 ) -> tuple[list[list[Any]], list[Any], list[str]]:
-    """Sequences of tokens, their labels, and what was done to them."""
+    """Return sequences of tokens, their labels, and what was done to them."""
     from infoflow_lens.foundation.errors import InfoFlowError
     from infoflow_lens.probing.data import find_data, read_rows
 

@@ -35,7 +35,7 @@ def training_batch(
 def text_windows(
     stream: Int[Tensor, " tokens"], n_context: int, n: int | None = None
 ) -> Int[Tensor, "batch pos"]:
-    """Windows that cover a stream without overlap; `n` of them evenly spread, or all.
+    """Return windows that cover a stream without overlap; `n` of them evenly spread, or all.
 
     Tokens after the last whole window are left out.
     """

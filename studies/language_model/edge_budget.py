@@ -40,11 +40,13 @@ class EdgeBudget(LanguageModelStudy):
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 64, "full": 128}
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """Windows of one length."""
+        """Return windows of one length."""
         return [{"n_context": min(self.longest(moment), self.lengths[preset])}]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Rows of the curves, and of the edges that each method needs, of one state and of all."""
+        """Return rows of the curves, and of the edges that each method needs,
+        of one state and of all.
+        """
         model = load_snapshot(self.source_of(settings), device)
         n = settings["n_windows"]
         # mean patterns of the judged windows would know them

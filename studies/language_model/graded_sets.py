@@ -87,7 +87,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return [*super().cases(preset), deep]
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """Windows of one length; states are taken at eight positions, evenly."""
+        """Return windows of one length; states are taken at eight positions, evenly."""
         return [{"n_context": min(self.longest(moment), self.lengths[preset]), "n_states": 8}]
 
     def judges(self, settings: Settings) -> bool:
@@ -144,7 +144,7 @@ class GradedSetsStudy(LanguageModelStudy):
     def _methods(
         self, model: nn.Module, mechanisms: MechanismsResult | None, places: tuple[int, ...]
     ) -> dict[str, Probe[Any]]:
-        """Graded sets of every strength, and the baselines that are not among them.
+        """Return graded sets of every strength, and the baselines that are not among them.
 
         Without mechanisms there is no damage, and of the baselines there are the cheap ones.
         """
@@ -162,7 +162,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return found | {name: probe for name, probe in others.items() if name != "graded sets"}
 
     def texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
-        """Windows to choose by and windows to measure, of texts that share nothing."""
+        """Return windows to choose by and windows to measure, of texts that share nothing."""
         n, length = settings["n_windows"] + _DONORS, settings["n_context"]
         m = max(2, settings["n_windows"] // 2) + _DONORS  # to choose by
         if settings["model"] == _RANDOM:
@@ -230,7 +230,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return render(parts, results)
 
     def plots(self) -> FigureSpec:
-        """Spearman and the share inside of every method in the last layer, by model."""
+        """Return Spearman and the share inside of every method in the last layer, by model."""
         panels = [
             Panel((partial(_draw_methods, metric),), Axis(f"{metric} (filled: jacobian)"),
                   title=model_of)
@@ -289,7 +289,9 @@ class GradedSetsStudy(LanguageModelStudy):
 def _ends_of_lead(
     of_two: "Callable[[Sequence[float]], float]", mlp: bool, results: "pd.DataFrame"
 ) -> Numbers:
-    """The ends of the chosen sets' lead over rollout: the least lower or the largest upper end."""
+    """Return the ends of the chosen sets' lead over rollout:
+    the least lower or the largest upper end.
+    """
     chosen, sign = chosen_of(results), -1 if of_two is min else 1
     rows = last_layer(_test(results))
     rows = rows[~rows["model"].isin([_PILOT, _RANDOM]) & (rows["mlp"].astype(bool) | (not mlp))]
@@ -306,7 +308,7 @@ def _select_figure(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _draw_methods(metric: str, axes: "Axes", rows: "pd.DataFrame") -> None:
-    """A point with its interval for each method and influence."""
+    """Draw a point with its interval for each method and influence."""
     methods = list(dict.fromkeys(rows["method"]))
     for (method, influence, chosen), some in groups(rows, ("method", "influence", "chosen")):
         mean, half = _mean(some[metric])
@@ -336,7 +338,9 @@ def _group_methods(rows: "pd.DataFrame") -> "list[tuple[Any, pd.DataFrame]]":
 
 
 def _choosing(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows that choose: graded sets in the last layer of trained models, on the other text."""
+    """Return the rows that choose: graded sets in the last layer of trained models,
+    on the other text.
+    """
     rows = last_layer(final(results))
     rows = rows[(rows["on"] == "validation") & rows["method"].isin(list(_VARIANTS))]
     # a run of the random model alone still has to choose by something
@@ -497,7 +501,7 @@ def _rows(agreement: RankingAgreement) -> list[dict[str, Any]]:
 
 
 def _quarters(sets: InformationSets) -> InformationSets:
-    """The nearest quarter of the earlier tokens, rounded up: sets of a size for every state."""
+    """Give the nearest quarter of earlier tokens, rounded up: sets of a size for every state."""
     places = torch.arange(sets.n_sources)
     back = places[:, None] - places
     nearest = (back >= 0) & (back <= (places[:, None] + 3) // 4)
@@ -511,7 +515,9 @@ def _has_mlp(model: nn.Module) -> bool:
 
 
 def _random(length: int, seed: int) -> nn.Module:
-    """A model of GPT-2's depth and heads, narrower, with weights that keep lengths as they are."""
+    """Return a model of GPT-2's depth and heads, narrower,
+    with weights that keep lengths as they are.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     width = _SHAPE["n_embd"]

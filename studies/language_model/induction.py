@@ -178,7 +178,7 @@ class Induction(OnRepeats):
         )
 
     def plots(self) -> FigureSpec:
-        """Scores and losses over training, and what each head's ablation costs at its end."""
+        """Give scores and losses over training, and what each head's ablation costs at its end."""
         scores = [
             Curves(
                 "step", column, style=".-", colour=colour, label=f"largest {name}", rows=_largest
@@ -349,7 +349,7 @@ class _Circuit:
         return self.heads.loc[head]
 
     def roles(self) -> list[tuple[str, str, str, tuple[Head, ...]]]:
-        """Role, its score, its control and its heads."""
+        """List each role, its score, its control and its heads."""
         before = () if self.previous is None else (self.previous,)
         return [
             ("previous token", "previous_token", "fvu_random", before),
@@ -470,7 +470,7 @@ class _Seen:
             self.means.append(mean.float().view(n_heads, -1))
 
     def _run(self) -> Float[Tensor, "n known vocabulary"]:
-        """Log-probabilities of the next token where it can be known."""
+        """Return log-probabilities of the next token where it can be known."""
         device = next(self.model.parameters()).device
         with eval_mode(self.model):
             parts = [
@@ -484,7 +484,7 @@ class _Seen:
         return -float(log_probabilities.gather(2, target).double().mean())
 
     def divergence(self) -> float:
-        """KL of the model as it is now from the model as it was, nats."""
+        """Return KL of the model as it is now from the model as it was, nats."""
         now, before = self._run(), self.log_probabilities
         return float((before.exp() * (before - now)).sum(dim=2).double().mean())
 

@@ -15,7 +15,7 @@ _BATCH = 64  # sequences in a pass
 
 
 def token_losses(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos-1"]:
-    """Cross-entropy in nats of each token from the second on, of a model of transformers."""
+    """Return cross-entropy in nats of each token from the second on, of a model of transformers."""
     losses = []
     with eval_mode(model):
         for rows in ids.to(next(model.parameters()).device).split(_BATCH):
@@ -28,7 +28,7 @@ def token_losses(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> Float[Tenso
 
 
 def mean_loss(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> float:
-    """Mean cross-entropy of all tokens but the first of a sequence, nats a token."""
+    """Return the mean cross-entropy of all tokens but the first of a sequence, nats a token."""
     return float(token_losses(model, ids).double().mean())
 
 
@@ -48,7 +48,7 @@ def loss_on_repeats(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> float:
 def patterns(
     model: "GPT2LMHeadModel", ids: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "layer batch head query key"]:
-    """Attention patterns of all heads."""
+    """Return attention patterns of all heads."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")  # the only one that shows them
     try:
@@ -62,7 +62,7 @@ def patterns(
 def prefix_matching(
     pattern: Float[Tensor, "layer batch head query key"],
 ) -> Float[Tensor, "layer head"]:
-    """Attention from a token to the one that followed it before, on repeated random tokens.
+    """Return attention from a token to the one that followed it before, on repeated random tokens.
 
     The mean over all queries of the second half (Olsson et al. 2022, "prefix matching score"); 1
     for an ideal induction head.
@@ -79,7 +79,8 @@ def prefix_matching(
 def previous_token(
     pattern: Float[Tensor, "layer batch head query key"],
 ) -> Float[Tensor, "layer head"]:
-    """Attention from a token to the one before it, the mean over queries from the third token on.
+    """Return attention from a token to the one before it,
+    the mean over queries from the third token on.
 
     The second token is left out: before it stands <|endoftext|>, on which heads rest.
     """

@@ -82,7 +82,7 @@ class Reasons(OnRepeats):
         return rows
 
     def tables(self) -> Sequence[Part]:
-        """A row for each induction head; then the parts of the keys of the last snapshots."""
+        """Give a row for each induction head; then the parts of the keys of the last snapshots."""
         return (
             TableSpec(
                 ("model", "step", "head"),
@@ -157,7 +157,7 @@ def _parts(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _heads(results: "pd.DataFrame") -> "Iterator[tuple[str, int, str, _Head]]":
-    """Model, step and name of each induction head, and what the rule reads of it."""
+    """Yield model, step and name of each induction head, and what the rule reads of it."""
     untrained = _parts(UNTRAINED, results)
     for (model, step, name), own in groups(_parts(TRAINED, results), ("model", "step", "name")):
         beside = (untrained["model"] == model) & (untrained["step"] == step)
@@ -171,7 +171,9 @@ def _collect(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Num
 
 
 def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The cells of each induction head; for a model without one, its largest prefix matching."""
+    """Return the cells of each induction head; for a model without one,
+    its largest prefix matching.
+    """
     lines = []
     for (model, step), rows in groups(results, ("model", "step")):
         found = [
@@ -191,7 +193,7 @@ def _largest_parts(rows: "pd.DataFrame") -> str:
 
 
 def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """The share of each part, a marker for each head."""
+    """Draw the share of each part, a marker for each head."""
     for kind, marker in ((UNTRAINED, "x"), (TRAINED, "o")):
         for number, ((name,), own) in enumerate(groups(_parts(kind, rows), ("name",))):
             means = own.groupby("part", sort=False)["share"].mean()
@@ -232,7 +234,7 @@ class _Head:
 
 
 def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head, float]]:
-    """Prefix matching and attention to the token before, of every head."""
+    """Return prefix matching and attention to the token before, of every head."""
     (found,) = run_probes(model, ids, [PatternsProbe()], batch_size=16, progress=False)
     scores: tuple[dict[Head, float], dict[Head, float]] = ({}, {})
     for layer, pattern in enumerate(found.patterns):

@@ -150,7 +150,7 @@ class Roles(BesideUntrained):
         return [{**row, "rise": float(rise[name])} for name, row in each.items()]
 
     def tables(self) -> Sequence[Part]:
-        """Directions needed and correlations; then every head of the last snapshots."""
+        """Return directions needed and correlations; then every head of the last snapshots."""
         return (
             TableSpec(
                 ("model", "step", "kind"),
@@ -185,7 +185,7 @@ class Roles(BesideUntrained):
         )
 
     def plots(self) -> FigureSpec:
-        """Loss by directions, cost by roles, shares of the energy."""
+        """Return loss by directions, cost by roles, shares of the energy."""
         curves = [
             Curves("rank", "percent", style=style, colour=ORANGE, label=f"{of} directions",
                    rows=partial(_curve, of))
@@ -210,7 +210,7 @@ class Roles(BesideUntrained):
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """Claims on the directions that are needed, and on what correlates with roles."""
+        """Return claims on the directions that are needed, and on what correlates with roles."""
         return (
             Claim(
                 "to keep the loss within 1%, {bound} direction a head is needed in every model",
@@ -236,7 +236,9 @@ class Roles(BesideUntrained):
         )  # fmt: skip
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with random directions for the first ones, or untrained heads for trained ones."""
+        """Return rows with random directions for the first ones,
+        or untrained heads for trained ones.
+        """
         own = results["kind"] == TRAINED
         first = results[~(own & (results["of"] == "first"))]
         drawn = results[own & (results["of"] == "random")].assign(of="first")
@@ -305,7 +307,7 @@ def _bracket(name: str, other: str, form: str, heads: "pd.DataFrame") -> str:
 
 
 def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """Bars of the shares of each head, on each other."""
+    """Draw bars of the shares of each head, on each other."""
     heads = _average_heads(rows)
     below = 0 * heads["fixed"]
     for name, colour in (("fixed", GREY), ("by_token", ORANGE), ("by_position", GREEN)):
@@ -316,7 +318,7 @@ def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def _correlation(rows: "pd.DataFrame") -> float:
-    """Spearman's, of roles and cost over heads."""
+    """Return Spearman's correlation of roles and cost over heads."""
     values = _average_heads(rows)
     if len(values) < 3:
         return math.nan

@@ -74,7 +74,7 @@ class Sets(LanguageModelStudy):
         return [*super().cases(preset), circuit]
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """Windows of one length; states are taken at eight positions, evenly."""
+        """Return windows of one length; states are taken at eight positions, evenly."""
         length = min(self.longest(moment), self.lengths[preset])
         return [{"n_context": length, "n_states": 8}]
 
@@ -118,7 +118,9 @@ class Sets(LanguageModelStudy):
         return rows
 
     def _windows(self, settings: Settings, seed: int, device: str) -> tuple[nn.Module, Tensor]:
-        """The model, and its windows: measured ones, donors of tokens, and those for mechanisms."""
+        """Return the model, and its windows: measured ones, donors of tokens,
+        and those for mechanisms.
+        """
         n = settings["n_windows"] + _DONORS + _CHOOSING
         if settings["weights"] == _CIRCUIT:
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
@@ -148,7 +150,7 @@ class Sets(LanguageModelStudy):
         return render(parts, whole)
 
     def plots(self) -> FigureSpec:
-        """AUROC of every method in the last layer, at the end and over training, by model."""
+        """Give AUROC of every method in the last layer, at the end and over training, by model."""
         return FigureSpec(
             (
                 Panel(
@@ -205,7 +207,7 @@ def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
 
 
 def _draw_final(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """A point with its interval for each method and influence."""
+    """Draw a point with its interval for each method and influence."""
     methods = list(dict.fromkeys(rows["method"]))
     for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
         for row in select_rows("influence", influence, rows).itertuples():
@@ -222,7 +224,7 @@ def _draw_final(axes: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def _draw_training(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """A line with its interval for each method."""
+    """Draw a line with its interval for each method."""
     methods = list(dict.fromkeys(rows["method"]))
     for (method,), some in groups(rows.sort_values("step", kind="stable"), ("method",)):
         # -1, the step of a model of which none is known, is drawn at 0
@@ -237,7 +239,7 @@ def _colour(method: str, methods: Sequence[str]) -> str:
 
 
 def _rows(agreement: RankingAgreement, starts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The table with the leads of the sets, rounded: intervals are wider than a thousandth."""
+    """Give the table with the leads of the sets, rounded: intervals are wider than a thousandth."""
     frame = agreement.to_frame(starts)
     keys = ["size_of", "method", "layer", "positions"]
     leads = agreement.ahead(starts)
@@ -268,7 +270,9 @@ def _select(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _cell(rows: "pd.DataFrame") -> str | None:
-    """AUROC with its interval, influence inside, and whether the sets are ahead by the rule."""
+    """Return AUROC with its interval, influence inside,
+    and whether the sets are ahead by the rule.
+    """
     row: Any = rows.iloc[0]
     half = (row["auroc_high"] - row["auroc_low"]) / 2
     if math.isnan(row["auroc"]):

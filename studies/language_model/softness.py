@@ -54,7 +54,7 @@ class Softness(BesideUntrained):
     draws: ClassVar[Mapping[str, int]] = {"smoke": 3, "quick": 19, "full": 19}
 
     def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:
-        """Windows of at most 64 tokens."""
+        """Return windows of at most 64 tokens."""
         longest = min(24 if preset == "smoke" else 64, self.longest(moment))
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
@@ -172,7 +172,9 @@ class Softness(BesideUntrained):
         ]
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with the first tempered head, or the untrained model, in place of trained heads."""
+        """Return rows with the first tempered head, or the untrained model,
+        in place of trained heads.
+        """
         drawn = results.assign(
             fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]
         )
@@ -191,7 +193,7 @@ def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def _share_learnt(rows: "pd.DataFrame") -> float:
-    """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
+    """Give the share of heads that have learnt to retrieve, less the untrained model's."""
     heads = _average_heads(rows)
     own, control = (
         select_rows("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED)

@@ -116,7 +116,7 @@ class LanguageModelStudy(Study):
         return self._sources[settings["model"], settings["step"]]
 
     def sequences(self, model: nn.Module, settings: Settings, seed: int) -> Int[Tensor, "n pos"]:
-        """Windows of the text, spread evenly over it; other seeds begin at other tokens."""
+        """Return windows of the text, spread evenly over it; other seeds begin at other tokens."""
         length = settings["n_context"]
         prefix, stream = self._stream(model)
         # the prefix stands before the text that is left, wherever that begins
@@ -157,7 +157,7 @@ class OnRepeats(LanguageModelStudy):
         ]
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Models without an induction head."""
+        """Return models without an induction head."""
         most = final(results).groupby("model", sort=False)["prefix_matching"].max()
         return [
             f"{model}: no induction head (largest prefix matching {score:.2f})"
@@ -170,7 +170,9 @@ class BesideUntrained(LanguageModelStudy):
     """A study that looks at the last snapshot of a model with random weights, too."""
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """The rows of the snapshot; for the last one those of the untrained model beside them."""
+        """Return the rows of the snapshot;
+        for the last one those of the untrained model beside them.
+        """
         source = self.source_of(settings)
         rows = self.measure_model(load_snapshot(source, device), settings, seed, TRAINED)
         if settings["final"]:
@@ -247,7 +249,8 @@ def last_layer(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def least_within(curve: "pd.DataFrame", by: str, tolerance: float) -> int | None:
-    """The least value of a column from which on the mean rise of the loss is within a tolerance.
+    """Return the least value of a column from which on the mean rise
+    of the loss is within a tolerance.
 
     None if there is no such value.
 

@@ -110,7 +110,7 @@ class Sufficiency(LanguageModelStudy):
         return [*_list_assignments(found), *_list_heads(mechanisms, others)]
 
     def table(self, results: "pd.DataFrame") -> str:
-        """The curve of one ideal for every head; what single heads need; numbers of windows."""
+        """Give the curve of one ideal for all heads; what single heads need; numbers of windows."""
         last = final(results)
         early = results[(results["kind"] == "assignment") & ~results["final"].astype(bool)]
         parts = [*_OF_ASSIGNMENTS, *_OF_HEADS]
@@ -166,7 +166,9 @@ class Sufficiency(LanguageModelStudy):
         )  # fmt: skip
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with each assignment in place of the mechanisms: it costs no less than itself."""
+        """Return rows with each assignment in place of the mechanisms:
+        it costs no less than itself.
+        """
         found = {}
         for name, controls in {
             "mean ablation": (MEAN,),
@@ -191,7 +193,9 @@ def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
 
 
 def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") -> Numbers:
-    """The least number over assignments, the random deals where none is named; NaN without any."""
+    """Return the least number over assignments, the random deals where none is named;
+    NaN without any.
+    """
     rows = select_rows("kind", "assignment", results)
 
     def least(own: "pd.DataFrame") -> float:
@@ -274,7 +278,7 @@ def _measure_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
 
 
 def _assignments(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Assignments below the model as it is; random deals as one, mean ablation behind."""
+    """Return assignments below the model as it is; random deals as one, mean ablation behind."""
     rows = select_rows("kind", "assignment", results)
     deals = rows["assignment"].str.startswith(RANDOM)
     rows = rows.assign(assignment=rows["assignment"].where(~deals, RANDOM))
@@ -285,7 +289,7 @@ def _assignments(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _cell(rows: "pd.DataFrame") -> str:
-    """The excess of an assignment and its share; of random deals the median and the range."""
+    """Give the excess of an assignment and its share; of random deals the median and the range."""
     name, excess = rows["assignment"].iloc[0], rows["excess"]
     if name == _BARE:
         return f"{rows['n_context'].iloc[0]:.0f} tokens, {rows['loss'].iloc[0]:.3f}"
@@ -300,7 +304,7 @@ def _ends(rows: "pd.DataFrame") -> str:
 
 
 def _able(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Heads for which a hard maximum is not far from enough, by model; what it costs them."""
+    """Give heads for which a hard maximum is not far from enough, by model; what it costs them."""
     rows = select_rows("kind", "head", results)
     rows = add_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
     # models in the order of the rows, within each the heads by damage
@@ -423,7 +427,7 @@ def _draw_assignments(axes: "Axes", rows: "pd.DataFrame") -> None:
 
 
 def _draw_windows(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """Shares with their intervals, the two ways beside each other."""
+    """Draw shares with their intervals, the two ways beside each other."""
     for measure, colour, by in ((_SAME, GREY, 0.97), (_OTHERS, ORANGE, 1.03)):
         some = rows[rows["measure"] == measure]
         if len(some):

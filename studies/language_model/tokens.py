@@ -17,7 +17,7 @@ END_OF_TEXT_ID = 0
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
-    """Byte-level BPE with GPT-2's rule for words (Radford et al. 2019), learnt from texts.
+    """Return byte-level BPE with GPT-2's rule for words (Radford et al. 2019), learnt from texts.
 
     Args:
         texts: the training part.

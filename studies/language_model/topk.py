@@ -133,7 +133,7 @@ class TopK(LanguageModelStudy):
         )  # fmt: skip
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Sentences that name the slopes."""
+        """Return sentences that name the slopes."""
         slopes = _collect(partial(_slope, LARGEST), results).values()
         kind = "mixed"
         if slopes and min(slopes) >= _GROWING:

@@ -207,7 +207,7 @@ class _Run:
             self.save()
 
     def _evaluate(self) -> None:
-        """A row of the history and a checkpoint, where this step has them."""
+        """Keep a row of the history and a checkpoint, where this step has them."""
         config, step = self.config, self.step
         # 0 and the powers of two, which are dense where training begins
         due = step & (step - 1) == 0 or step == config.n_steps
@@ -276,7 +276,7 @@ class _Run:
         self.saved = self.step
 
     def _save_model(self, target: Path) -> None:
-        """The model with its tokenizer, whole or not at all."""
+        """Save the model with its tokenizer, whole or not at all."""
         temporary = self.out.scratch / target.name
         temporary.mkdir()
         self._write_model(temporary, self._weights(), "float32")

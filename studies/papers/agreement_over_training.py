@@ -37,7 +37,7 @@ _COLUMNS = {
 
 
 def _panel(*columns: str, **of_y: Any) -> Panel:
-    """Means over seeds by epoch, with their range, epoch 0 included."""
+    """Return means over seeds by epoch, with their range, epoch 0 included."""
     layers = [
         Curves("epoch", column, style=".-", band=True, label=_COLUMNS[column], colour=f"C{i}")
         for i, column in enumerate(columns)
@@ -130,7 +130,7 @@ class AgreementOverTraining(VectorStudy):
         return [{**row, **ratio} for row, ratio in zip(rows, ratios, strict=True)]
 
     def tables(self) -> Sequence[Part]:
-        """Means and ranges over seeds, a row a checkpoint; then what came first."""
+        """Return means and ranges over seeds, a row a checkpoint; then what came first."""
         columns = [Column(name, column) for column, name in _COLUMNS.items()]
         firsts = (
             Column(f"AUROC above {_AGREES}", lambda run: _first(run, run["auroc"] > _AGREES)),
@@ -147,7 +147,7 @@ class AgreementOverTraining(VectorStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Agreement, error and recovery over epochs; lines are means, bands the range."""
+        """Return agreement, error and recovery over epochs; lines are means, bands the range."""
         agreement = _panel("auroc", "coverage", "influence_inside", levels=[_AGREES])
         error = _panel("nmse", scale="log", levels=[_LEARNT])
         recovery = _panel("ratio_rank1", "ratio_rank2", "concentration")

@@ -115,7 +115,9 @@ class AttentionMaps(tokens.TokenStudy):
         ]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each operation and model, for each head, and for each cell of two mean maps."""
+        """Return a row for each operation and model, for each head,
+        and for each cell of two mean maps.
+        """
         run = tokens.train_run(self.name, settings, seed, device)
         about: Row = {"test_accuracy": evaluate_labels(run.model, (run.x, run.y)).accuracy}
         models: dict[str, TokenTransformer] = {

@@ -112,7 +112,7 @@ class CostLaw(Study):
         ]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """The error of one code or model, its units, and the error that the law gives them."""
+        """Give the error of one code or model, its units, and the error that the law gives them."""
         model = settings["model"]
         if model == _LAYERS:
             return [{"nmse": self._two_layers(settings, seed, device), "law": _exponent(settings)}]
@@ -138,20 +138,24 @@ class CostLaw(Study):
         ]
 
     def memory(self, settings: Settings) -> int:
-        """Bytes of the tokens in three copies and of the widest layer where it is evaluated."""
+        """Return bytes of the tokens in three copies and of the widest layer
+        where it is evaluated.
+        """
         rows = settings.get("n_train", 0) + _VALIDATION
         widest = max(_ENCODER, settings.get("units", 1) * settings["d_model"])
         numbers = 2 * settings["size"] * settings["d_token"]
         return 4 * (3 * rows * numbers + 2 * _VALIDATION * widest)
 
     def judges(self, settings: Settings) -> bool:
-        """The rule is about codes; single decoders and Transformers are reported."""
+        """Say whether the rule judges: it is about codes;
+        single decoders and Transformers are reported.
+        """
         return settings["model"] in (_CODE, _TRAINED)
 
     def _tokens(
         self, settings: Settings, part: str, seed: int, n: int
     ) -> Float[Tensor, "sample coordinate"]:
-        """Coordinates of |I| tokens in [0, 1)."""
+        """Return coordinates of |I| tokens in [0, 1)."""
         generator = torch.Generator().manual_seed(derive_seed(self.name, part, seed))
         return torch.rand(
             n, settings["size"] * settings["d_token"], generator=generator, dtype=torch.float32
@@ -207,7 +211,7 @@ class CostLaw(Study):
         return train(model, *data, config, progress=False).nmse
 
     def tables(self) -> Sequence[Part]:
-        """Errors beside the law's, by |I| d / E and units; then two layers by E."""
+        """Return errors beside the law's, by |I| d / E and units; then two layers by E."""
         codes = (
             Column("for each latent", "units", "first", "g"),
             "nmse",
@@ -236,7 +240,7 @@ class CostLaw(Study):
         )
 
     def plots(self) -> FigureSpec:
-        """NMSE over units for each latent, by |I| d / E; two layers over E."""
+        """Return NMSE over units for each latent, by |I| d / E; two layers over E."""
         labels: Mapping[str, Any] = {
             _CODE: _CODE,
             _TRAINED: lambda law, state: f"{_TRAINED}, |I| d / E = {law:.3g}",
@@ -294,7 +298,7 @@ class CostLaw(Study):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Decoders alone, and two layers."""
+        """Return decoders alone, and two layers."""
         alone = _falls(results, _DECODER)
         layers = _two_layers(results).groupby("d_model")["nmse"].min()
         return [
@@ -325,7 +329,7 @@ class CostLaw(Study):
 
 
 def _exponent(state: Mapping[str, Any]) -> float:
-    """|I| d / E."""
+    """Return |I| d / E."""
     return exponent(state["size"], state["d_token"], state["d_model"], "law")
 
 
@@ -340,7 +344,7 @@ def _digit_code(state: Mapping[str, Any], bits: int) -> DigitCode:
 
 
 def _bits(state: Mapping[str, Any]) -> list[int]:
-    """Bits for each coordinate that are dealt to latents without a rest, three lengths."""
+    """Return bits for each coordinate that are dealt to latents without a rest, three lengths."""
     n, e = state["size"] * state["d_token"], state["d_model"]
     # the least number of bits with which those of all coordinates divide by E
     step = e // math.gcd(n, e)
@@ -353,7 +357,7 @@ def _affordable_bits(settings: Settings) -> int:
 
 
 def _layers(sizes: Sequence[tuple[int, int]]) -> list[nn.Module]:
-    """Linear maps of these sizes, with GELU between them."""
+    """Return linear maps of these sizes, with GELU between them."""
     modules: list[nn.Module] = []
     for n_in, n_out in sizes:
         modules += [nn.Linear(n_in, n_out), nn.GELU()]

@@ -158,7 +158,7 @@ class DepthSeparationStudy(VectorStudy):
         return self.draw(DepthSeparation(n_tokens=n_tokens, d_token=3), part, n, seed)
 
     def tables(self) -> Sequence[Part]:
-        """Errors by parameters, then slopes beside the exponents of the theorem."""
+        """Return errors by parameters, then slopes beside the exponents of the theorem."""
         errors = "nmse", Column("least NMSE", "nmse", "least", ".2e")
         slopes = (
             Column("fitted slope of log NMSE", lambda r: slope(_least(r)), form=".2f"),
@@ -173,7 +173,7 @@ class DepthSeparationStudy(VectorStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """NMSE over parameters, log-log, with the fitted lines."""
+        """Return NMSE over parameters, log-log, with the fitted lines."""
         seeds = Curves("parameters", "nmse", ["model"], "each", style="o", label="", alpha=0.5)
         laws = Curves("parameters", "nmse", ["line"], style="--", rows=_fit)
         sizes = Axis("parameters (built: those set)", "log")
@@ -283,7 +283,7 @@ def _least(rows: "pd.DataFrame") -> "pd.Series[float]":
 
 
 def slope(errors: "pd.Series[float]") -> float:
-    """The slope of log NMSE over the log of sizes, its index; NaN for fewer than two sizes."""
+    """Give the slope of log NMSE over the log of sizes, its index; NaN for fewer than two sizes."""
     if len(errors) < 2:
         return math.nan
     x, y = np.log(errors.index.to_numpy(dtype=float)), np.log(errors.to_numpy())

@@ -126,7 +126,7 @@ class HeadCount(TrainedStudy):
         )
 
     def training(self, settings: Settings) -> TrainingConfig:
-        """Batches of 256, along a cosine."""
+        """Return batches of 256, along a cosine."""
         return TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=settings["lr"])
 
     def rows(
@@ -157,7 +157,7 @@ class HeadCount(TrainedStudy):
         return TableSpec(_CELL, columns, join_paper_numbers), _how_far
 
     def plots(self) -> FigureSpec:
-        """Errors over heads, a panel for each published table; ours by both normalisations."""
+        """Give errors over heads, a panel for each published table; ours by both normalisations."""
         layers = [
             Curves("heads", column, ["n_tokens"], "least", style=style,
                    label="T = {}".format if column == "relative" else "")
@@ -197,7 +197,9 @@ class HeadCount(TrainedStudy):
 
 
 def _preset_of(table: str, length: int) -> str:
-    """The preset that runs the published cells of a table at a length, by how long they take."""
+    """Return the preset that runs the published cells of a table at a length,
+    by how long they take.
+    """
     two_layers = table == "5"
     if two_layers and length == 128:
         return "largest"
@@ -279,7 +281,7 @@ def _falls(results: "pd.DataFrame") -> Numbers:
 
 
 def _from_table(results: "pd.DataFrame") -> Numbers:
-    """The factor between our error and the published one; preset full alone has its sizes."""
+    """Give the factor between our error and the published one; preset full alone has its sizes."""
     ours = results[(results["preset"] == "full") & (results["n_tokens"] == _FULL_AT)]
     ours = ours[(ours["table"] == "3") & (ours["heads"] == _D)]
     if ours.empty:

@@ -147,7 +147,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         return self.data_of(task, settings, seed, n=4000)
 
     def training(self, settings: Settings) -> TrainingConfig:
-        """Batches of 256."""
+        """Return batches of 256."""
         return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
 
     def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
@@ -163,7 +163,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         return [{**shared, **row} for row in route_rows(task, trained.model, x)]
 
     def tables(self) -> Sequence[Part]:
-        """Errors by D, matrices and heads, beside what hard heads reach; then the routes."""
+        """Return errors by D, matrices and heads, beside what hard heads reach; then the routes."""
         errors = (
             Column("count, one role a head", _count),
             Column("hard heads reach", "floor"),
@@ -183,7 +183,7 @@ class IntrinsicDimensionStudy(StagedStudy):
         )
 
     def figure(self, results: "pd.DataFrame") -> "mpl.Figure":
-        """NMSE beside the floor, a panel for each kind of matrices; and the phase diagram."""
+        """Draw NMSE beside the floor, a panel for each kind of matrices; and the phase diagram."""
         from infoflow_lens.report.phase import phase_key
 
         errors = Points(
@@ -342,7 +342,9 @@ def _owes(rows: "pd.DataFrame") -> bool:
 
 
 def _fewer(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
-    """The runs of each model with fewer heads than D in the first layer, beside those of (D, D)."""
+    """Return the runs of each model with fewer heads than D in the first layer,
+    beside those of (D, D).
+    """
     runs = compare_with_enough(results, _CELL)
     fewer = groups(runs[~has_enough_heads(runs)], _CELL)
     return [(f"D = {d}, {kind}, {heads_shown(heads)}", rows) for (d, kind, heads), rows in fewer]
@@ -369,7 +371,9 @@ def roles(rows: "pd.DataFrame") -> int:
 
 
 def _floors(results: "pd.DataFrame", kind: str) -> "pd.DataFrame":
-    """The runs of a kind of matrices, (D, D) first; with a floor where there are fewer heads."""
+    """Return the runs of a kind of matrices, (D, D) first;
+    with a floor where there are fewer heads.
+    """
     runs = runs_of(results[results["matrices"] == kind])
     # a floor of 0 has no place on a logarithmic axis
     floors = runs["floor"].clip(lower=1e-7).mask(has_enough_heads(runs))

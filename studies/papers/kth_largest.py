@@ -63,13 +63,13 @@ class KthLargestStudy(TrainedStudy):
         )
 
     def training(self, settings: Settings) -> TrainingConfig:
-        """Batches of 256, along a cosine."""
+        """Return batches of 256, along a cosine."""
         return TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=4e-3)
 
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
-        """The error, and how often the head's first choice is the largest, k-th, smallest."""
+        """Give the error, and how often the head's first choice is the largest, k-th, smallest."""
         task = self.task(settings)
         x = self.draw(task, "test", 2000, seed)[0]
         (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
@@ -86,7 +86,7 @@ class KthLargestStudy(TrainedStudy):
         ]
 
     def tables(self) -> Sequence[Part]:
-        """Errors and choices by k."""
+        """Return errors and choices by k."""
         columns = (
             "nmse",
             Column("attends to the largest", "chooses_largest"),
@@ -97,7 +97,7 @@ class KthLargestStudy(TrainedStudy):
         return TableSpec(("n_tokens", "k"), columns), note
 
     def plots(self) -> FigureSpec:
-        """NMSE over k."""
+        """Return NMSE over k."""
         seeds = Curves("k", "nmse", take="each", style="o", label="each seed", alpha=0.5)
         least = Curves("k", "nmse", take="least", style="-", label="least over seeds", colour="C1")
         panel = Panel([seeds, least], Axis("k", "log2"), Axis("validation NMSE", "log"))

@@ -168,7 +168,7 @@ class MaxPositionRecovery(StagedStudy):
         return self.data_of(task, settings, seed, n=4000)
 
     def training(self, settings: Settings) -> TrainingConfig:
-        """Batches of 256."""
+        """Return batches of 256."""
         return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
 
     def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
@@ -355,7 +355,7 @@ def _draw_gaps(axes: "Axes", results: "pd.DataFrame") -> None:
 
 
 def _draw_heads(axes: "Axes", results: "pd.DataFrame") -> None:
-    """The ratio of every head, at a place for each configuration."""
+    """Draw the ratio of every head, at a place for each configuration."""
     best = set(best_runs(results, _CASE)["run"])
     labels = []
     for place, ((target, d, heads), rows) in enumerate(groups(results, _CASE)):

@@ -157,7 +157,7 @@ class NestedQuestions(tokens.TokenStudy):
         return row
 
     def judges(self, settings: Settings) -> bool:
-        """Constructions with noise are reported."""
+        """Say whether the rule judges: constructions with noise are only reported."""
         return settings["start"] != tokens.CONSTRUCTED
 
     def tables(self) -> Sequence[Part]:
@@ -256,7 +256,7 @@ class NestedQuestions(tokens.TokenStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Accuracies by depth and place, longer chains, and constructions with noise."""
+        """Return accuracies by depth and place, longer chains, and constructions with noise."""
         # of each kind of run the numbers that no claim has
         runs = tokens.last_epochs(results)
         remarks = []
@@ -319,7 +319,9 @@ class NestedQuestions(tokens.TokenStudy):
 
 
 def ends_last(x: Tensor) -> Tensor:
-    """Nested questions [sample, pos] whose last fact ends a chain: nothing is told of its end."""
+    """Return nested questions [sample, pos] whose last fact ends a chain:
+    nothing is told of its end.
+    """
     return (x[:, 0:-2:3] != x[:, -3:-2]).all(dim=1)
 
 
@@ -377,7 +379,7 @@ def _train_growing(study: str, settings: Settings, seed: int, device: str) -> to
 
 
 def _take_over(model: TokenTransformer, before: TokenTransformer) -> None:
-    """The weights of a shallower model; the layers above begin with a tenth of W_V."""
+    """Copy the weights of a shallower model; the layers above begin with a tenth of W_V."""
     smaller = dict(before.named_parameters())
     with torch.no_grad():
         for name, weights in model.named_parameters():

@@ -36,7 +36,7 @@ def heads_shown(heads: Any) -> str:
 
 
 def first_heads(heads: Any) -> int:
-    """h_1, from the cell of a row."""
+    """Return h_1, from the cell of a row."""
     return int(str(heads).split()[0])
 
 
@@ -46,7 +46,7 @@ def runs_of(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def best_runs(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
-    """The rows of the runs of least error, one run for each of the values of some columns."""
+    """Give the rows of the runs of least error, one run for each of the values of some columns."""
     runs = runs_of(results).set_index("run")
     return results[results["run"].isin(runs.groupby(list(by), sort=False)["nmse"].idxmin())]
 
@@ -57,7 +57,7 @@ def least_over_seeds(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[f
 
 
 def least_over_draws(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[float]":
-    """The least NMSE over seeds of each draw of the target; the geometric mean over draws."""
+    """Give the least NMSE over seeds of each draw of the target; the geometric mean over draws."""
     of_draws = least_over_seeds(results, [*by, "draw"])
     logs: Any = np.log(of_draws)
     return np.exp(logs.groupby(level=list(by), sort=False).mean())

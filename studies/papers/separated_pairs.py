@@ -132,7 +132,7 @@ class SeparatedPairs(FreshStudy):
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
-        """A row for each head of the first layer; errors and floor are those of the model."""
+        """Give a row for each head of the first layer; errors and floor are those of the model."""
         task = self.task(settings)
         shared: Row = {
             "nmse": result.nmse,
@@ -156,7 +156,7 @@ class SeparatedPairs(FreshStudy):
         return [{**shared, **row} for row in rows]
 
     def tables(self) -> Sequence[Part]:
-        """Errors of every seed by D, T and heads; then routes and recovery, head by head."""
+        """Return errors of every seed by D, T and heads; then routes and recovery, head by head."""
         errors = (
             Column("hard heads reach", "floor", "least", ".2g"),
             Column("NMSE of every seed, by draw", _every_seed),
@@ -239,7 +239,7 @@ class SeparatedPairs(FreshStudy):
         )
 
     def judges(self, settings: Settings) -> bool:
-        """The rule is about both changes together, at D = 2 and 3."""
+        """Say whether the rule judges: it is about both changes together, at D = 2 and 3."""
         both = (settings["matrices"], settings["encoder"]) == (_SEPARATED, _LINEAR)
         return both and settings["D"] <= _MOST_JUDGED
 

@@ -120,7 +120,7 @@ class SpecificPosition(VectorStudy):
         ]
 
     def tables(self) -> Sequence[Part]:
-        """Errors, and mean weights by position, beside the published ones."""
+        """Return errors, and mean weights by position, beside the published ones."""
         errors = Column("test MSE", "mse"), Column("published", lambda rows: "near zero")
         weights = (
             Column("weight of CLS, over seeds", "weight"),
@@ -133,7 +133,7 @@ class SpecificPosition(VectorStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Weights by position, a bar each, with the spread between samples."""
+        """Return weights by position, a bar each, with the spread between samples."""
         bars = Bars("position", "weight", error="weight_deviation")
         weight = Axis("attention of CLS (dotted: 1/3)", levels=[1 / _N_SUMMED])
         panel = Panel([bars], Axis("position"), weight, lambda rows: rows["model"].iloc[0])

@@ -147,7 +147,7 @@ class TokenStudy(Study):
         return {}
 
     def memory(self, settings: Settings) -> int:
-        """Bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
+        """Give bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
         task = load_settings_task(settings)
         d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
         heads, layers = settings["heads"], settings["layers"]

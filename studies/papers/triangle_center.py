@@ -120,7 +120,7 @@ class TriangleCenterStudy(FreshStudy):
         ]
 
     def tables(self) -> Sequence[Part]:
-        """Errors by T and size, and what was estimated."""
+        """Return errors by T and size, and what was estimated."""
         columns = (
             "nmse",
             Column("on training data", "train_nmse"),
@@ -140,7 +140,7 @@ class TriangleCenterStudy(FreshStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """NMSE over T for each size, and the range of the estimated exponent."""
+        """Return NMSE over T for each size, and the range of the estimated exponent."""
         controls = [
             Curves("n_tokens", "nmse", style="s:", label=f"control: {target}", colour=colour,
                    rows=partial(_select, target=target))
@@ -209,7 +209,9 @@ class TriangleCenterStudy(FreshStudy):
 
 
 def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
-    """The target over triples, or a control of the same tokens, whose norms are clamped alike."""
+    """Return the target over triples, or a control of the same tokens,
+    whose norms are clamped alike.
+    """
     triples = TriangleCenter(n_tokens=n_tokens, d_token=d_token)
     if target == _TRIPLES:
         return triples

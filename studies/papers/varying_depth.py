@@ -125,10 +125,12 @@ class VaryingDepth(tokens.TokenStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Accuracy and loss over epochs from the paper's start plus noise, a line for each seed."""
+        """Return accuracy and loss over epochs from the paper's start plus noise,
+        a line for each seed.
+        """
 
         def curves(what: str) -> list[Curves]:
-            """Solid: validation; dotted: training."""
+            """Return curves, solid for validation and dotted for training."""
             return [
                 Curves(
                     "epoch", f"{split}_{what}", ["layers", "run"], "each", style=style,
@@ -178,7 +180,7 @@ class VaryingDepth(tokens.TokenStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Seeds that solve, and a start that cannot move."""
+        """Return seeds that solve, and a start that cannot move."""
         noisy = results[results["start"] == tokens.NOISY]
         solved = _read_layers(
             noisy, lambda rows: (rows["test_accuracy"] >= tokens.SOLVED).sum(), few=False

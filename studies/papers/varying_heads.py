@@ -122,10 +122,12 @@ class VaryingHeads(tokens.TokenStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Epochs to .95 over the rate, and over the rate per head, a column for each task."""
+        """Give epochs to .95 over the rate, and over the rate per head, a column for each task."""
 
         def curves(rate: str) -> list[Curves]:
-            """Solid: heads averaged; dotted: heads summed, which each have the whole rate."""
+            """Return curves: solid, heads averaged; dotted, heads summed,
+            which each have the whole rate.
+            """
             return [
                 Curves(
                     rate, "until", ["heads"], style=style, alpha=0.8,
@@ -184,7 +186,7 @@ class VaryingHeads(tokens.TokenStudy):
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Epochs of the judged runs, and of those with summed heads."""
+        """Return epochs of the judged runs, and of those with summed heads."""
         alike = _like_one_head(results, lambda one, rows: float(len(rows)))
         n_judged = int(min(alike.values(), default=0))
         power = tokens.chance_to_see(n_judged, len(alike))
@@ -218,7 +220,9 @@ _CELL = ("start", "task", "heads")
 
 
 def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
-    """A row for each run, with epochs to .95, and its rate for each of the heads of a layer."""
+    """Return a row for each run, with epochs to .95,
+    and its rate for each of the heads of a layer.
+    """
     runs = tokens.last_epochs(results).set_index("run", drop=False)
     averaged = runs["start"].isin(_AVERAGED)
     most = runs["heads"].map(lambda heads: max(map(int, str(heads).split())))
@@ -257,7 +261,7 @@ def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:
 
 
 def _fastest(runs: "pd.DataFrame") -> float:
-    """Epochs of the fastest seed; infinite where none reaches .95."""
+    """Return epochs of the fastest seed; infinite where none reaches .95."""
     least = float(runs["until"].min())
     return math.inf if math.isnan(least) else least
 
@@ -294,7 +298,9 @@ def _more_heads(results: "pd.DataFrame") -> Numbers:
 def _like_one_head(
     results: "pd.DataFrame", number: Callable[[float, "pd.DataFrame"], float]
 ) -> Numbers:
-    """A number of every model with the epochs of one head a layer, and its runs; NaN without."""
+    """Return a number of every model with the epochs of one head a layer, and its runs;
+    NaN without.
+    """
     found = {}
     for task in dict.fromkeys(results["task"]):
         if task in (_MEMORY, _CONTEXTUAL):
@@ -311,7 +317,7 @@ def _like_one_head(
 
 
 def _deeper(results: "pd.DataFrame") -> Numbers:
-    """Epochs of the fastest seed of four layers over those of three; NaN where these fail."""
+    """Give epochs of the fastest seed of four layers over those of three; NaN where these fail."""
     runs = _group_by_heads(results, _CONTEXTUAL)
     if not runs:
         return {}
