@@ -143,3 +143,15 @@ def test_why_an_answer_begins_at_a_place():
     )
     with pytest.raises(InfoFlowError, match="places of the text apart"):
         ask(plain, text, "Paris", progress=False)
+
+
+def test_a_text_of_one_token_loses_no_next_token_whatever_the_batch():
+    """Alone it was not measured (NaN), and in a batch it lost 0."""
+    plain, rows = families.build("gpt2"), [texts()[0], texts()[1][:1]]
+    alone, both = (
+        run_probes(plain, rows, [EditsOfPass(empty_one_head)], batch_size=n, progress=False)[0]
+        for n in (1, 2)
+    )
+    assert alone.rise[1].tolist() == both.rise[1].tolist() == [0]
+    torch.testing.assert_close(alone.risen(), both.risen(), rtol=1e-3, atol=1e-7)
+    assert (alone.n_tokens.tolist(), alone.bare[1]) == ([7, 0], 0)
