@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import gives_logits, run_few_tokens
+from infoflow_lens.hooks.model.call import chooses_position, gives_logits, run_few_tokens
 
 Answer: TypeAlias = str | int | Sequence[str | int]
 Pooling = Literal["mean", "max", "first", "last"]
@@ -97,9 +97,15 @@ class LogitDifference(Readout):
         """Make ids of words.
 
         Raises:
-            InfoFlowError: for words that are no single tokens, and a model that gives states.
+            InfoFlowError: for words that are no single tokens, a model that gives states, and one
+                that gives one number, which is its own mean.
         """
         _check_logits(model, self)
+        if self.against is None and gives_one_number(model):
+            raise InfoFlowError(
+                f"{self} is asked of a model whose output is one number, and so its own mean: "
+                "expected FunctionOfOutput(lambda logits: logits[:, 0])"
+            )
         against = None if self.against is None else ids_of_answer(model, self.against)
         return replace(self, answer=ids_of_answer(model, self.answer), against=against)
 
@@ -269,7 +275,10 @@ def name_choice(model: nn.Module, number: int) -> str:
     """Name one of the logits: a token as a word, a class by its label; else by its number."""
     labels = _labels_of(model)
     if labels is not None:
-        return labels.get(number, f"class {number}")
+        # the labels of a model that answers questions name its two outputs
+        return (
+            f"place {number}" if chooses_position(model) else labels.get(number, f"class {number}")
+        )
     tokenizer: Any = getattr(model, "tokenizer", None)
     return str(number) if tokenizer is None else str(tokenizer.decode([number]))
 
@@ -297,8 +306,13 @@ def explain_no_chances(model: nn.Module) -> str:
     """Say why the softmax of what a model gives is no distribution; empty where it is one."""
     if has_several_labels(model):
         return "classes are each true or not, whatever others are"
-    # of one number, as of a regression or a ranking, it is always 1
-    return "output is one number" if run_few_tokens(model).output.shape[-1] == 1 else ""
+    # of which it is always 1
+    return "output is one number" if gives_one_number(model) else ""
+
+
+def gives_one_number(model: nn.Module) -> bool:
+    """Say whether a model gives one number, as of a regression or a ranking."""
+    return run_few_tokens(model).output.shape[-1] == 1
 
 
 def find_chances(model: nn.Module, logits: Float[Tensor, " choice"]) -> Float[Tensor, " choice"]:
@@ -343,6 +357,11 @@ def tokens_of_answer(model: nn.Module, answer: str | int) -> list[int]:
     labels = _labels_of(model)
     if labels is not None:
         found = [number for number, label in labels.items() if label == answer]
+        if chooses_position(model):
+            raise InfoFlowError(
+                f"the answer is {answer!r}, and the model tells places of the text apart: expected "
+                "the number of one"
+            )
         if not found:
             raise InfoFlowError(
                 f"the answer is {answer!r}, and the model tells classes apart: expected one of "

@@ -577,6 +577,8 @@ class Question:
         """Find whether the readout follows from the last state at one position alone."""
         if not is_dataclass(self.readout) or not hasattr(self.readout, "position"):
             return  # a readout of the user's may not be made anew
+        if len(self.ends) > 1:
+            return  # such as of places, among which one alone is no choice
         if not self._starts.can_start(self.n_layers):
             return
         last = self.clean.shown[self.state(self.n_layers)][0, [self.end]]

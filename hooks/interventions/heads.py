@@ -380,7 +380,7 @@ def label_heads(
             judged by the means of the others.
         judge: texts on which all heads are replaced; default, every second of `inputs`, which then
             takes no part in labels.
-        metric: "kl", "nmse" or "loss"; default "nmse" for vector outputs and "kl" for logits.
+        metric: "nmse", "kl" or "loss"; default "kl" for logits of one distribution, else "nmse".
         read: the positions of the logits that count; None for all.
         worthiest: how many heads get passes of their own.
         draws: backward passes of the estimate.

@@ -219,7 +219,7 @@ class Intervention(Probe[InterventionResult]):
     What is kept is a table of sequences and edits, filled as they are measured.
 
     Args:
-        metric: "nmse", "kl" or "loss"; default "nmse" for vector outputs, "kl" for logits.
+        metric: "nmse", "kl" or "loss"; default "kl" for logits of one distribution, else "nmse".
         read: the positions of the logits that count, such as (-1,); None for all.
         readout: a number in the place of the metric, whose change counts, with its sign; or a
             :class:`~infoflow_lens.hooks.NextTokenLoss`.
@@ -674,9 +674,7 @@ def _read_each(
 
 def _predicts(plain: Pass) -> bool:
     """Say whether outputs are logits of the next token, which no query has seen."""
-    if plain.tokens is None or plain.tokens.shape[1] < 2:
-        return False
-    if not gives_token_logits(plain.model, plain.output):
+    if plain.tokens is None or not gives_token_logits(plain.model, plain.output):
         return False
     return layer_with_later_keys(plain.model) is None
 

@@ -68,7 +68,7 @@ def measure_mechanisms(
             mean pattern of all others.
         held_out: without a calibration: leave the sequence out. False gives the numbers of
             versions before 0.3.
-        metric: "nmse", "kl" or "loss"; default "nmse" for vector outputs and "kl" for logits.
+        metric: "nmse", "kl" or "loss"; default "kl" for logits of one distribution, else "nmse".
         read: the positions of the logits that count, such as (-1,), the last of each sequence; None
             for all. Vector models have one output.
         threshold: the damage up to which an ideal is enough.

@@ -208,7 +208,7 @@ def test_encoders_are_labelled_by_the_change_of_their_output(head, metric):
     assert found.rise.isnan().all()
     assert not found.idle.any()  # each does more than a hundredth of what all do
     if metric == "nmse":
-        with pytest.raises(InfoFlowError, match="the model's output is a vector; expected 'nmse'"):
+        with pytest.raises(InfoFlowError, match="the model's output is a vector: expected 'nmse'"):
             label_heads(model, rows, metric="kl", progress=False)
     if head == "BertForSequenceClassification":
         (result,) = run_probes(model, rows, [HeadIdeals(ideals=("own",))], progress=False)

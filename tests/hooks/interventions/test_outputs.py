@@ -6,10 +6,11 @@ The edit empties a head, of which the plain model's next matrix reads zeros.
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, run_probes
+from infoflow_lens import InfoFlowError, ask, run_probes
 from infoflow_lens.hooks import (
     EditsOfPass,
     FunctionOfOutput,
+    LogitDifference,
     LogProbability,
     NextTokenLoss,
     measure_mechanisms,
@@ -86,6 +87,9 @@ def test_outputs_that_are_no_distribution_are_compared_as_vectors(kind):
         measure(plain, metric="kl")
     with pytest.raises(InfoFlowError, match=message):
         measure(plain, readout=LogProbability(0))
+    if kind == "one number":
+        with pytest.raises(InfoFlowError, match="one number, and so its own mean"):
+            measure(plain, readout=LogitDifference(0))
 
 
 @pytest.mark.parametrize(
@@ -105,3 +109,49 @@ def test_an_encoder_has_no_next_token_loss():
     """Its logits are of the token that stands at a position, which it has seen."""
     with pytest.raises(InfoFlowError, match="attend to later keys"):
         measure(families.build("bert"), metric="loss")
+
+
+def test_why_an_answer_begins_at_a_place():
+    """It asked a state alone for a choice of places, and was refused by the wrong number."""
+    plain, text = families.build("bert", auto=PLACES), texts()[0]
+    other = text.clone()
+    other[2] = 50
+    found = ask(plain, text, 3, 5, other, progress=False, exact=True, quick=True)
+    with torch.no_grad():
+        one, two = (plain(ids[None]).start_logits[0].double() for ids in (text, other))
+    expected = [float(row[3] - row[5]) for row in (one, two)]
+    assert [found.value, found.other_value] == near(expected)
+    assert "place 3 has" in found.summary()
+    z = []
+    dense = plain.bert.encoder.layer[1].attention.output.dense
+    handle = dense.register_forward_pre_hook(lambda module, args: z.append(args[0].clone()))
+    with torch.no_grad():
+        plain(other[None])
+    handle.remove()
+
+    def exchange(module, args):
+        z[0][..., :8], z[0][..., 16:] = args[0][..., :8], args[0][..., 16:]
+        return (z[0],)
+
+    handle = dense.register_forward_pre_hook(exchange)
+    with torch.no_grad():
+        edited = plain(text[None]).start_logits[0].double()
+    handle.remove()
+    heads = found.to_frame("heads").set_index("name")["effect"]
+    assert heads["1.1"] == pytest.approx(
+        float(edited[3] - edited[5] - one[3] + one[5]), rel=1e-3, abs=1e-6
+    )
+    with pytest.raises(InfoFlowError, match="places of the text apart"):
+        ask(plain, text, "Paris", progress=False)
+
+
+def test_a_text_of_one_token_loses_no_next_token_whatever_the_batch():
+    """Alone it was not measured (NaN), and in a batch it lost 0."""
+    plain, rows = families.build("gpt2"), [texts()[0], texts()[1][:1]]
+    alone, both = (
+        run_probes(plain, rows, [EditsOfPass(empty_one_head)], batch_size=n, progress=False)[0]
+        for n in (1, 2)
+    )
+    assert alone.rise[1].tolist() == both.rise[1].tolist() == [0]
+    torch.testing.assert_close(alone.risen(), both.risen(), rtol=1e-3, atol=1e-7)
+    assert (alone.n_tokens.tolist(), alone.bare[1]) == ([7, 0], 0)
