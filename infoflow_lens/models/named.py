@@ -31,6 +31,12 @@ from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
 from infoflow_lens.models.pooling import find_pooling
 
+__all__ = ["NamedModel", "open_model"]
+
+_MANY = 2**31 - 1  # positions, where nothing bounds them
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
 
 class Part(nn.Module):
     """Hook points of a part of a model.
@@ -205,13 +211,6 @@ def sum_biases(
         if include_mlp_biases and number < layer and "mlp" in block._modules:
             total = total + block.mlp.b_out
     return total
-
-
-__all__ = ["NamedModel", "open_model"]
-
-_MANY = 2**31 - 1  # positions, where nothing bounds them
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn")
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def open_model(

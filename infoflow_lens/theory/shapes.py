@@ -4,7 +4,6 @@ A :class:`ModelShape` is read off an architecture of ours, a TransformerLens con
 Hugging Face config or model, or a folder with a ``config.json``; nothing is loaded or run.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import user_path
+from infoflow_lens.foundation.files import read_json, user_path
 from infoflow_lens.foundation.settings import Count, Remedy, settings
 
 # the names that configs give to the same number
@@ -30,6 +29,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "head_width": ("d_head", "head_dim"),
     "window": ("window_size", "sliding_window"),
 }  # fmt: skip
+_REMEDY = "expected an object in JSON, as save_pretrained or save_model writes it"
 ByLayer = Annotated[tuple[Count, ...], MinLen(1), Remedy("one for each layer")]
 _BIDIRECTIONAL = (
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
@@ -311,23 +311,12 @@ def _from_folder(path: Path) -> ModelShape:
     # a folder of ours says its heads itself; others have a config of transformers
     ours = path / "architecture.json"
     if path.is_dir() and not file.is_file() and ours.is_file():
-        return replace(_from_ours(SimpleNamespace(**_read_json(ours))), source=str(path))
+        sizes = read_json(ours, "config of a model", _REMEDY)
+        return replace(_from_ours(SimpleNamespace(**sizes)), source=str(path))
     if not file.is_file():
         raise InfoFlowError(
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "
             "save_pretrained writes it"
         )
-    values = _text_config(_read_json(file))
+    values = _text_config(read_json(file, "config of a model", _REMEDY))
     return replace(_from_config(values, _name_of(values)), source=path.name)
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InfoFlowError(
-            f"{str(file)!r} cannot be read ({error}): expected a config in JSON"
-        ) from error
-    if not isinstance(values, Mapping):
-        raise InfoFlowError(f"{str(file)!r} holds {type(values).__name__}: expected an object")
-    return values

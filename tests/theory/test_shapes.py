@@ -140,8 +140,8 @@ def test_what_is_no_model_is_refused(model, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1, 2]", "holds list: expected an object"),
-        ("{", "cannot be read .*: expected a config in JSON"),
+        ("[1, 2]", "holds a list.*expected an object in JSON"),
+        ("{", "is no config of a model .*: expected an object in JSON"),
         ('{"num_hidden_layers": 2, "num_attention_heads": true, "hidden_size": 8}', "no heads"),
     ],
 )
