@@ -177,10 +177,10 @@ class RecoveryResult(Result):
         n_heads = [len(weight) for weight in self.weight]
         if not 0 <= layer < len(n_heads) or not 0 <= head < n_heads[layer]:
             raise InfoFlowError(
-                f"there is no map for layer {layer}, head {head}: the layers have {n_heads} heads"
+                f"layer {layer}, head {head} has no map: expected one of {n_heads} heads, by layer"
             )
         if rank not in self.ranks:
-            raise InfoFlowError(f"rank is {rank}: the maps are for ranks {self.ranks}")
+            raise InfoFlowError(f"rank is {rank}: expected one of {self.ranks}, as fitted")
         column = self.ranks.index(rank)
         weight, bias = self.weight[layer][head, column], self.bias[layer][head, column]
         if state.shape[-1] != len(weight):
@@ -229,7 +229,7 @@ class RecoveryResult(Result):
         return frame_of(columns)
 
     def plot(self, error: str = "fvu") -> "mpl.Figure":
-        """Errors ("fvu" or "second_moment") of heads, a panel for each layer."""
+        """Draw errors ("fvu" or "second_moment") of heads, a panel for each layer."""
         return super().plot(error)
 
 
@@ -333,7 +333,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             )
 
     def needs(self, model: nn.Module) -> Needs:
-        """Scores to rank, the states that are read, and what targets are made of."""
+        """Return scores to rank, the states that are read, and what targets are made of."""
         return Needs.of(
             model,
             ranks=self.ranks,
@@ -389,7 +389,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         }
 
     def _n_blocks(self, layers: Sequence[LayerRows], n_targets: int) -> int:
-        """Into how many blocks held-out sequences are dealt."""
+        """Return into how many blocks held-out sequences are dealt."""
         sizes = [
             (features.shape[-1], chosen.shape[-1])
             for layer in layers
@@ -449,7 +449,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             columns["n_features"].append(n_features)
             self._append_columns(columns, measured, (self.n_heads[layer], len(self.ranks)))
         if lacking:
-            others = f" (so in {len(lacking)} layers)" if len(lacking) > 1 else ""
+            others = f" (the same in {len(lacking)} layers)" if len(lacking) > 1 else ""
             warnings.warn(lacking[0] + others, InfoFlowWarning, stacklevel=3)
         notes += self._notes_of_settings()
         found = {name: tuple(layers) for name, layers in columns.items()}
