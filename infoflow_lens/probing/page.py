@@ -320,7 +320,8 @@ def _headline(row: Explained) -> str:
     # the size is of all last states, and would contradict shares of some
     return (
         f"{size} on average. At the {row.n_informative} of {row.n_states} sequences where the set "
-        f"could be wrong, {inside} random sets of their sizes {chance}"
+        f"could be wrong, being neither empty nor full, {inside} random sets of their sizes "
+        f"{chance}"
     )
 
 
@@ -453,7 +454,7 @@ def _map_places(result: Findings) -> Iterator[HeatMap]:
 
 
 def _curve(curve: CoverageCurve) -> Lines:
-    """Influence inside the sets as heads pass more keys."""
+    """Return influence inside the sets as heads pass more keys."""
     ks = range(1, len(curve.last) + 1)
     of_k = [curve.take_k(k) for k in ks]
     series = {f"layer {layer}": [shares[layer] for shares in of_k] for layer in sorted(of_k[0])}
