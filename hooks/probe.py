@@ -307,7 +307,8 @@ class Probe(ABC, Generic[ResultT]):
         self.n_sequences += n
 
     def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
-        """The hooks of this probe, for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
+        """Return the hooks of this probe,
+        for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
 
         Hooks do not see the arguments of a call, so padded sequences are refused: for these use
         :func:`~infoflow_lens.hooks.attach`.
@@ -331,7 +332,8 @@ class Probe(ABC, Generic[ResultT]):
         """
         if other is self:
             raise InfoFlowError(
-                f"cannot merge a {type(self).__name__} into itself: its sequences would count twice"
+                f"{type(self).__name__} cannot be merged into itself, where sequences would count "
+                "twice: expected another probe"
             )
         if type(other) is not type(self) or other.config() != self.config():
             raise InfoFlowError(
@@ -392,7 +394,7 @@ class Probe(ABC, Generic[ResultT]):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything measured so far, for a probe with the same settings to go on from.
+        """Return all that was measured so far, for a probe with the same settings to go on from.
 
         A copy, which later passes leave alone: tensors and plain values in dicts and lists.
         """
@@ -491,7 +493,7 @@ class Probe(ABC, Generic[ResultT]):
             )
 
     def growing_bytes(self) -> int:
-        """Bytes of what grows with the sequences; sums and what waits to be settled do not."""
+        """Give bytes of what grows with the sequences; sums and what waits to be settled do not."""
         return sum(s.bytes_of(self.kept.get(name)) for name, s in self._states.items())
 
     def settle(self) -> None:
@@ -507,7 +509,7 @@ class Probe(ABC, Generic[ResultT]):
     # Helpers for probes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what binds the probe to a model: what plain hooks have collected, and a block."""
+        """Leave out what binds the probe to a model: what plain hooks collected, and a block."""
         return {**self.__dict__, "pending": None, "is_attached": False}
 
     def make_result(self, kind: type[ResultT], **more: Any) -> ResultT:

@@ -142,7 +142,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
         ],
         "MLP": [mlp[layer.parallel] for layer in kinds.values()],
         "hooks that do not fire": ["\n".join(layer.missing) for layer in kinds.values()],
-        "edits lost, or in part": ["\n".join(layer.edits_lost) for layer in kinds.values()],
+        "edits lost, all or part": ["\n".join(layer.edits_lost) for layer in kinds.values()],
     }
     for label, values in rows.items():
         table.add_row(label, *("-" if value in (None, "") else str(value) for value in values))
@@ -300,7 +300,7 @@ _as_python = warnings.formatwarning
 
 
 def main() -> None:
-    """The entry point of ``infoflow-lens``."""
+    """Run ``infoflow-lens``, as its entry point."""
     open_streams()
     warnings.formatwarning = _as_sentence
     try:
@@ -317,7 +317,7 @@ def main() -> None:
 def _as_sentence(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
 ) -> str:
-    """A warning of ours without the place in the code; others as Python shows them."""
+    """Return a warning of ours without the place in the code; others as Python shows them."""
     if issubclass(category, InfoFlowWarning):
         return f"Note: {printable(str(message))}\n"
     return _as_python(message, category, filename, lineno, line)

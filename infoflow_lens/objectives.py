@@ -26,7 +26,9 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
 def nmse(
     prediction: Float[Tensor, "batch d_output"], target: Float[Tensor, "batch d_output"]
 ) -> float:
-    """Mean squared error over the variance of the target; 1 for the best constant (App. C)."""
+    """Return the mean squared error over the variance of the target;
+    1 for the best constant (App. C).
+    """
     error = (prediction - target).double().square().mean()
     spread = (target - target.mean(dim=0)).double().square().mean()
     return float(error / spread)
@@ -54,7 +56,7 @@ class SquaredError:
     score: ClassVar[str] = "validation_nmse"
 
     def predict(self, model: nn.Module) -> Predict:
-        """`forward_readout` of hosted models, which is faster than the forward pass."""
+        """Return `forward_readout` of hosted models, which is faster than the forward pass."""
         predict: Predict = getattr(model, "forward_readout", model)
         return predict
 
@@ -67,7 +69,7 @@ class SquaredError:
         return {"validation_nmse": nmse(output, y)}
 
     def check_fit(self, model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
-        """A wrong shape or dtype shows on one sequence.
+        """Check shape and dtype on one sequence, where a wrong one shows.
 
         Raises:
             InfoFlowError: where output and targets differ in width; and what the model refuses.
@@ -92,7 +94,7 @@ class SquaredError:
             )
 
     def status(self, row: Mapping[str, float | int], best: float) -> str:
-        """Loss and NMSE."""
+        """Return the loss and NMSE."""
         error = row["validation_nmse"]
         return f"loss {row['train_loss']:.2e}  NMSE {error:.2e}  best {best:.2e}"
 
@@ -103,7 +105,9 @@ class CrossEntropy:
     score: ClassVar[str] = "validation_loss"
 
     def predict(self, model: nn.Module) -> Predict:
-        """Logits [batch, label] at the last position, by `forward_readout` where there is one."""
+        """Return logits [batch, label] at the last position,
+        by `forward_readout` where there is one.
+        """
         fast: Predict | None = getattr(model, "forward_readout", None)
         if fast is not None:
             return fast
@@ -120,7 +124,7 @@ class CrossEntropy:
         return {"train_loss": nn.functional.cross_entropy(output, y), "train_accuracy": accuracy}
 
     def validation(self, output: Tensor, y: Tensor) -> dict[str, float]:
-        """Loss and accuracy."""
+        """Return the loss and accuracy."""
         scores = label_scores(output, y)
         return {"validation_loss": scores.loss, "validation_accuracy": scores.accuracy}
 
@@ -152,7 +156,7 @@ class CrossEntropy:
         """Accept any labels, since all have a cross-entropy."""
 
     def status(self, row: Mapping[str, float | int], best: float) -> str:
-        """Losses and accuracy."""
+        """Return losses and accuracy."""
         return (
             f"loss {row['train_loss']:.2e}  validation {row['validation_loss']:.2e}  "
             f"best {best:.2e}  accuracy {row['validation_accuracy']:.1%}"
@@ -234,7 +238,9 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
     if len(x) == 0:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
     if len(x) != len(y):
-        raise InfoFlowError(f"the {name} data have {len(x)} inputs but {len(y)} targets")
+        raise InfoFlowError(
+            f"the {name} data have {len(x)} inputs but {len(y)} targets: expected as many"
+        )
     # integers are labels; other targets are vectors
     if _are_labels(y):
         # cross-entropy takes labels of this type alone

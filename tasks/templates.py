@@ -125,7 +125,7 @@ class TemplateTask(TokenTask):
             if pattern in known:
                 raise InfoFlowError(
                     f"templates {known[pattern]!r} and {template!r} are the same up to the "
-                    "wildcards' names"
+                    "wildcards' names: expected different ones; leave one of them out"
                 )
             known[pattern] = template
 
@@ -292,7 +292,9 @@ class TemplateMatching(TemplateTask):
         return self._which(x)[:, 0]
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """Positions that tell the template from all others: all words, if all templates count."""
+        """Return positions that tell the template from all others: all words,
+        if all templates count.
+        """
         distinct = self._distinguishing_positions().to(x.device)[self.target(x)]
         # the sign is the same in all sequences and tells nothing
         return torch.cat([distinct, torch.zeros_like(distinct[:, :1])], dim=1)

@@ -337,8 +337,9 @@ def test_sentences_put_chance_beside_sizes_of_the_same_states():
     )
     assert _headline(mixed) == (
         "If each head passes on the token of its largest score, the last state can hold 3.0 of "
-        "5.0 other tokens on average. At the 2 of 4 sequences where the set could be wrong, 50% "
-        "of their measured influence lies inside, where random sets of their sizes would hold 20%."
+        "5.0 other tokens on average. At the 2 of 4 sequences where the set could be wrong, being "
+        "neither empty nor full, 50% of their measured influence lies inside, where random sets of "
+        "their sizes would hold 20%."
     )
 
 

@@ -211,7 +211,7 @@ class AnswerNumbers(Result):
         return f"Of the orders of {n} tokens predicted without replacing any, {said}."
 
     def to_frame(self, what: str = "paths") -> "pd.DataFrame":
-        """A table of "tokens", "replacements", "states", "heads", "paths" or "looks".
+        """Return a table of "tokens", "replacements", "states", "heads", "paths" or "looks".
 
         Heads and paths have the largest effect first. "replacements" says what was put in the place
         of each token, the likeliest first, and what the readout became. "looks" says where heads
@@ -404,13 +404,16 @@ class AnswerNumbers(Result):
     def _sentence(self, group: list[int]) -> str:
         places = [self.places[number].tolist() for number in group]
         first = places[0]
-        source = self._unit(first[2])
+        source, writers = self._unit(first[2]), ""
         if first[1] >= 0:
-            source = f"{self._name_most([tuple(p[:3]) for p in places], group)} at {source}"
+            writers = self._name_most([tuple(p[:3]) for p in places], group)
+            source = f"{writers} at {source}"
+        several = "," in writers
         if first[3] < 0:
-            return f"{source} {describe_kind(KINDS[first[6]])}"
+            return f"{source} {describe_kind(KINDS[first[6]], several=several)}"
         names = self._name_most([tuple(p[3:6]) for p in places], group)
-        return f"{source} {describe_kind(KINDS[first[6]], names)} at {self._unit(first[5])}"
+        does = describe_kind(KINDS[first[6]], names, several=several)
+        return f"{source} {does} at {self._unit(first[5])}"
 
     def _name_most(self, ends: list[tuple[int, ...]], group: list[int]) -> str:
         """Name the ends of paths by layer; of many those that lose most when they are cut."""
@@ -629,8 +632,8 @@ class AnswerNumbers(Result):
         if not said:
             return ""
         return (
-            f"The largest effects of heads and MLPs: {', '.join(said)}. So much changes the score "
-            "when one gives what it gives in the other text."
+            f"The largest effects of heads and MLPs: {', '.join(said)}. Numbers say how the score "
+            "changes when that one gives what it gives in the other text."
         )
 
     def _do(self, number: int) -> str:
@@ -663,12 +666,13 @@ class AnswerNumbers(Result):
             shares = (self.kept, middle, max(self.random, default=0.0), self.lost)
             kept, chance, most, lost = map(_share, shares)
             falls = "falls below" if self.gap > 0 else "rises above"
+            many = len(self.places) > 1
             beyond = f": the score {falls} that of the other text" if self.lost >= 1.005 else ""
             said.append(
-                f"Between the two decide {len(self.places)} path{'s' * (len(self.places) > 1)}: "
-                f"alone they keep {kept} "
+                f"{len(self.places)} path{'s decide' if many else ' decides'} between the two: "
+                f"alone, {'they keep' if many else 'it keeps'} {kept} "
                 f"of the difference, as many random ones {chance} (at most {most}); "
-                f"cut, they lose {lost}{beyond}."
+                f"cut, {'they lose' if many else 'it loses'} {lost}{beyond}."
             )
             if self.random and self.kept <= max(self.random):
                 said.append("They explain no more than random paths do.")
@@ -682,9 +686,15 @@ def _name_first(said: Iterator[str]) -> str:
     return ", ".join(names[:_OPPOSED] + more)
 
 
-def describe_kind(kind: str, readers: str = "") -> str:
-    """Say what paths of one of :data:`KINDS` do, with the names of their readers or without."""
-    return " ".join(_WORDS[kind].format(readers).split())
+def describe_kind(kind: str, readers: str = "", *, several: bool = False) -> str:
+    """Say what paths of one of :data:`KINDS` do, with the names of their readers or without.
+
+    With several writers the verb is a plural.
+    """
+    verb, rest = _WORDS[kind].format(readers).split(maxsplit=1)
+    if several:
+        verb = {"is": "are"}.get(verb, verb.removesuffix("s"))
+    return " ".join([verb, *rest.split()])
 
 
 def _share(share: float) -> str:
@@ -702,7 +712,7 @@ def _percent(chance: float) -> str:
 
 
 def _shorten(words: str) -> str:
-    """Leave out the middle of what is too long for a name, such as of a sentence."""
+    """Leave out the middle of words that are too long for a name, such as a sentence."""
     half = _LONGEST // 2
     return words if len(words) <= _LONGEST else f"{words[: half - 1]} … {words[1 - half :]}"
 

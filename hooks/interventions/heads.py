@@ -263,7 +263,7 @@ class HeadLabels(Result):
     def sentences(self) -> list[str]:
         """Say which heads have each label, of many how many, and how good labels are together."""
         counts = ", ".join(f"{name} {n}" for name, n in self.counts().items())
-        lines = [f"{counts} of {len(self.labels)} heads"]
+        lines = [f"labels of the {len(self.labels)} heads: {counts}"]
         if len(self.labels) <= _MOST_NAMED:
             frame = self.to_frame()
             heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
@@ -275,9 +275,9 @@ class HeadLabels(Result):
         best = min(_EVERYWHERE[:4], key=lambda name: ideals[name])  # those of the theory's kind
         return [
             *lines,
-            f"all heads at once: {joint.get(OWN, nan):.3g} by their labels, {ideals[best]:.3g} by "
-            f"the best one ideal for all ({best}), {ideals['ablated']:.3g} without heads "
-            f"({self.metric})",
+            f"damage of replacing all heads at once ({self.metric}, 0 is none): "
+            f"{joint.get(OWN, nan):.3g} by their labels, {ideals[best]:.3g} by "
+            f"the best one ideal for all ({best}), {ideals['ablated']:.3g} without heads",
         ]
 
     def thirds_frame(self) -> "pd.DataFrame":

@@ -104,7 +104,7 @@ def layer_count(model: nn.Module) -> int:
 
 
 def _words(model: object) -> str:
-    return f"the text {model!r}" if isinstance(model, str) else type(model).__name__
+    return f"the name {model!r}" if isinstance(model, str) else type(model).__name__
 
 
 def _what_to_give(model: Any) -> str:
@@ -190,7 +190,7 @@ def refresh(model: nn.Module) -> None:
 
 
 def hook_name(model: nn.Module, name: str) -> str:
-    """`name`, if the model has that hook point.
+    """Return `name`, if the model has that hook point.
 
     Raises:
         InfoFlowError: if not, with the hook points that this layer does have.

@@ -224,7 +224,7 @@ class RecoveryResult(Result):
         return frame_of(columns)
 
     def plot(self, error: str = "fvu") -> "mpl.Figure":
-        """Errors ("fvu" or "second_moment") of heads, a panel for each layer."""
+        """Draw errors ("fvu" or "second_moment") of heads, a panel for each layer."""
         return super().plot(error)
 
 
@@ -440,7 +440,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             columns["n_features"].append(n_features)
             self._append_columns(columns, measured, (self.n_heads[layer], len(self.ranks)))
         if lacking:
-            others = f" (so in {len(lacking)} layers)" if len(lacking) > 1 else ""
+            others = f" (the same in {len(lacking)} layers)" if len(lacking) > 1 else ""
             warnings.warn(lacking[0] + others, InfoFlowWarning, stacklevel=3)
         notes += self._notes_of_settings()
         found = {name: tuple(layers) for name, layers in columns.items()}

@@ -149,7 +149,7 @@ def ask(
     dtype: str | torch.dtype | None = None,
     progress: bool = True,
 ) -> Answer:
-    """Why this answer and not that one: which tokens, states, heads and paths decide.
+    """Say why this answer and not that one: which tokens, states, heads and paths decide.
 
     Everything is an effect on one number, by default the logit of the answer minus that of another:
     what changes when a part takes the value that it has in the other text. Tokens are replaced by
@@ -297,7 +297,7 @@ def cut_lines(
     # a question of two answers says them in its record; a readout of the user's cannot be said
     if readout is None:
         if "asked" not in found.record.config:
-            raise InfoFlowError(f"the answer is to {found.readout}: expected that readout=")
+            raise InfoFlowError(f"readout is missing: expected readout= as asked, {found.readout}")
         readout = LogitDifference(*found.record.config["asked"])
     opened = _open(model, None, None, None, False)
     paths = sorted({path for line in chosen for path in bundles[line - 1][1]})
@@ -428,7 +428,7 @@ def _place(model: NamedModel, text: Batch) -> int:
     places = [] if mask is None else (text.tokens[0] == mask).nonzero().flatten().tolist()
     if places:
         return int(places[-1])
-    # a classifier, which gives logits of no position, reads where it does
+    # a classifier gives logits of the whole text, so it needs no mask
     if not is_causal(model) and gives_logits(model) and _logits(model, text).ndim == 2:
         masked = "a mask" if model.tokenizer is None else repr(model.tokenizer.mask_token)
         raise InfoFlowError(

@@ -209,7 +209,7 @@ class Flow(Pictured, Savable):
         """Say which predicted order of tokens came nearest to the measured one, and chance."""
         if not self.orders:
             return ""
-        text = f"of the predicted orders of tokens {describe_orders(self.orders, '0 by chance')}"
+        text = f"of the predicted orders of tokens, {describe_orders(self.orders, '0 by chance')}"
         if self.contributions is not None and not self.contributions.claim:
             text += ", and attention is nearly even, where contributions claim nothing"
         return text
@@ -304,7 +304,7 @@ class Flow(Pictured, Savable):
         tokens, positions, config = values["tokens"], values["positions"], values["record"].config
         if len(tokens) != len(positions.lengths):
             raise InfoFlowError(
-                f"tokens are of {len(tokens)} texts, positions of {len(positions.lengths)}"
+                f"tokens are of {len(tokens)} texts: expected {len(positions.lengths)} as positions"
             )
         if values["rule"] == "mechanisms" and None in (values["attended"], values["mechanisms"]):
             raise InfoFlowError(
@@ -361,7 +361,7 @@ def view_of(flow: Flow) -> FlowView:
         inputs=[_view_input(flow, i, with_patterns) for i in range(len(flow.tokens))],
         rules={rule: RULES[rule] for rule in order},
         record=flow.record.to_dict(),
-        notes=(*flow.notes, *filter(None, [flow.describe_order()])),
+        notes=(*flow.notes, *(f"{begin_sentence(o)}." for o in [flow.describe_order()] if o)),
         influence_name=_how(flow.influence),
         unmeasured=_UNMEASURED if flow.influence is not None else "",
         k=flow.k if flow.rule == "top_k" else 2,
@@ -434,6 +434,9 @@ def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechan
     return view_mechanisms(flow.mechanisms.mechanisms, flow.rules, index, n_states)
 
 
+_MOVES = "how far the state moves by a small change of the token (norm of the Jacobian)"
+
+
 def _how(influence: InfluenceResult | None) -> str:
     if influence is None:
         return "not measured"
@@ -441,5 +444,5 @@ def _how(influence: InfluenceResult | None) -> str:
     if config["probe"] == "ResampleInfluence":
         return "how far the state moves when another token takes the place (median)"
     if config["estimate"]:
-        return f"norm of the Jacobian, estimated by {config['estimate']} random directions"
-    return "norm of the Jacobian"
+        return f"{_MOVES}, estimated by {config['estimate']} random directions"
+    return _MOVES

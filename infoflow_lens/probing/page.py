@@ -312,7 +312,8 @@ def _headline(row: Explained) -> str:
     # the size is of all last states, and would contradict shares of some
     return (
         f"{size} on average. At the {row.n_informative} of {row.n_states} sequences where the set "
-        f"could be wrong, {inside} random sets of their sizes {chance}"
+        f"could be wrong, being neither empty nor full, {inside} random sets of their sizes "
+        f"{chance}"
     )
 
 

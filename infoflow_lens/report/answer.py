@@ -202,13 +202,13 @@ def _against(answer: AnswerNumbers) -> list[str]:
     said = []
     if units := answer.describe_opposition():
         said.append(
-            f"Heads and MLPs: {units}. So much higher would the score be with what they give in "
-            "the other text."
+            f"Heads and MLPs: {units}. The score rises by so much when one of them gives what it "
+            "gives in the other text."
         )
     if words := answer.describe_opposed_words():
-        said.append(f"Words: {words}. By another word there the score rises, in the mean.")
+        said.append(f"Words: {words}. Other words in their place raise the score, in the mean.")
     elif bool(answer.token_mean.isfinite().any()):
-        said.append("Words: of none does the score rise beyond doubt when it is replaced.")
+        said.append("Words: there is none whose replacement raises the score beyond doubt.")
     opposed = [
         (number, float(answer.path_effect[group].sum()))
         for number, (_, group) in enumerate(answer.bundles(), 1)
@@ -216,7 +216,7 @@ def _against(answer: AnswerNumbers) -> list[str]:
     ]
     if opposed:
         lines = ", ".join(f"{number} ({effect:+.2f})" for number, effect in opposed)
-        said.append(f"Lines of what decides: {lines}.")
+        said.append(f"Lines among those that decide: {lines}.")
     return said
 
 

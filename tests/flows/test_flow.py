@@ -20,6 +20,7 @@ from infoflow_lens import (
     run_probes,
     why_all,
 )
+from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.hooks import PowerRollout, label_heads
 from infoflow_lens.report.flow_plot import draw_flow
@@ -174,7 +175,7 @@ def test_predicted_orders_stand_beside_what_was_measured(host, tmp_path):
         assert found.orders[name] == pytest.approx(spearmanr(score, measured).statistic)
     best = max(found.orders, key=found.orders.get)
     assert f"{best} came nearest" in found.describe_order()
-    assert found.describe_order() in found.view.notes
+    assert f"{begin_sentence(found.describe_order())}." in found.view.notes
     resampled = quick(
         host, TEXT, influence="resample", reference=["w9 w8 w7 w6 w5 w4", "w4 w9 w5 w6 w8 w9"]
     )

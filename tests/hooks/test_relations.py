@@ -110,7 +110,7 @@ def test_what_says_nothing_is_refused(given, match):
 
 
 def test_a_name_is_no_model():
-    with pytest.raises(InfoFlowError, match="the text 'stdlib-2l' has no transformer blocks"):
+    with pytest.raises(InfoFlowError, match="the name 'stdlib-2l' has no transformer blocks"):
         find_heads("stdlib-2l", ["a b"], "self", progress=False)
 
 

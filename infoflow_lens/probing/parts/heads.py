@@ -28,7 +28,7 @@ class LabelsPart(Part):
     edits = ("attn.hook_pattern", "attn.hook_z")
 
     def lacking_of_data(self, context: RunContext) -> str:
-        """Why the sequences are too few; empty if they are enough."""
+        """Say why the sequences are too few; empty if they are enough."""
         n = context.detail.n_sequences or 0
         if n >= _FEWEST:
             return ""
@@ -66,15 +66,17 @@ class LabelsPart(Part):
         return (
             f"All heads at once, on {result.n_judged} sequences that no label has seen: damage is "
             f"{what}; error, one standard error over sequences; rise, that of the loss of the next "
-            "token, in nats a token. Ablated heads write their mean. Below, by thirds of the "
+            "token, in nats a token. Ideals: top k, the k largest keys; position and offset, the "
+            "mean pattern by position or by distance; largest, one key; gated, one key beside the "
+            "first position. Ablated heads write their mean. Below, by thirds of the "
             "layers: the heads of each label, and their share of what single heads are worth."
         )
 
     def facts(self, result: HeadLabels) -> Sequence[tuple[str, str]]:
         """Count the heads of each label."""
-        n = len(result.labels)
-        idle = [("idle", f"{int(result.idle.sum())} of {n}")] if result.idle.any() else []
-        return [*((name, f"{count} of {n}") for name, count in result.counts().items()), *idle]
+        of = f"of {len(result.labels)} heads"
+        idle = [("idle", f"{int(result.idle.sum())} {of}")] if result.idle.any() else []
+        return [*((name, f"{count} {of}") for name, count in result.counts().items()), *idle]
 
 
 class TopKPart(Part):

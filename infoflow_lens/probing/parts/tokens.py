@@ -124,7 +124,7 @@ class RecoveryPart(Part):
     )
 
     def lacking_of_data(self, context: RunContext) -> str:
-        """Why the sequences are too few: maps are fitted on some and judged on others."""
+        """Say why the sequences are too few: maps are fitted on some and judged on others."""
         n, split = context.batches.n_sequences or 0, Split()
         if split.n_held_out(n):
             return ""
@@ -148,7 +148,7 @@ class RecoveryPart(Part):
         return {"recovery": probe}
 
     def figures(self, result: RecoveryResult) -> Sequence[Chart]:
-        """Fraction of variance unexplained over layers and heads, a panel for each rank."""
+        """Return the fraction of variance unexplained by layer and head, a panel for each rank."""
         frame = result.to_frame()
         wide = frame.pivot_table(
             index=["layer", "head"], columns="rank", values="fvu", dropna=False
@@ -251,7 +251,7 @@ class RoutesPart(Part):
         "predicted set. AUROC is the probability that a token of the set has more measured "
         "influence than one outside; a random order has one half, and measured influence itself "
         "the most. Gradient x input is a derivative, as exact influence is, and is no independent "
-        "witness of it."
+        "witness of it. k=1 is the max-position rule; recency puts the last tokens first."
     )
     sequences = "detail"
     after = ("influence",)

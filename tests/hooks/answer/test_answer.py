@@ -24,7 +24,7 @@ from infoflow_lens.hooks.answer.paths import (
     share,
 )
 from infoflow_lens.hooks.answer.question import Question
-from infoflow_lens.hooks.answer.result import ORDERS, _percent
+from infoflow_lens.hooks.answer.result import KINDS, ORDERS, _percent
 from infoflow_lens.hooks.answer.steps import (
     _products,
     guess_tokens,
@@ -1274,6 +1274,18 @@ def test_a_line_joins_the_paths_from_one_unit_to_another():
         assert len({tuple(map(found.find_unit, row)) for row in ends.tolist()}) == 1
     words = " ".join(map(str, texts[0][1:4].tolist()))
     assert any(said.startswith(f"{words}@1 ") for said, _ in lines)
+
+
+@pytest.mark.parametrize(
+    ("reader", "kind", "one", "two"),
+    [((-1, -1, -1), "answer", "writes", "write"), ((1, 0, 4), "key", "is found", "are found")],
+)
+def test_several_writers_have_a_verb_in_the_plural(reader, kind, one, two):
+    places = torch.tensor([[0, head, 3, *reader, KINDS.index(kind)] for head in (0, 1)])
+    for verb, n in ((one, 1), (two, 2)):
+        empty = dict.fromkeys(("path_worth", "path_cost", "path_effect"), torch.zeros(n))
+        ((said, _),) = replace(measured(), places=places[:n], **empty).bundles()
+        assert f"@3 {verb} " in said
 
 
 def test_a_readout_that_is_no_number_is_refused_at_once():

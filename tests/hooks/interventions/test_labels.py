@@ -156,7 +156,8 @@ def test_the_head_that_is_known_to_read_the_previous_token_is_called_so(labelled
     *heads, joint = found.sentences()
     assert any(line.startswith("fixed: heads ") and " 0.6" in line for line in heads)
     damage = dict(zip(found.assignments, found.damage.tolist(), strict=True))
-    assert f"{damage['every head ablated']:.3g} without heads (kl)" in joint
+    assert joint.startswith("damage of replacing all heads at once (kl, 0 is none): ")
+    assert f"{damage['every head ablated']:.3g} without heads" in joint
     assert joint in found._repr_html_()
 
 

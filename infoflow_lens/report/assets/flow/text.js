@@ -39,7 +39,7 @@ Object.assign(infoflow.Picture.prototype, {
     const parts = [["frame", "in the predicted set; the fuller the frame, the stronger its best path"]];
     if (input.influence && state.layer >= 0 && this.largest > 0)
       parts.unshift(["shade", "share of the measured influence of all other tokens, from none to "
-        + `${infoflow.percent(this.largest / this.total)}, here and in the strips below (or more)`]);
+        + `${infoflow.percent(this.largest / this.total)} or more, here and in the strips below`]);
     if (this.values.some((v) => Number.isNaN(v))) parts.push(["hatched", "not measured"]);
     parts.push(["line", "its own token, which the residual stream keeps (outside the scale)"]);
     if (this.places.all.size) parts.push(["find", "found"]);
