@@ -62,7 +62,7 @@ def check_probe(
         # texts of one length are never padded: shorten every other one, so that padding is tried
         if len({len(row) for row in rows}) == 1:
             rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
-        trial = trial.of(rows)
+        trial = trial.with_rows(rows)
         trial.compare(
             _merge(trial.alone()),
             trial.whole,
@@ -76,7 +76,7 @@ def check_probe(
         given = trial.given
         flipped = given.flip(0) if isinstance(given, Tensor) else given[::-1]
         trial.compare(
-            trial.of(flipped).measure(0, trial.n),
+            trial.with_rows(flipped).measure(0, trial.n),
             trial.whole,
             "another order of the texts gives other numbers: expected none, or by_index = True "
             "in the class, where the place of a text decides something",
@@ -140,7 +140,7 @@ def _check_states(trial: "_Trial") -> None:
 
 def _check_one_token(trial: "_Trial") -> None:
     """Refuse a probe of which a text of one token, without a second query, spoils the numbers."""
-    more = trial.of([*trial.given, trial.given[0][:1]])
+    more = trial.with_rows([*trial.given, trial.given[0][:1]])
     found = _attempt(trial.name, "a text of one token among others", lambda: more.whole)
     # arrays of sequences have a row more now, and cannot be compared place by place
     for name, array in trial.whole.arrays.items():
@@ -201,7 +201,7 @@ class _Trial:
         self._model, self._tolerance = model, tolerance
         self._batches: Batches = read_inputs(model, given)
 
-    def of(self, given: Any) -> "_Trial":
+    def with_rows(self, given: Any) -> "_Trial":
         """Return a trial of the same probe on other sequences."""
         return _Trial(self.probe, self._model, given, self._tolerance)
 
