@@ -28,6 +28,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     measure_shares,
 )
+from infoflow_lens.probing import measuring
 from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
 from tests.reference import families
@@ -267,13 +268,22 @@ def test_layers_without_attention_have_no_heads():
         propagate(strength=patterns.patterns)
 
 
-def test_layers_without_attention_are_named_where_all_must_have_it():
+def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
     """Eager attention was asked for, which such a layer does not have."""
     model = open_model(families.build("jamba"))
     for measure in (MEASURES["RecoveryProbe 0"], MEASURES["mechanisms"]):
         with pytest.raises(InfoFlowError, match=r"blocks.0.attn.hook_.* it runs mamba \("):
             measure(model, torch.cat([families.tokens()] * 3))
-    with pytest.raises(InfoFlowError, match=r"nothing can be measured: .* layer 0 .* runs mamba"):
+    said = []
+    found = probe(model, families.tokens(), progress=False, say=said.append)
+    assert set(found.positions.summary()["layer"]) == {1}
+    left_out = [line.split()[2] for line in said if "layer 0 of" in line and "runs mamba" in line]
+    assert left_out == ["labels", "influence", "recovery", "routes"]
+    why = r"labels cannot be measured in layer 0 of .* runs mamba"
+    with pytest.raises(InfoFlowError, match=rf"^{why}"):
+        probe(model, families.tokens(), probes=("labels",), progress=False)
+    monkeypatch.setattr(measuring, "part_names", lambda: ("labels",))
+    with pytest.raises(InfoFlowError, match=rf"nothing can be measured: {why}"):
         probe(model, families.tokens(), progress=False)
     assert [layer.mixer for layer in inspect_model(model).layers] == [
         "mamba (JambaMambaMixer)", None]  # fmt: skip

@@ -14,6 +14,7 @@ from infoflow_lens.hooks import (
     HeadLabels,
     InfluenceResult,
     JacobianInfluence,
+    LayerCapabilities,
     PositionsProbe,
     PositionsResult,
     Probe,
@@ -90,6 +91,10 @@ class PositionsPart(Part):
     )
 
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {"positions": ("ranks",)}
+
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Say why a layer cannot be measured; one without attention has no heads to measure."""
+        return "" if layer.mixer else super().lacking(layer)
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """Return the probe of ranked positions, with the spread of the attention rows."""
