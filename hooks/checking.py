@@ -16,10 +16,9 @@ from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import takes_model
 from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import OF_SEQUENCES, Result
 
 _ROUNDED = 1e-7
-_OF_SEQUENCES = ("sample", "batch", "sequence")  # axes with a place for each sequence
 
 
 @takes_model
@@ -62,7 +61,7 @@ def check_probe(
         # texts of one length are never padded: shorten every other one, so that padding is tried
         if len({len(row) for row in rows}) == 1:
             rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
-        trial = trial.with_rows(rows)
+        trial = trial.try_on(rows)
         trial.compare(
             _merge(trial.alone()),
             trial.whole,
@@ -76,7 +75,7 @@ def check_probe(
         given = trial.given
         flipped = given.flip(0) if isinstance(given, Tensor) else given[::-1]
         trial.compare(
-            trial.with_rows(flipped).measure(0, trial.n),
+            trial.try_on(flipped).measure(0, trial.n),
             trial.whole,
             "another order of the texts gives other numbers: expected none, or by_index = True "
             "in the class, where the place of a text decides something",
@@ -140,11 +139,11 @@ def _check_states(trial: "_Trial") -> None:
 
 def _check_one_token(trial: "_Trial") -> None:
     """Refuse a probe of which a text of one token, without a second query, spoils the numbers."""
-    more = trial.with_rows([*trial.given, trial.given[0][:1]])
+    more = trial.try_on([*trial.given, trial.given[0][:1]])
     found = _attempt(trial.name, "a text of one token among others", lambda: more.whole)
     # arrays of sequences have a row more now, and cannot be compared place by place
     for name, array in trial.whole.arrays.items():
-        if name not in found.arrays or set(array.dims) & set(_OF_SEQUENCES):
+        if name not in found.arrays or set(array.dims) & set(OF_SEQUENCES):
             continue
         pairs = zip(_parts(array.values), _parts(found.arrays[name].values), strict=False)
         for before, after in pairs:
@@ -201,8 +200,8 @@ class _Trial:
         self._model, self._tolerance = model, tolerance
         self._batches: Batches = read_inputs(model, given)
 
-    def with_rows(self, given: Any) -> "_Trial":
-        """Return a trial of the same probe on other sequences."""
+    def try_on(self, given: Any) -> "_Trial":
+        """Try the same probe on other sequences."""
         return _Trial(self.probe, self._model, given, self._tolerance)
 
     @cached_property
@@ -259,7 +258,7 @@ class _Trial:
                         f"{list(wanted.shape)} here)"
                     )
                 if flipped:
-                    given = given.flip([i for i, dim in enumerate(dims) if dim in _OF_SEQUENCES])
+                    given = given.flip([i for i, dim in enumerate(dims) if dim in OF_SEQUENCES])
                 one, two = wanted.double(), given.double()
                 # small numbers count by the size of those beside them, down to what float32 rounds
                 finite = one[one.isfinite()].abs()

@@ -118,15 +118,13 @@ class PositionsResult(Result):
         Args:
             parts: of the same probe and model.
         """
-        return replace(
-            parts[0],
-            lengths=torch.cat([part.lengths for part in parts]),
-            notes=common_notes(part.notes for part in parts),
-            **{
-                name: concatenated(2, fill=fill).value([getattr(part, name) for part in parts])
-                for name, fill in FILL.items()
-            },
-        )
+        lengths = torch.cat([part.lengths for part in parts])
+        layers: dict[str, Any] = {
+            name: concatenated(2, fill=fill).value([getattr(part, name) for part in parts])
+            for name, fill in FILL.items()
+        }
+        notes = common_notes(part.notes for part in parts)
+        return replace(parts[0], lengths=lengths, notes=notes, **layers)
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for each layer, sample, head, query and rank."""

@@ -21,6 +21,7 @@ from infoflow_lens.foundation.saving import Savable, describe_remedy, files_of
 
 _COLUMNS = 4  # of panels
 _TICKS = 40  # at most, that have names
+OF_SEQUENCES = ("sample", "batch", "sequence")  # axes with a place for each sequence
 
 
 @refuse_names(filled="to_tensor", of_layer="take_layer")
@@ -322,7 +323,7 @@ class Result(Displayed, Savable):
         for name, array in self.arrays.items():
             for dim in array.dims:
                 names = getattr(self, _COORDINATES.get(dim, _PLACES.get(dim, "")), None)
-                if dim in _OF_SEQUENCES and not array.size_of(dim):
+                if dim in OF_SEQUENCES and not array.size_of(dim):
                     raise InfoFlowError(f"{name} is of no sequence: expected at least one")
                 if isinstance(names, tuple) and array.size_of(dim) != len(names):
                     raise InfoFlowError(
@@ -425,9 +426,6 @@ _PLACES = {
     "kept": "kept",
     "k": "ks",
 }
-
-
-_OF_SEQUENCES = ("sample", "batch", "sequence")
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import torch
 from annotated_types import MinLen
@@ -45,8 +45,7 @@ class StateScores(Result):
     @property
     def values(self) -> Float[Tensor, "layer batch pos source"]:
         """The scores, under whatever name."""
-        values: Tensor = getattr(self, self.column)
-        return values
+        return cast(Tensor, getattr(self, self.column))
 
     @property
     def has_scores(self) -> Bool[Tensor, "batch position"]:
@@ -192,8 +191,7 @@ class StateScoresProbe(Probe[ScoresT]):
         """Join the scores of all batches."""
         layers, scored = tuple(self.scored_layers), self.scored.transpose(0, 1).contiguous()
         found = {self.kind.column: scored, "positions": self.places, **self.more_fields()}
-        result: ScoresT = self.make_result(self.kind, layers=layers, **found)
-        return result
+        return self.make_result(self.kind, layers=layers, **found)
 
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of the result must know."""

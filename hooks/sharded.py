@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
@@ -108,8 +108,7 @@ class ShardedResult(Result, Generic[PartT]):
             if sum(one.n_sequences for one in parts) >= n:
                 break
         whole: Any = self._join(parts)
-        found: PartT = whole.first(n)
-        return found
+        return cast(PartT, whole.first(n))
 
     def whole(self) -> PartT:
         """Return the result of all sequences, in memory.

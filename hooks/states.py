@@ -228,9 +228,5 @@ def _rebuilt(kind: type, plain: Any) -> Any:
     if not isinstance(plain, Mapping):
         return [_rebuilt(kind, part) for part in plain]
     inner = getattr(kind, "made_of", {})
-    return kind(
-        **{
-            name: _rebuilt(inner[name], part) if name in inner else part
-            for name, part in plain.items()
-        }
-    )
+    made = {n: _rebuilt(inner[n], part) if n in inner else part for n, part in plain.items()}
+    return kind(**made)

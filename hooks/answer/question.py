@@ -86,13 +86,11 @@ class Prefix:
         """
         from transformers import DynamicCache
 
-        cache = DynamicCache(
-            [
-                tuple(part[:, :, :first].expand(len(tokens), -1, -1, -1) for part in layer)
-                for layer in self._layers
-            ]
-        )
-        return Continuation(tokens, cache=cache)
+        rows = [
+            tuple(part[:, :, :first].expand(len(tokens), -1, -1, -1) for part in layer)
+            for layer in self._layers
+        ]
+        return Continuation(tokens, cache=DynamicCache(rows))
 
 
 # a hook point, the place within a sequence, and what stands there instead
@@ -286,14 +284,11 @@ class Question:
         """
         found = torch.zeros(len(rows), dtype=torch.float64)
         texts = self.clean.tokens.expand(len(rows), -1) if tokens is None else tokens
-        starts = [
-            (
-                # another text differs from the first block on
-                max(first_layer(point for point, *_ in row) or 0, 0) if tokens is None else 0,
-                self._first_position(texts[number], row),
-            )
-            for number, row in enumerate(rows)
-        ]
+        starts = []
+        for text, row in zip(texts, rows, strict=True):
+            # another text differs from the first block on
+            layer = max(first_layer(point for point, *_ in row) or 0, 0) if tokens is None else 0
+            starts.append((layer, self._first_position(text, row)))
         order = sorted(range(len(rows)), key=lambda row: starts[row])
         for these in self._batches(order, starts):
             some, start = [rows[row] for row in these], _earliest(starts[row] for row in these)

@@ -312,14 +312,14 @@ class Streams:
         """
         layer, head, query = reader
 
-        def pick_head(vectors: Float[Tensor, "row _head d_head"]) -> Float[Tensor, "row d_head"]:
+        def take_head(vectors: Float[Tensor, "row _head d_head"]) -> Float[Tensor, "row d_head"]:
             # keys and values may be grouped: several heads in a row read the same
             return vectors[:, head * vectors.shape[1] // len(run.scores)]
 
-        own = {"q": pick_head(run.q), "k": pick_head(run.k), "v": pick_head(run.v)}
+        own = {"q": take_head(run.q), "k": take_head(run.k), "v": take_head(run.v)}
         given = {side: vectors.clone() for side, vectors in own.items()}
         for (kind, at), row in rows.items():
-            given[kind[0]][at] = pick_head(made[kind[0]])[row]
+            given[kind[0]][at] = take_head(made[kind[0]])[row]
         was, now = (each["k"] @ each["q"][query] for each in (own, given))
         values = given["v"]
         scores = run.scores[head, query].double()

@@ -296,9 +296,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         self._is_checked = False
         return super().prepare(model, fingerprint)
 
-    def _expect(self, work: int) -> None:
-        """Set how much work this batch is, in any unit, for `watch`."""
-        self._work, self._worked = work, 0
+    def _expect(self, work: int, done: int = 0) -> None:
+        """Set how much work this batch is, in any unit, and how much of it is done, for `watch`."""
+        self._work, self._worked = work, done
 
     def _work_done(self, work: int) -> None:
         self._worked += work

@@ -99,12 +99,8 @@ def _differentiate_in_reverse(
         )
         if not back.requires_grad:  # no state depends on the sources
             return tuple(u.new_zeros(len(directions), *u.shape) for u in towards)
-        moved = [
-            torch.autograd.grad(
-                back, towards, one, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for one in directions
-        ]
+        settings = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        moved = [torch.autograd.grad(back, towards, one, **settings) for one in directions]
     return tuple(torch.stack(column) for column in zip(*moved, strict=True))
 
 

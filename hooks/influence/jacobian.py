@@ -95,7 +95,8 @@ class JacobianInfluence(StateInfluence):
             here, of_some = rerun.take(some), states.take(some)
             energy = None
             if self.estimate is None and by_forward and not lacking:
-                self._expect_groups(first // together, groups, n_source * d_source)
+                each = n_source * d_source
+                self._expect(groups * each, first // together * each)
                 try:
                     energy = self._forward(here, of_some, chunk)
                 except _NoForwardModeError as error:
@@ -105,16 +106,11 @@ class JacobianInfluence(StateInfluence):
                 m = d_model if self.estimate is None else min(self.estimate, d_model)
                 # a backward pass runs through the layer of the state and those below it
                 each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]
-                self._expect_groups(first // together, groups, each)
+                self._expect(groups * each, first // together * each)
                 energy = self._reverse(here, of_some, chunk, errors)
             parts.append(energy)
         more = {"errors": errors, "lacks_forward_mode": lacking}
         return torch.cat(parts, dim=1).sqrt().float(), more
-
-    def _expect_groups(self, behind: int, n_groups: int, each: int) -> None:
-        """Set the work of a batch of `n_groups`, of which `behind` are done."""
-        self._expect(n_groups * each)
-        self._worked = behind * each
 
     def _forward(
         self, rerun: Rerun, states: AskedStates, chunk: int

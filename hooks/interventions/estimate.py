@@ -98,10 +98,7 @@ def gradients(
     """Differentiate the outputs, in a direction, by each leaf; None where there is no gradient."""
     if not outputs.requires_grad:
         return [None for _ in leaves]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        outputs, leaves, direction, retain_graph=True, allow_unused=True
-    )
-    return found
+    return torch.autograd.grad(outputs, leaves, direction, retain_graph=True, allow_unused=True)
 
 
 @contextmanager

@@ -229,36 +229,33 @@ class HeadLabels(Result):
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for each head: label, shares of both families with errors, worth, sink."""
         layer, head = self.heads[:, 0].tolist(), self.heads[:, 1].tolist()
-        return pd.DataFrame(
-            {
-                "layer": layer,
-                "head": head,
-                "label": self.labels,
-                "name": self.names,
-                "fixed": self.fixed.tolist(),
-                "fixed_error": self.fixed_error.tolist(),
-                "max": self.largest.tolist(),
-                "max_error": self.largest_error.tolist(),
-                "gap_error": self.gap_error.tolist(),
-                "worth": self.worth.tolist(),
-                "measured": self.measured.tolist(),
-                "sink": self.sink.tolist(),
-                "idle": self.idle.tolist(),
-                "replacement": self.replacements,
-            }
-        )
+        columns = {
+            "layer": layer,
+            "head": head,
+            "label": self.labels,
+            "name": self.names,
+            "fixed": self.fixed.tolist(),
+            "fixed_error": self.fixed_error.tolist(),
+            "max": self.largest.tolist(),
+            "max_error": self.largest_error.tolist(),
+            "gap_error": self.gap_error.tolist(),
+            "worth": self.worth.tolist(),
+            "measured": self.measured.tolist(),
+            "sink": self.sink.tolist(),
+            "idle": self.idle.tolist(),
+            "replacement": self.replacements,
+        }
+        return pd.DataFrame(columns)
 
     def joint_frame(self) -> "pd.DataFrame":
         """Make a row for each assignment that replaced all heads, the least damage first."""
-        frame = pd.DataFrame(
-            {
-                "all heads by": self.assignments,
-                "damage": self.damage.tolist(),
-                "error": self.damage_error.tolist(),
-                "rise": self.rise.tolist(),
-            }
-        )
-        return frame.sort_values("damage", ignore_index=True)
+        columns = {
+            "all heads by": self.assignments,
+            "damage": self.damage.tolist(),
+            "error": self.damage_error.tolist(),
+            "rise": self.rise.tolist(),
+        }
+        return pd.DataFrame(columns).sort_values("damage", ignore_index=True)
 
     def sentences(self) -> list[str]:
         """Say which heads have each label, of many how many, and how good labels are together."""

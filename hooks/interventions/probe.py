@@ -164,15 +164,14 @@ class InterventionResult(Result):
     def to_frame(self) -> "pd.DataFrame":
         """Make a row for each edit: damage, its error, the rise of the loss, and on how many."""
         measured = (~self.lost.isnan()).sum(dim=0)
-        return pd.DataFrame(
-            {
-                "edit": self.edits,
-                "damage": self.damage().tolist(),
-                "error": self.errors().tolist(),
-                "rise": self.risen().tolist(),
-                "n_sequences": measured.tolist(),
-            }
-        )
+        columns = {
+            "edit": self.edits,
+            "damage": self.damage().tolist(),
+            "error": self.errors().tolist(),
+            "rise": self.risen().tolist(),
+            "n_sequences": measured.tolist(),
+        }
+        return pd.DataFrame(columns)
 
     def plot(self) -> "mpl.Figure":
         """Draw the damage of the edits that do most, with one standard error."""

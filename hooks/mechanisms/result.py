@@ -72,13 +72,12 @@ class MechanismsResult(Result):
         may be enough, too: `sufficient` has all of them.
         """
         most = self.threshold if threshold is None else threshold
-        return tuple(
-            tuple(
-                next((n for n, d in zip(self.ideals, row.tolist(), strict=True) if d <= most), SOFT)
-                for row in layer
-            )
-            for layer in self.damage
-        )
+
+        def choose(row: Float[Tensor, " ideal"]) -> str:
+            enough = (n for n, d in zip(self.ideals, row.tolist(), strict=True) if d <= most)
+            return next(enough, SOFT)
+
+        return tuple(tuple(map(choose, layer)) for layer in self.damage)
 
     def means(self) -> MeanPatterns:
         """Give the mean patterns to interventions; mean outputs of heads are not among them."""

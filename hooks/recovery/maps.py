@@ -61,13 +61,8 @@ def measure_errors(
     for scale in (moment, variance):
         total = scale.sum(dim=-1)
         value, *without_one = torch.where(total > 0, error.sum(dim=-1) / total, math.nan)
-        ratios.append(
-            Ratio(
-                value,
-                _half_width(torch.stack(without_one)),
-                _sketch_error(error[0], scale[0], value, d_target),
-            )
-        )
+        sketch_error = _sketch_error(error[0], scale[0], value, d_target)
+        ratios.append(Ratio(value, _half_width(torch.stack(without_one)), sketch_error))
     return ratios[0], ratios[1]
 
 

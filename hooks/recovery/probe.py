@@ -361,16 +361,13 @@ class RecoveryProbe(Probe[RecoveryResult]):
         for layer in layers:
             rows, order = rows_of(layer, parts)
             # with a set of features for each head, a set has the groups of that head alone
-            n_groups = layer.n_heads // len(rows) * len(self.ranks)
-            statistics.append(
-                [
-                    Maps.read_pass(
-                        some, order, n_groups,
-                        capacity=self.buffer_rows, n_blocks=n_blocks, n_classes=len(classes),
-                    )
-                    for some in rows
-                ]
-            )  # fmt: skip
+            sizes = {
+                "n_groups": layer.n_heads // len(rows) * len(self.ranks),
+                "capacity": self.buffer_rows,
+                "n_blocks": n_blocks,
+                "n_classes": len(classes),
+            }
+            statistics.append([Maps.read_pass(some, order, **sizes) for some in rows])
         return {
             "statistics": statistics,
             "left_out": torch.tensor([int((~each.valid & real).sum()) for each in layers]),

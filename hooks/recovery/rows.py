@@ -377,18 +377,15 @@ class RowMaker:
         if self.source != "head":
             return LayerRows([state], [torch.cat(groups, dim=-1)], valid, keys, n_heads)
         # groups with one entry for each (head, rank) are split by head; others belong to every head
-        by_head = [
-            torch.cat(
-                [
-                    group.unflatten(-1, (n_heads, -1))[:, :, head]
-                    if group.shape == keys.shape
-                    else group
-                    for group in groups
-                ],
-                dim=-1,
-            )
-            for head in range(n_heads)
-        ]
+        by_head = []
+        for head in range(n_heads):
+            own = [
+                group.unflatten(-1, (n_heads, -1))[:, :, head]
+                if group.shape == keys.shape
+                else group
+                for group in groups
+            ]
+            by_head.append(torch.cat(own, dim=-1))
         return LayerRows(list(state.unbind(dim=2)), by_head, valid, keys, n_heads)
 
     def _control_keys(
@@ -403,10 +400,8 @@ class RowMaker:
         lengths = [n_query] * len(keys) if seen.lengths is None else seen.lengths.tolist()
         groups = {}
         if "random" in self.controls or "shuffled" in self.controls:
-            random = random_keys(allowed, lengths, self.seed, seen.indices.tolist())[
-                ..., None
-            ].int()
-            groups["random"] = random
+            drawn = random_keys(allowed, lengths, self.seed, seen.indices.tolist())
+            groups["random"] = random = drawn[..., None].int()
             earlier = torch.full_like(keys, -1)
             earlier[1:] = keys[:-1]
             if before is not None:
@@ -454,35 +449,21 @@ def rows_of(
         start = torch.arange(len(part.sequences))[:, None] * n_query
         sequence = part.sequences[:, None].expand_as(valid)[valid]
         held_out += [sequence] if part.buffer else []
-        picked.append(
-            (
-                part.buffer,
-                part.values.to(device),
-                valid.sum(dim=1).cumsum(0).tolist(),
-                sequence.to(device),
-                queries.expand_as(valid)[valid].to(device),
-                start.expand_as(valid)[valid].to(device),  # of the sequence's values
-            )
-        )
+        query = queries.expand_as(valid)[valid].to(device)
+        of_values = start.expand_as(valid)[valid].to(device)
+        values, ends = part.values.to(device), valid.sum(dim=1).cumsum(0).tolist()
+        picked.append((part.buffer, values, ends, sequence.to(device), query, of_values))
     # the same rows for every set of features: only what is read differs
     sets = []
     for features, chosen in zip(layer.features, layer.chosen, strict=True):
         n_pos = features.shape[1]
         flat, keys = features.reshape(-1, features.shape[2]), chosen.flatten(0, 1)
-        sets.append(
-            [
-                (
-                    buffer,
-                    Rows(
-                        flat.index_select(0, sequence * n_pos + query),
-                        keys.index_select(0, sequence * n_query + query) + start[:, None],
-                        values,
-                        ends,
-                    ),
-                )
-                for buffer, values, ends, sequence, query, start in picked
-            ]
-        )
+        rows = []
+        for buffer, values, ends, sequence, query, of_values in picked:
+            read = flat.index_select(0, sequence * n_pos + query)
+            some = keys.index_select(0, sequence * n_query + query) + of_values[:, None]
+            rows.append((buffer, Rows(read, some, values, ends)))
+        sets.append(rows)
     order = torch.cat(held_out) if held_out else queries[:0]
     return sets, order.argsort(stable=True).to(device)
 

@@ -31,7 +31,7 @@ _GAP = (
     "what the heads bring does not add up to what attention adds: something else than a constant "
     "or a norm stands between them, or a hook of yours changes it"
 )
-_ROOM = 2**22  # numbers in the largest tensor: queries are taken a few at a time
+ROOM = 2**22  # numbers in the largest tensor: queries are taken a few at a time
 
 
 class Addition(NamedTuple):
@@ -283,13 +283,9 @@ class Parts:
     ) -> tuple[Float[Tensor, "batch part query key"], Float[Tensor, "batch query"]]:
         """Return the proximities of what heads (or all together) bring, and of what was before."""
         whole = self.before + self.total()
-        near = torch.stack(
-            [
-                _find_proximities(p, b, w, heads_apart)
-                for p, b, w in zip(self.pattern, self.brought, whole, strict=True)
-            ]
-        )
-        return near, _proximity(self.before, whole)
+        each = zip(self.pattern, self.brought, whole, strict=True)
+        near = [_find_proximities(p, b, w, heads_apart) for p, b, w in each]
+        return torch.stack(near), _proximity(self.before, whole)
 
     def shares(
         self,
@@ -342,7 +338,7 @@ def _find_proximities(
     n_heads, n_query, n_key = pattern.shape
     found = []
     # some queries at a time: vectors of all pairs of tokens would not fit
-    for queries in torch.arange(n_query).split(max(1, _ROOM // (n_key * whole.shape[-1]))):
+    for queries in torch.arange(n_query).split(max(1, ROOM // (n_key * whole.shape[-1]))):
         weights, target = pattern[:, queries], whole[queries, None]
         if heads_apart:
             each = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -112,9 +112,7 @@ class GradedSetsProbe(RoutesProbe):
         return needs | needs_of_parts(model) if self.strength == "norm" else needs
 
     def _damages(self) -> ByHead:
-        by_head: Any = self.damage
-        found: ByHead = by_head
-        return found
+        return cast(ByHead, self.damage)
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Return the strengths of the strongest heads."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,7 @@ from infoflow_lens.hooks.routes.base import (
     find_norm,
     run_example,
 )
-from infoflow_lens.hooks.routes.contributions import Parts, gap_in, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import ROOM, Parts, gap_in, needs_of_parts
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import summed
 from infoflow_lens.theory.propagation import propagate_edges
@@ -30,7 +30,6 @@ from infoflow_lens.theory.propagation import propagate_edges
 Question = Literal["replacing a token", "small changes"]
 Size = Literal["L1", "L2"]
 PEAKED = 0.06  # of trained models more, of untrained ones less: `claim` below [measured]
-_ROOM = 2**22  # numbers in the largest tensor: queries are taken a few at a time
 
 
 class _Setting(NamedTuple):
@@ -68,8 +67,7 @@ class PowerRolloutResult(RoutesResult):
     @property
     def question(self) -> Question:
         """The question that the order of the scores answers."""
-        asked: Question = self.record.config["question"]
-        return asked
+        return cast(Question, self.record.config["question"])
 
     @property
     def claim(self) -> bool:
@@ -214,7 +212,7 @@ def _measure_l1(
     by_key = brought.transpose(0, 1)
     rows = []
     for queries in torch.arange(n_query, device=own.device).split(
-        max(1, _ROOM // (n_key * own.shape[-1]))
+        max(1, ROOM // (n_key * own.shape[-1]))
     ):
         taken = torch.bmm(pattern[:, queries].permute(2, 1, 0), by_key)  # [key, query, d_model]
         # what stood at the query is on the diagonal; CLS may be no key, and has none there

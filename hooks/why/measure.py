@@ -197,18 +197,10 @@ def score_layers(model: nn.Module, batch: Batch, layers: Sequence[int]) -> list[
     found = []
     for layer, point in zip(layers, scores, strict=True):
         q, k = (Side(activations[chosen[layer, s]], silent[chosen[layer, s]]) for s in "qk")
-        found.append(
-            LayerScores(
-                layer,
-                seen.scores(layer)[0],
-                _as_scores(model, layer, own[point][0]),
-                _as_scores(model, layer, bare[point][0]),
-                q,
-                k,
-                writers,
-                (*writers.names(layer), CONSTANTS),
-            )
-        )
+        shown, added = (_as_scores(model, layer, run[point][0]) for run in (own, bare))
+        names = (*writers.names(layer), CONSTANTS)
+        open_scores = seen.scores(layer)[0]
+        found.append(LayerScores(layer, open_scores, shown, added, q, k, writers, names))
     return found
 
 

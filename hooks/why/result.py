@@ -93,13 +93,12 @@ class Why(Result):
         order = values.abs().argsort(descending=True, stable=True)
         # not of the sum of the parts, which ALiBi or a soft cap makes another number
         share = values / (self.margin or torch.nan)
-        return pd.DataFrame(
-            {
-                "part": [found.places(f"{by}_part")[i] for i in order.tolist()],
-                "value": values[order].numpy(),
-                "share": share[order].numpy(),
-            }
-        )
+        columns = {
+            "part": [found.places(f"{by}_part")[i] for i in order.tolist()],
+            "value": values[order].numpy(),
+            "share": share[order].numpy(),
+        }
+        return pd.DataFrame(columns)
 
     def summary(self) -> str:
         """Say in a sentence what is preferred to what, and what speaks most for and against it."""
