@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.sequences import check_is_plain
@@ -567,6 +568,12 @@ class _Reader:
             # a mask in the table gives way to one that the caller has given
             own = more.pop(MASKS[0], None)
             mask = own if mask is None else mask
+        given = _turn_columns(given, loader)
+        if loader is None and holds_pairs([given]):
+            raise InfoFlowError(
+                f"{self.name} is a tuple of two texts, a pair or two sequences: expected "
+                f"[(first, second)] for a pair, or [first, second]; {brief(given)} may be either"
+            )
         if holds_pairs(given):
             more = dict(tokenize_pairs(self.model, given, self.name, self.max_length))
             given = more.pop("input_ids")
@@ -853,12 +860,30 @@ def _is_list_of_sequences(given: Any) -> bool:
 
 def _is_by_position(given: Any, loader: Any) -> bool:
     """Say whether these are a tensor [batch] for each position, as torch collates rows of lists."""
-    by_default = getattr(loader, "collate_fn", None) is default_collate
     return (
-        by_default
+        _collates_by_default(loader)
         and isinstance(given, list)
         and all(isinstance(part, Tensor) and part.ndim == 1 for part in given)
     )
+
+
+def _turn_columns(given: Any, loader: Any) -> Any:
+    """Return the texts, or pairs, of rows that torch has collated to a tuple for each place."""
+    if not (_collates_by_default(loader) and isinstance(given, list)):
+        return given
+    columns = [
+        column
+        for column in given
+        if isinstance(column, tuple) and all(isinstance(text, str) for text in column)
+    ]
+    # numbers beside them are labels
+    if not columns or columns[0] is not given[0]:
+        return given
+    return [*columns[0]] if len(columns) == 1 else [*zip(*columns, strict=True)]
+
+
+def _collates_by_default(loader: Any) -> bool:
+    return getattr(loader, "collate_fn", None) is default_collate
 
 
 def _first_of(given: Any, loader: Any) -> Any:

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
 from infoflow_lens import (
     InfoFlowError,
@@ -449,6 +450,27 @@ def test_two_columns_of_texts_are_pairs(entrance, tmp_path):
         found = patterns_of(model, kinds[entrance](given), column="premise, answer", batch_size=2)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_that_a_loader_has_collated_are_read_as_rows(size):
+    """Torch gives a tuple for each place of a row: of two rows, two firsts were read as a pair."""
+    model = with_separators(zoo.build("bert"))
+    expected, single = (read_inputs(model, rows) for rows in (PAIRS, [one for one, _ in PAIRS]))
+    for rows, meant in (
+        (PAIRS, expected),
+        ([(*pair, 1) for pair in PAIRS], expected),
+        ([(first, 1) for first, _ in PAIRS], single),
+    ):
+        read = read_inputs(model, DataLoader(rows, batch_size=size))
+        found = [one for batch in read.batches(1) for one in batch.tokens]
+        assert [one.tolist() for one in found] == [one.tolist() for one in meant.rows]
+
+
+def test_a_tuple_of_two_texts_is_neither_a_pair_nor_two_texts():
+    """It was two texts here and a pair in `ask`."""
+    with pytest.raises(InfoFlowError, match=r"expected \[\(first, second\)\] for a pair"):
+        read_inputs(with_separators(zoo.build("bert")), PAIRS[0])
 
 
 def test_a_pair_that_lacks_a_text_is_named():
