@@ -340,12 +340,13 @@ def can_start(model: nn.Module) -> bool:
 
 @cache_by_mode
 def gives_logits(model: nn.Module) -> bool:
-    """Say whether outputs are logits, of tokens or classes; sentence encoders give states."""
+    """Say whether outputs are logits, of tokens or classes; encoders of sentences give states."""
     if reads_vectors(model):
         return False
-    width, n_vocab = config_value(model, "d_model"), config_value(model, "d_vocab")
-    output = run_few_tokens(model).output
-    return not (output.ndim == 3 and output.shape[-1] == width != n_vocab)
+    config: Any = getattr(getattr(model, "original_model", model), "config", None)
+    n_logits = config_value(model, "d_vocab"), getattr(config, "num_labels", None)
+    width = run_few_tokens(model).output.shape[-1]
+    return width != config_value(model, "d_model") or width in n_logits
 
 
 @cache_by_mode

@@ -5,6 +5,7 @@ The edit empties a head, of which the plain model's next matrix reads zeros.
 
 import pytest
 import torch
+from torch import nn
 
 from infoflow_lens import InfoFlowError, ask, run_probes
 from infoflow_lens.hooks import (
@@ -155,3 +156,23 @@ def test_a_text_of_one_token_loses_no_next_token_whatever_the_batch():
     assert alone.rise[1].tolist() == both.rise[1].tolist() == [0]
     torch.testing.assert_close(alone.risen(), both.risen(), rtol=1e-3, atol=1e-7)
     assert (alone.n_tokens.tolist(), alone.bare[1]) == ([7, 0], 0)
+
+
+class Pooled(nn.Module):
+    """A user's own module around an encoder, which gives an embedding of each text."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = families.build("bert", auto=("AutoModel",))
+        self.config = self.inner.config
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.inner(input_ids, attention_mask).last_hidden_state[:, 0]
+
+
+def test_an_embedding_is_no_distribution_and_as_many_classes_are_one():
+    """Pooled states were compared by the divergence of their softmax."""
+    assert measure(Pooled()).metric == "nmse"
+    with pytest.raises(InfoFlowError, match="output is a vector"):
+        measure(Pooled(), metric="kl")
+    assert measure(families.build("bert", auto=CLASSIFIER, num_labels=32)).metric == "kl"
