@@ -195,7 +195,7 @@ def _heat_map(chart: HeatMap) -> Markup:
         value = chart.values[i][j]
         said = chart.hover[i][j] if chart.hover else number(float(value))
         if math.isnan(value):
-            return 'class="cell missing"', f"{said} (not measured)"
+            return 'class="cell missing"', f"{said} (no number: not measured, or of too few rows)"
         return f'class="cell" fill-opacity="{min(1.0, max(0.0, value / most)):.3f}"', said
 
     parts, width, height = _grid(chart.values, chart.row_name, chart.column_name, draw)
