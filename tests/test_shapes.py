@@ -42,8 +42,9 @@ for result in run_probes(
     model, x, [PositionsProbe((1, 3)), RecoveryProbe((1, 2)), JacobianInfluence()], progress=False
 ):
     result.to_frame(), result.plot()
-from infoflow_lens.theory import DigitCode
 from infoflow_lens.studies.bounds import kth_largest_collision
+from infoflow_lens.studies.comparison_trees import ComparisonTree
+from infoflow_lens.theory.cost import DigitCode, TanhCode, exponents
 for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
     task = load_task(name, n_tokens=6, d_token=4)
     for positions in ("none", "learned"):
@@ -52,6 +53,7 @@ for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle
                          positional_embedding=positions), task, verify=5)
     x, _ = task.sample(3, seed=0)
     task.active_index_set(x)
+    ComparisonTree.over(6, task.components[0]).evaluate(x)
 small = {
     "n_words": 4, "length": 3, "n_sequences": 5, "n_questions": 3, "n_answers": 4, "n_pairs": 2,
     "n_entities": 9, "hops": 2,
@@ -77,7 +79,8 @@ positions, attended, influence = run_probes(
 coverage_curve(positions.positions, influence.influence).to_frame()
 mechanisms = measure_mechanisms(model5, x, progress=False)
 replace_greedily(model5, x, mechanisms, budget=1.0, progress=False)
-propagate(mechanisms.rules(attended.positions, positions.argmax)), mechanisms.plot()
+exponents(propagate(mechanisms.rules(attended.positions, positions.argmax)), 4, 6)
+mechanisms.plot()
 inspect_model(model5, x).to_frame(), positions.summary()
 from infoflow_lens.studies.constructions import certified_model
 for name in ("memorization", "in_context_qa"):
@@ -88,8 +91,8 @@ for name in ("memorization", "in_context_qa"):
     dependence(x)
     if certificate.feasible:
         certified_model(certificate)(x), certificate.model(x)
-code = DigitCode(3, 2, 4)
-code.decode(code.encode(torch.rand(7, 3), 1e3), 1e3)
+for code in (DigitCode(3, 2, 4), TanhCode(3, 2, 4, steepness=1e3)):
+    code.decode(code.encode(torch.rand(7, 3)))
 kth_largest_collision(lambda z: z, lambda z: z.unsqueeze(-1), 4, 2, 0.02)
 try:
     rank_keys("no tensor", (1,))
