@@ -9,6 +9,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities import Slice
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.points import check_is_attention
 from infoflow_lens.hooks.model.sites import SCALE
 
 _BARS = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -56,7 +57,8 @@ class NamedCache(ActivationCache):
         """Compute what each head adds as TransformerLens does.
 
         Raises:
-            InfoFlowError: if a layer's heads do not add up to what its attention adds.
+            InfoFlowError: if a layer's heads do not add up to what its attention adds, or it has
+                none.
         """
         self._check_heads()
         super().compute_head_results()
@@ -143,7 +145,8 @@ class NamedCache(ActivationCache):
     # Whether parts add up
 
     def _check_sum(self, layer: int | None, mlp_input: bool) -> None:
-        n_layers = self.model.cfg.n_layers
+        model: Any = self.model
+        n_layers = model.cfg.n_layers
         last = n_layers if layer in (None, -1) else int(layer or 0)
         point = "hook_resid_mid" if mlp_input else "hook_resid_pre"
         state = f"blocks.{last}.{point}"
@@ -154,8 +157,9 @@ class NamedCache(ActivationCache):
         names = [name for name in embeddings if name in self.cache_dict]
         # the input of an MLP holds the attention of its own block, and not yet the MLP
         for below in range(last + mlp_input):
+            check_is_attention(model, f"blocks.{below}.attn.hook_z")
             names.append(f"blocks.{below}.hook_attn_out")
-            if below < last and not self.model.cfg.attn_only:
+            if below < last and not model.cfg.attn_only:
                 names.append(f"blocks.{below}.hook_mlp_out")
         missing = [name for name in (*names, state) if name not in self.cache_dict]
         if missing:
@@ -172,6 +176,7 @@ class NamedCache(ActivationCache):
         model: Any = self.model
         for layer in range(model.cfg.n_layers):
             block, name = model.blocks[layer], f"blocks.{layer}.hook_attn_out"
+            check_is_attention(model, f"blocks.{layer}.attn.hook_z")
             z = self.cache_dict[f"blocks.{layer}.attn.hook_z"]
             total = torch.einsum("...hd,hdm->...m", z, block.attn.W_O) + block.attn.b_O
             if name in self.cache_dict:

@@ -160,6 +160,8 @@ REFUSED = [
     ("mixtral", lambda cache: cache.get_neuron_results(0), "no single matrix makes what the MLP"),
     ("gpt2", lambda cache: cache.decompose_resid(apply_ln=True, layer=1), "norms of layer 1 are"),
     ("cohere", lambda cache: cache.model.tokens_to_residual_directions(5), "scales or caps what"),
+    ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
+    ("jamba", lambda cache: cache.decompose_resid(), "blocks.0.attn.hook_z .* it runs mamba"),
     ("bitnet", lambda cache: cache.model.blocks[0].attn.W_O, "blocks.0.attn has no W_O"),
 ]
 
