@@ -26,6 +26,7 @@ from infoflow_lens.hooks.model.call import mark_own_call
 from infoflow_lens.hooks.model.capabilities import takes_padding
 from infoflow_lens.hooks.model.log import first_tensor
 from infoflow_lens.hooks.model.parts import NormNumbers, Projection, run_forward
+from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
 from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
@@ -428,9 +429,13 @@ class NamedModel(HookedRootModule):
         """Put hooks on hook points for a block, as in TransformerLens.
 
         Raises:
-            InfoFlowError: as :meth:`forward` does.
+            InfoFlowError: for a name of no hook point, with the reason; and as :meth:`forward`.
         """
         self.refresh()
+        given = dict(zip(("fwd_hooks", "bwd_hooks"), args)) | kwargs
+        for name, _ in (*given.get("fwd_hooks", ()), *given.get("bwd_hooks", ())):
+            if isinstance(name, str):  # else a function of names
+                hook_name(self, name)
         with super().hooks(*args, **kwargs) as model:
             yield model
 

@@ -277,6 +277,10 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
     said = []
     found = probe(model, families.tokens(), progress=False, say=said.append)
     assert set(found.positions.summary()["layer"]) == {1}
+    missing = {"attn.hook_z": r"it runs mamba \(", "hook_nothing": "no hook point 'blocks"}
+    for name, reason in missing.items():
+        with pytest.raises(InfoFlowError, match=reason):
+            model.run_with_hooks(families.tokens(), fwd_hooks=[(f"blocks.0.{name}", print)])
     left_out = [line.split()[2] for line in said if "layer 0 of" in line and "runs mamba" in line]
     assert left_out == ["labels", "influence", "recovery", "routes"]
     why = r"labels cannot be measured in layer 0 of .* runs mamba"
