@@ -507,8 +507,10 @@ def _attentions_of(log: PassLog, given: list[Tensor], kind: str) -> list[Attenti
 
 def _mixes_streams(call: AttentionCall, ids: Tensor | None) -> bool:
     """Say whether a softmax weighs several streams of each position (hyper-connections)."""
+    if ids is None or call.product is not None:  # which has queries and keys
+        return False
     shape = call.seen["pattern"].shape
-    return ids is not None and shape[1] == ids.shape[1] and ids.shape[1] not in shape[2:]
+    return shape[1] == ids.shape[1] and ids.shape[1] not in shape[2:]
 
 
 # Blocks

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, open_model
 from infoflow_lens.foundation.modules import part_in_eval_mode
 from infoflow_lens.hooks.model.anatomy import find_anatomy
 from infoflow_lens.hooks.model.parts import Norm
@@ -58,6 +58,16 @@ def model_of():
         return made[kind]
 
     return build
+
+
+def test_as_many_heads_as_tokens_are_no_streams():
+    """Attentions over other lengths than that of the ids were left out, as hyper-connections."""
+    model = families.build("whisper", auto=("AutoModel",))
+    n_heads = model.config.encoder_attention_heads
+    frames = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
+    example = {"input_features": frames, "decoder_input_ids": families.tokens(n_heads)}
+    named = open_model(model, example=example, stack="encoder")
+    assert [len(block.attentions) for block in named.anatomy.blocks] == [1, 1]
 
 
 def place_of(place):
