@@ -134,7 +134,11 @@ class DigitCode:
     def _steps(self, z: Float[Tensor, "*batch n"], bits: int) -> Float[Tensor, "*batch n unit"]:
         """Return the hidden layer: unit k of an input is 1 from k / 2^bits on."""
         thresholds = torch.arange(1, 2**bits, dtype=z.dtype, device=z.device) / 2**bits
-        return (z.unsqueeze(-1) >= thresholds).to(z.dtype)
+        return self._activate(z.unsqueeze(-1) - thresholds)
+
+    def _activate(self, gap: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
+        """Return what units give by how far inputs lie above their thresholds."""
+        return (gap >= 0).to(gap.dtype)
 
     @staticmethod
     def _bit_weights(bits: int, like: Tensor) -> Float[Tensor, "unit bit"]:
@@ -196,6 +200,5 @@ class TanhCode(DigitCode):
 
     steepness: Positive = 1.0
 
-    def _steps(self, z: Float[Tensor, "*batch n"], bits: int) -> Float[Tensor, "*batch n unit"]:
-        thresholds = torch.arange(1, 2**bits, dtype=z.dtype, device=z.device) / 2**bits
-        return 0.5 * (1 + torch.tanh(self.steepness * (z.unsqueeze(-1) - thresholds)))
+    def _activate(self, gap: Float[Tensor, "*batch unit"]) -> Float[Tensor, "*batch unit"]:
+        return 0.5 * (1 + torch.tanh(self.steepness * gap))
