@@ -27,7 +27,7 @@ from infoflow_lens.hooks.model.capabilities import takes_padding
 from infoflow_lens.hooks.model.log import first_tensor
 from infoflow_lens.hooks.model.parts import NormNumbers, Projection, run_forward
 from infoflow_lens.hooks.model.points import hook_name
-from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
+from infoflow_lens.hooks.model.sites import SiteRun, attention_name, mixing_name, site_names
 from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
 from infoflow_lens.models.pooling import find_pooling
@@ -335,13 +335,18 @@ class NamedModel(HookedRootModule):
 
     def lacks(self) -> dict[str, str]:
         """Say why hook points are not there, by their names."""
-        names = {"mid": "hook_resid_mid", "neurons": "mlp.hook_post", "attention": "attn"}
-        return {
-            f"blocks.{layer}.{names.get(part, 'hook_' + part)}": why
-            for layer, block in enumerate(self.anatomy.blocks)
-            for part, why in block.lacks.items()
-            if part != "adds"
-        }
+        reasons = {}
+        for layer, block in enumerate(self.anatomy.blocks):
+            names = {
+                "attention": "attn",
+                "attn_out": mixing_name(block),
+                "mid": "hook_resid_mid",
+                "neurons": "mlp.hook_post",
+            }
+            for part, why in block.lacks.items():
+                if part != "adds":
+                    reasons[f"blocks.{layer}.{names.get(part, f'hook_{part}')}"] = why
+        return reasons
 
     # Running
 

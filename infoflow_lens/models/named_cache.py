@@ -1,6 +1,8 @@
 """The cache of a named model, which gives no decomposition that does not add up."""
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -9,9 +11,11 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities import Slice
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.hooks.model.points import check_is_attention
-from infoflow_lens.hooks.model.sites import SCALE
+from infoflow_lens.hooks.model.sites import EMBED, POS_EMBED, SCALE
 
+_SUBLAYERS = ("attn_out", "mixer_out", "mlp_out", "extra_out")
 _BARS = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -29,18 +33,40 @@ class NamedCache(ActivationCache):
         self,
         layer: int | None = None,
         mlp_input: bool = False,
-        mode: Any = "all",
-        *args: Any,
-        **kwargs: Any,
+        mode: Literal["all", "mlp", "attn"] = "all",
+        apply_ln: bool = False,
+        pos_slice: Any = None,
+        incl_embeds: bool = True,
+        return_labels: bool = False,
     ) -> Any:
-        """Decompose a state as TransformerLens does.
+        """Decompose a state as TransformerLens does, also where other mixers write to it.
+
+        Args:
+            layer, mlp_input, apply_ln, pos_slice, incl_embeds, return_labels: as in
+                TransformerLens; a mixer in the place of attention is labelled "0_mixer_out", what
+                a third sublayer adds "0_extra_out".
+            mode: "all" parts, those of "mlp", or of "attn", in layers that have attention.
+
+        Returns:
+            [part, batch, pos, d_model], and the labels where they are asked for.
 
         Raises:
-            InfoFlowError: if its parts do not add up to it.
+            InfoFlowError: if all parts do not add up to the state, or the mode is another one.
         """
+        kinds = {"all": _SUBLAYERS, "mlp": ("mlp_out",), "attn": ("attn_out",)}
+        if mode not in kinds:
+            raise InfoFlowError(f"mode is {mode!r}{nearest(mode, kinds)}")
         if mode == "all":
             self._check_sum(layer, mlp_input)
-        return super().decompose_resid(layer, mlp_input, mode, *args, **kwargs)
+        points = self._points(layer, mlp_input, kinds[mode])
+        # embeddings stand before the blocks
+        names = [n for n in points if incl_embeds or n.startswith("blocks.")]
+        pos = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
+        parts = torch.stack([pos.apply(self.cache_dict[name], dim=-2) for name in names])
+        if apply_ln:
+            parts = self.apply_ln_to_stack(parts, layer, mlp_input, pos_slice=pos)
+        labels = [re.sub(r"blocks\.(\d+)\.", r"\1_", n).replace("hook_", "") for n in names]
+        return (parts, labels) if return_labels else parts
 
     def get_full_resid_decomposition(
         self, layer: int | None = None, mlp_input: bool = False, *args: Any, **kwargs: Any
@@ -144,23 +170,29 @@ class NamedCache(ActivationCache):
 
     # Whether parts add up
 
+    def _points(
+        self, layer: int | None, mlp_input: bool, kinds: Sequence[str] = _SUBLAYERS
+    ) -> list[str]:
+        """List the hook points whose activations are to make a state, in the order of the pass."""
+        model: Any = self.model
+        last = model.cfg.n_layers if layer in (None, -1) else int(layer or 0)
+        names = [EMBED, POS_EMBED]
+        # the input of an MLP holds the attention of its own block, and not yet the MLP
+        for below in range(last + mlp_input):
+            some = kinds if below < last else [k for k in kinds if k in ("attn_out", "mixer_out")]
+            names += [f"blocks.{below}.hook_{kind}" for kind in some]
+        return [name for name in names if name in model.hook_dict]
+
     def _check_sum(self, layer: int | None, mlp_input: bool) -> None:
         model: Any = self.model
         n_layers = model.cfg.n_layers
         last = n_layers if layer in (None, -1) else int(layer or 0)
         point = "hook_resid_mid" if mlp_input else "hook_resid_pre"
-        state = f"blocks.{last}.{point}"
         # behind the last block there is no further one to name the state by
+        state = f"blocks.{last}.{point}"
         if last == n_layers:
             state = f"blocks.{last - 1}.hook_resid_post"
-        embeddings: list[str] = ["hook_embed", "hook_pos_embed"]
-        names = [name for name in embeddings if name in self.cache_dict]
-        # the input of an MLP holds the attention of its own block, and not yet the MLP
-        for below in range(last + mlp_input):
-            check_is_attention(model, f"blocks.{below}.attn.hook_z")
-            names.append(f"blocks.{below}.hook_attn_out")
-            if below < last and not model.cfg.attn_only:
-                names.append(f"blocks.{below}.hook_mlp_out")
+        names = self._points(layer, mlp_input)
         missing = [name for name in (*names, state) if name not in self.cache_dict]
         if missing:
             raise InfoFlowError(
@@ -170,7 +202,9 @@ class NamedCache(ActivationCache):
         # parts that do not add up to the state would share it out wrongly
         parts = [self.cache_dict[name] for name in names]
         fits = all(part.shape == self.cache_dict[state].shape for part in parts)
-        self._check(names, sum(parts) if fits else torch.tensor(torch.nan), state)
+        total = sum(parts) if fits else torch.tensor(torch.nan)
+        lacks = (lack for lack in model.lacks().items() if lack[0].endswith("_out"))
+        self._check(names, total, state, next(lacks, None))
 
     def _check_heads(self) -> None:
         model: Any = self.model
@@ -198,18 +232,21 @@ class NamedCache(ActivationCache):
         reason = model.lacks().get(name)
         return f" ({reason})" if reason else ""
 
-    def _check(self, names: list[str], total: Any, state: str) -> None:
+    def _check(
+        self, names: list[str], total: Any, state: str, lack: tuple[str, str] | None = None
+    ) -> None:
         """Refuse parts that do not make a state.
 
         Raises:
-            InfoFlowError: with how far they are off.
+            InfoFlowError: with how far they are off, and why a point is not shown.
         """
         expected = self.cache_dict[state]
         apart = float((total - expected).abs().max() / expected.abs().max())
         # written so that NaN, of shapes that differ, is refused, too
         if not apart <= _BARS.get(expected.dtype, 1e-3):
+            more = f"; {lack[0]} is not shown: {lack[1]}" if lack else ""
             raise InfoFlowError(
                 f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} do not add up to "
                 f"{state} (off by {apart:.0%} of its size): expected a model whose parts do; here "
-                "norms stand behind sums, parts are scaled, or a block adds more"
+                f"norms stand behind sums, parts are scaled, or a block adds more{more}"
             )

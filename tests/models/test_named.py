@@ -121,6 +121,31 @@ def test_a_patched_state_is_that_of_a_hook_of_torch(plain, opened):
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+WRITERS = {
+    "jamba": "embed 0_mixer_out 0_mlp_out 1_attn_out 1_mlp_out",
+    "nemotron_h": "embed 0_mixer_out 1_attn_out",
+    "gemma4_text": "embed 0_attn_out 0_mlp_out 0_extra_out 1_attn_out 1_mlp_out 1_extra_out",
+}
+
+
+@pytest.mark.parametrize(("kind", "writers"), WRITERS.items())
+def test_decompositions_hold_mixers_and_third_sublayers(opened, kind, writers):
+    expected = writers.split()
+    _, cache = opened(kind).run_with_cache(IDS)
+    last = opened(kind).cfg.n_layers - 1
+    parts, labels = cache.decompose_resid(return_labels=True)
+    assert torch.allclose(parts.sum(0), cache["resid_post", last], atol=1e-5)
+    assert labels == expected
+    some = {"mode": "attn", "incl_embeds": False, "pos_slice": -1}
+    heads, names = cache.decompose_resid(return_labels=True, **some)
+    assert names == [label for label in expected if label.endswith("attn_out")]
+    assert torch.equal(heads[-1], cache["attn_out", last][:, -1])
+
+
+def test_what_a_mixer_lacks_has_its_name(opened):
+    assert "blocks.1.hook_mixer_out" in opened("minimax").lacks()
+
+
 def test_the_head_detector_runs_on_an_encoder(plain):
     named = open_model(zoo.build("bert"), zoo.tokenizer())
     found = detect_head(named, "w5 w6 w7 w5 w6 w7", "previous_token_head")
@@ -161,7 +186,12 @@ REFUSED = [
     ("gpt2", lambda cache: cache.decompose_resid(apply_ln=True, layer=1), "norms of layer 1 are"),
     ("cohere", lambda cache: cache.model.tokens_to_residual_directions(5), "scales or caps what"),
     ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
-    ("jamba", lambda cache: cache.decompose_resid(), "blocks.0.attn.hook_z .* it runs mamba"),
+    (
+        "falcon_h1",
+        lambda cache: cache.decompose_resid(),
+        "up to blocks.1.hook_resid_post .* no sum",
+    ),
+    ("gpt2", lambda cache: cache.decompose_resid(mode="heads"), "mode is 'heads': expected one of"),
     ("bitnet", lambda cache: cache.model.blocks[0].attn.W_O, "blocks.0.attn has no W_O"),
 ]
 
