@@ -198,7 +198,8 @@ class Comparison:
     def compare_sums(self):
         for layer in self.attending:
             if self.blocks[layer].adds and self.blocks[layer].mlp_out:
-                names = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out")
+                mixing = "hook_mixer_out" if self.blocks[layer].is_joined else "hook_attn_out"
+                names = ("hook_resid_pre", mixing, "hook_mlp_out")
                 total = sum(self.of_block(layer, name) for name in names)
                 after = self.of_block(layer, "hook_resid_post")
                 self.row.check("sums", far(total[self.real], after[self.real]))

@@ -444,7 +444,9 @@ def _measure_looks(
             question.forwards += 4
             places = {name: place for place, name in enumerate(shares.heads)}
             for row, (layer, head) in enumerate(heads):
-                writes[row, text] = shares.by_key[places[f"head {layer}.{head}"]]
+                # heads beside another mixer have no share of their own
+                if (place := places.get(f"head {layer}.{head}")) is not None:
+                    writes[row, text] = shares.by_key[place]
     return torch.tensor(heads, dtype=torch.int64).reshape(-1, 2), looks, writes
 
 

@@ -240,8 +240,8 @@ class Question:
 
     def z(self, layer: int) -> str:
         """Name the hook point of what the heads of a layer write, or its mixer without any."""
-        mixer = f"blocks.{layer}.hook_mixer_out"
-        return mixer if mixer in self._known else f"blocks.{layer}.attn.hook_z"
+        z, mixer = f"blocks.{layer}.attn.hook_z", f"blocks.{layer}.hook_mixer_out"
+        return mixer if z not in self._known and mixer in self._known else z
 
     def list_heads(self, layer: int) -> list[int]:
         """List the heads of a layer; of one with another mixer, :data:`MIXER`."""

@@ -21,8 +21,9 @@ from infoflow_lens.hooks.model.call import (
     call,
     ignore_edit_warnings,
     mark_own_call,
+    without_user_hooks,
 )
-from infoflow_lens.hooks.model.inputs import Inputs, pad_id, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Inputs, pad_id, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
 from infoflow_lens.hooks.model.log import first_tensor, tensors_in
 from infoflow_lens.hooks.model.parts import Block
@@ -33,6 +34,7 @@ from infoflow_lens.hooks.model.points import (
     hook_points,
     kind_of,
     layer_count,
+    layers_with_attention,
     reads_vectors,
     starts_at_layers,
     takes_model,
@@ -40,6 +42,11 @@ from infoflow_lens.hooks.model.points import (
 from infoflow_lens.hooks.model.semantics import hook_semantics, visible_keys
 from infoflow_lens.hooks.model.sites import SiteRun
 
+_MIXES_ELSEWHERE = (
+    "more than attention moves information between positions, such as a state space or a "
+    "convolution beside it: predicted sets are of what heads move alone, and too small"
+)
+_MOVED = 1e-2  # of the change at the position that is changed; rounding is less [chosen]
 _SCORES, _PATTERN = "attn.hook_attn_scores", "attn.hook_pattern"
 _ATTENTION = (_SCORES, _PATTERN, "attn.hook_z")
 _STREAM = ("hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
@@ -67,6 +74,7 @@ class LayerCapabilities:
         edits_reach: the hook points whose edits change the output; ``hook_resid_mid`` only where an
             edit also stays in the residual stream (on bridges it is what the MLP reads, a copy).
         mixer: what runs in the place of attention, such as a state space; None with attention.
+        mixes_elsewhere: whether more than attention moves information between positions.
     """
 
     n_heads: int | None
@@ -78,6 +86,7 @@ class LayerCapabilities:
     fires: tuple[str, ...]
     edits_reach: tuple[str, ...]
     mixer: str | None = None
+    mixes_elsewhere: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -199,6 +208,7 @@ def _problems_of(layer: LayerCapabilities) -> list[str]:
             "hook_resid_pre" not in layer.edits_reach,
             lost.format("hook_resid_pre", "influence cannot be measured"),
         ),
+        (layer.mixes_elsewhere, _MIXES_ELSEWHERE),
     ]
     return [text for holds, text in found if holds]
 
@@ -271,7 +281,7 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
             "the output holds NaN or infinity on the example input: expected numbers; look for "
             "bad weights, or run in float32"
         )
-    layers = []
+    layers, mixing = [], layers_that_mix_elsewhere(model, Batch(inputs[:1]))
     for layer, carries in enumerate(hook_semantics(model).scores):
         found = _select_layer(plain, layer)
         anatomy: Any = getattr(model, "anatomy", None)
@@ -305,9 +315,56 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
                 fires=tuple(point for point in _POINTS if point in found),
                 edits_reach=tuple(reached),
                 mixer=mixer,
+                mixes_elsewhere=layer in mixing,
             )
         )
     return tuple(layers)
+
+
+def note_other_mixing(model: nn.Module, batch: Batch) -> list[str]:
+    """Say in which layers more than attention mixes positions; nothing where none does."""
+    layers = layers_that_mix_elsewhere(model, batch)
+    plural = "s" if len(layers) > 1 else ""
+    return [f"layer{plural} {_numbers(layers)}: {_MIXES_ELSEWHERE}"] if layers else []
+
+
+def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
+    """List the layers with attention in which more than that moves information between positions.
+
+    Two passes tell, in which heads write nothing: what enters each layer is the same in both, but
+    at one position. Where others leave the layer changed, a state space or a convolution stands
+    beside attention, and no rule of the theory says what it moves.
+
+    Args:
+        model: any Transformer; of one that was not opened nothing is found.
+        batch: a sequence.
+    """
+    known = hook_points(model)
+    layers = [
+        layer
+        for layer in (layers_with_attention(model) if hasattr(model, "anatomy") else ())
+        if {f"blocks.{layer}.hook_resid_{state}" for state in ("pre", "post")} <= known.keys()
+    ]
+    if not layers or batch.tokens.shape[1] < 2:
+        return []
+    place = batch.tokens.shape[1] // 2
+    silent = [(n, lambda z, hook: torch.zeros_like(z)) for n in known if n.endswith(".hook_z")]
+    enter, leave = ([f"blocks.{n}.hook_resid_{s}" for n in layers] for s in ("pre", "post"))
+
+    def leaving(given: Mapping[str, Tensor]) -> list[Tensor]:
+        pinned = [(name, lambda _, hook, state=state: state) for name, state in given.items()]
+        found = call(model, batch, leave, edit=[*silent, *pinned]).activations
+        return [found[name].float() for name in leave]
+
+    with eval_mode(model), without_user_hooks(model):
+        given = call(model, batch, enter).activations
+        # what another position has is a state as the layer is used to
+        changed = {n: state.index_copy(1, torch.tensor([place], device=state.device), state[:, :1])
+                   for n, state in given.items()}  # fmt: skip
+        pairs = zip(layers, leaving(given), leaving(changed), strict=True)
+        moved = {layer: (two - one).norm(dim=-1)[0] for layer, one, two in pairs}
+    others = torch.arange(batch.tokens.shape[1]) != place
+    return [n for n, gap in moved.items() if gap[others].max() > _MOVED * gap[place]]
 
 
 def _find_reach_by_anatomy(

@@ -278,6 +278,13 @@ class StateFinder:
             self._lack("attn_out", "mid", "mlp_out", why="no sum adds attention to something else")
             return
         op, kinds = found
+        # another mixer may stand beside attention: what both give is added to what enters at once
+        both = next((s for s in sums if set(s[1]) == {"input", "attention"}), found)
+        if both is not found and self._next_input(both[0])[0] is not None:
+            op, kinds = both
+            block.is_joined = True
+            why = "another mixer's output is added to attention's first; hook_mixer_out is both"
+            self._lack("attn_out", why=why)
         if not block.attentions and found is not next((s for s in sums if "input" in s[1]), found):
             why = f"what enters is added to something else before it is added to {block.mixer}"
             self._lack("attn_out", "mid", "mlp_out", why=why)

@@ -198,6 +198,8 @@ class Block:
         neurons: where what the last matrix of the MLP reads is.
         mlp_output: that matrix.
         mixer: what runs in the place of attention.
+        is_joined: whether what attention gives is added to what another mixer beside it gives,
+            before both are added to the stream; `attn_out` is both.
         adds: whether what leaves is the sum of what enters, attn_out and mlp_out.
         lacks: by state, why it cannot be seen.
     """
@@ -216,6 +218,7 @@ class Block:
     neurons: Place | None = None
     mlp_output: Projection | None = None
     mixer: str | None = None
+    is_joined: bool = False
     adds: bool = False
     lacks: dict[str, str] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ model has something else they differ, and :func:`site_names` says which there ar
   the sum, as in BERT, and ``hook_resid_post`` what leaves the block;
 - a second attention of a block, such as cross attention, is ``attn_1``;
 - ``hook_mixer_out`` is what a state space, a convolution or linear attention adds in a block that
-  has no attention;
+  has no attention, or together with attention, as in Falcon-H1;
 - ``hook_extra_out`` is what a third sublayer adds behind the MLP, as Gemma 4's per-layer inputs do.
 """
 
@@ -64,7 +64,7 @@ def attention_name(number: int) -> str:
 
 def _block_names(block: Block) -> list[str]:
     has = {
-        mixing_name(block): block.attn_out,
+        _mixing_name(block): block.attn_out,
         "hook_resid_mid": block.mid,
         "mlp.hook_post": block.neurons,
         "hook_mlp_out": block.mlp_out,
@@ -77,9 +77,9 @@ def _block_names(block: Block) -> list[str]:
     return names + (["hook_resid_post"] if block.axes else [])
 
 
-def mixing_name(block: Block) -> str:
-    """Name what attention adds, or what runs in its place."""
-    return "hook_attn_out" if block.attentions else "hook_mixer_out"
+def _mixing_name(block: Block) -> str:
+    """Name what attention adds, or what runs in its place or adds with it."""
+    return "hook_attn_out" if block.attentions and not block.is_joined else "hook_mixer_out"
 
 
 def _point_names(found: Attention) -> dict[Site, str]:
@@ -318,7 +318,7 @@ class SiteRun(Tap):
                 return None
             block = self._block
             parts = {
-                mixing_name(block): block.attn_out,
+                _mixing_name(block): block.attn_out,
                 "hook_resid_mid": block.mid,
                 "hook_mlp_out": block.mlp_out,
             }
@@ -410,7 +410,7 @@ class SiteRun(Tap):
         pair = list(args)
         # the summand that is not the state is what is shown
         place = 0 if id(args[1]) in self._copies else 1
-        added = {0: mixing_name(self._block), 2: "hook_mlp_out", 3: "hook_extra_out"}
+        added = {0: _mixing_name(self._block), 2: "hook_mlp_out", 3: "hook_extra_out"}
         pair[place] = self._show_state(added[self._stage], pair[place])
         out: Tensor = func(*pair)
         # the first sum of a block ends attention, the next the MLP, and one more a third sublayer

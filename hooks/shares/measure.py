@@ -174,7 +174,7 @@ def _split_by_key(
     writers: Writers, value: Tensor, activations: dict[str, Tensor]
 ) -> Float[Tensor, "head key"]:
     """Split the shares of heads over the keys from which they took them; NaN where not shown."""
-    rows = []
+    rows = [torch.zeros(0, 0, dtype=torch.float64)]
     for name, z, gradient in writers.gradients_of_heads(value):
         place = name.removesuffix("hook_z")
         pattern, v = activations.get(f"{place}hook_pattern"), activations.get(f"{place}hook_v")
@@ -187,5 +187,5 @@ def _split_by_key(
         v = v.repeat_interleave(n_heads // v.shape[2], dim=2)
         brought = torch.einsum("qhd,khd->hqk", gradient[0].double(), v[0].double())
         rows.append((pattern[0].double() * brought).sum(dim=1))
-    longest = max((row.shape[1] for row in rows), default=0)
+    longest = max(row.shape[1] for row in rows)
     return torch.cat([torch.nn.functional.pad(row, (0, longest - row.shape[1])) for row in rows])

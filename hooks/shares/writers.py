@@ -69,7 +69,9 @@ class Writers:
             self._points = ["blocks.0.hook_resid_pre"]
         for layer in range(layer_count(model) if before is None else before):
             own = [name for name in points if layer_of(name) == layer]
-            self._points += [name for name in own if _HEADS.fullmatch(name)]
+            # heads are no writers where another mixer adds with them: the mixer's share holds both
+            if f"blocks.{layer}.hook_mixer_out" not in own:
+                self._points += [name for name in own if _HEADS.fullmatch(name)]
             self._points += [name for name in own if name.endswith(tuple(_SUBLAYERS))]
         self.leaves: dict[str, _Leaf] = {}
 
@@ -232,7 +234,7 @@ def _derive(
 ) -> list[Tensor | None]:
     """Do the same, with None for tensors on which it does not depend."""
     settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True, **graph}
-    if not read.requires_grad:
+    if not read.requires_grad or not by:  # without heads that write by themselves
         return [None for _ in by]
     try:
         with warnings.catch_warnings():

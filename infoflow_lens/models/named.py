@@ -27,7 +27,7 @@ from infoflow_lens.hooks.model.capabilities import takes_padding
 from infoflow_lens.hooks.model.log import first_tensor
 from infoflow_lens.hooks.model.parts import NormNumbers, Projection, run_forward
 from infoflow_lens.hooks.model.points import hook_name
-from infoflow_lens.hooks.model.sites import SiteRun, attention_name, mixing_name, site_names
+from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
 from infoflow_lens.hooks.readouts import Pooling
 from infoflow_lens.models.named_cache import NamedCache
 from infoflow_lens.models.pooling import find_pooling
@@ -339,7 +339,7 @@ class NamedModel(HookedRootModule):
         for layer, block in enumerate(self.anatomy.blocks):
             names = {
                 "attention": "attn",
-                "attn_out": mixing_name(block),
+                "attn_out": "hook_attn_out" if block.attentions else "hook_mixer_out",
                 "mid": "hook_resid_mid",
                 "neurons": "mlp.hook_post",
             }

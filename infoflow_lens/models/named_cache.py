@@ -61,6 +61,11 @@ class NamedCache(ActivationCache):
         points = self._points(layer, mlp_input, kinds[mode])
         # embeddings stand before the blocks
         names = [n for n in points if incl_embeds or n.startswith("blocks.")]
+        if not names:
+            raise InfoFlowError(
+                f"mode is {mode!r}, and no layer below has hook_{kinds[mode][0]}: expected parts "
+                "that the model shows, mode 'all'"
+            )
         pos = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
         parts = torch.stack([pos.apply(self.cache_dict[name], dim=-2) for name in names])
         if apply_ln:

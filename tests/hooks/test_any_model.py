@@ -293,6 +293,43 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
         "mamba (JambaMambaMixer)", None]  # fmt: skip
 
 
+# by the layers in which something mixes positions besides attention, and where attention is added
+MIXING = {
+    "falcon_h1": ([0, 1], "self_attn.o_proj"),
+    "convbert": ([0, 1], ""),
+    "nystromformer": ([0, 1], ""),
+    "zamba2": ([1], ""),
+    "llama": ([], "self_attn.o_proj"),
+    "jamba": ([], ""),
+    "deepseek_v3": ([], "self_attn.o_proj"),
+}
+
+
+@pytest.mark.parametrize(("kind", "layers", "output"), [(k, *v) for k, v in MIXING.items()])
+def test_what_mixes_positions_beside_attention_is_said(kind, layers, output):
+    """Predicted sets were of attention alone, and too small, without a word."""
+    model, ids = open_model(families.build(kind)), families.tokens()[:1]
+    found = inspect_model(model, ids)
+    assert [n for n, layer in enumerate(found.layers) if layer.mixes_elsewhere] == layers
+    said = [line for line in found.problems() if "more than attention" in line]
+    assert len(said) == bool(layers)
+    if output:  # in the plain model without attention, does a token reach those behind it?
+        plain = families.build(kind)
+        with torch.no_grad():
+            for layer in plain.model.layers:
+                layer.get_submodule(output).weight.zero_()
+            other = ids.clone()
+            other[0, 2] = (other[0, 2] + 9) % 50 + 4
+            moved = (plain(ids).logits - plain(other).logits).abs().amax(-1)[0]
+        assert bool(moved[3:].max() > 1e-4) == bool(layers)
+
+
+def test_flow_says_what_no_predicted_set_holds():
+    found = flow(open_model(families.build("falcon_h1")), families.tokens()[:1], progress=False)
+    (note,) = [note for note in found.notes if "more than attention" in note]
+    assert note.startswith("layers 0-1: ")
+
+
 REFUSED = ("longformer", "fnet", "funnel")
 MEASURES = {
     **{name: lambda m, x, make=make: run_probes(m, x, [make(x)], progress=False)[0]

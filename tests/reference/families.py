@@ -45,6 +45,8 @@ OWN = {
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 4},
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 4},
     "falcon": {"new_decoder_architecture": False, "alibi": False, "parallel_attn": True},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+                  "mamba_d_state": 8, "mamba_chunk_size": 4},
     "flaubert": {"emb_dim": 32, "n_words": 101},
     "funnel": {"block_sizes": [1, 1], "d_inner": 48, "d_head": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0],
@@ -96,6 +98,7 @@ gpt_bigcode granite glm glm4 deepseek_v2 deepseek_v3 xglm biogpt persimmon smoll
 nemotron openai-gpt ctrl qwen2_moe olmoe granitemoe helium arcee jamba lfm2 gemma4_text gemma3n_text
 diffllama seed_oss bitnet recurrent_gemma qwen3_next bamba zamba2 apertus doge minimax phimoe
 hunyuan_v1_dense qwen3_5_text granitemoehybrid nemotron_h afmoe laguna granite_swa deepseek_v4
+falcon_h1
 """
 _ENCODERS = """
 bert albert roberta distilbert electra modernbert xlnet deberta deberta-v2 mpnet roformer esm

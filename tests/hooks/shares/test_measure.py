@@ -272,7 +272,7 @@ def test_what_runs_in_the_place_of_attention_writes_too(ids):
     assert misses(found) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["jamba", "lfm2", "bamba"])
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "bamba", "falcon_h1"])
 def test_shares_of_models_with_few_attentions_add_up(kind, ids):
     found = measure_shares(open_model(families.build(kind)), ids, LogitDifference(7, 3))
     assert "mixer 0" in found.writers
