@@ -22,7 +22,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
-from infoflow_lens.hooks import PatternsProbe, measure_mechanisms
+from infoflow_lens.hooks import PatternsProbe, measure_mechanisms, measure_why
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
 from tests.reference import families, zoo
@@ -162,6 +162,7 @@ REFUSED = [
     ("cohere", lambda cache: cache.model.tokens_to_residual_directions(5), "scales or caps what"),
     ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
     ("jamba", lambda cache: cache.decompose_resid(), "blocks.0.attn.hook_z .* it runs mamba"),
+    ("jamba", lambda cache: measure_why(cache.model, IDS[:1], 0, 0), r"with attention \(here 1\)"),
     ("bitnet", lambda cache: cache.model.blocks[0].attn.W_O, "blocks.0.attn has no W_O"),
 ]
 
