@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from infoflow_lens.models.architecture import Architecture
 from tests.processes import server
+from tests.reference.copies import copied
 
 torch.set_num_threads(1)  # the models are small, and tests run in parallel
 os.fsync = lambda descriptor: None  # it waits for a disk, and no test takes the power away
@@ -83,6 +84,7 @@ def redraw_weights(model, seed, scale=1.0):
     return model
 
 
+@copied
 def make_token_model(tokenizer=None, **changes):
     """A HookedTransformer where TransformerLens has it, else a native bridge.
 

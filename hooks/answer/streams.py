@@ -311,15 +311,11 @@ class Streams:
             rows: by input ("query", "key" or "value") and position, which of these take its place.
         """
         layer, head, query = reader
-
-        def take_head(vectors: Float[Tensor, "row _head d_head"]) -> Float[Tensor, "row d_head"]:
-            # keys and values may be grouped: several heads in a row read the same
-            return vectors[:, head * vectors.shape[1] // len(run.scores)]
-
-        own = {"q": take_head(run.q), "k": take_head(run.k), "v": take_head(run.v)}
+        n_heads = len(run.scores)
+        own = {side: _take_head(getattr(run, side), head, n_heads) for side in "qkv"}
         given = {side: vectors.clone() for side, vectors in own.items()}
         for (kind, at), row in rows.items():
-            given[kind[0]][at] = take_head(made[kind[0]])[row]
+            given[kind[0]][at] = _take_head(made[kind[0]], head, n_heads)[row]
         was, now = (each["k"] @ each["q"][query] for each in (own, given))
         values = given["v"]
         scores = run.scores[head, query].double()
@@ -333,6 +329,13 @@ class Streams:
         weights = (logs + change).masked_fill(~is_open, -torch.inf).exp()
         weights = weights / (weights.sum() + sink)
         return (weights.to(values.dtype) @ values).detach()
+
+
+def _take_head(
+    vectors: Float[Tensor, "row _head d_head"], head: int, n_heads: int
+) -> Float[Tensor, "row d_head"]:
+    """Take what a head reads; keys and values may be grouped: several in a row read the same."""
+    return vectors[:, head * vectors.shape[1] // n_heads]
 
 
 def _find_tolerance(tolerance: float, tensor: Tensor) -> float:

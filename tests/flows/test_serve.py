@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import closing, contextmanager
+from functools import cache
 from html.parser import HTMLParser
 from urllib.parse import urlencode, urlsplit
 
@@ -42,6 +43,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measure(model):
+    """Answers, each measured once."""
+
+    @cache
     def measure(form):
         return ask(
             model, form.text, form.answer or None, form.against or None, form.instead or None,
