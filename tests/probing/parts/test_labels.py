@@ -75,7 +75,7 @@ Checkpoint.take = take
 states = []
 model, data, out, part, n_states = sys.argv[1:]
 probes = ("top_k", "labels")
-config = ProbingConfig(model, data, probes=probes, window=10, n=12, n_detail=6, batch_size=3)
+config = ProbingConfig(model, data, probes=probes, window=10, n=9, n_detail=6, batch_size=3)
 run_probing(out, config, progress=False, n_threads=1)
 """
 
