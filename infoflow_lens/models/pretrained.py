@@ -439,8 +439,13 @@ def _printable_messages() -> Iterator[None]:
             handler.removeFilter(clean)
 
 
-def _file_of_tokenizer(name: str) -> str | None:
+def _file_of_tokenizer(name: str, gguf_file: str | None = None) -> str | None:
     """Find which file of a folder, or of a name in the hub's cache, holds a tokenizer's words."""
+    if gguf_file is not None:
+        from gguf import GGUFReader
+
+        fields = GGUFReader(Path(name, gguf_file)).fields
+        return gguf_file if any(field.startswith("tokenizer.") for field in fields) else None
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
@@ -465,7 +470,7 @@ def load_tokenizer(name: str | None, **options: Any) -> Any | None:
         found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of many kinds: no file, no network, a missing package
         check_needs_no_code(name, error)
-        if file := _file_of_tokenizer(name):
+        if file := _file_of_tokenizer(name, options.get("gguf_file")):
             warnings.warn(
                 f"the tokenizer of {name!r} cannot be read ({file}: {type(error).__name__}: "
                 f"{first_line(error)}): the model is loaded without one and takes token ids alone; "

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, probe, run_probes
+from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.models import pretrained
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -58,7 +59,8 @@ def write(path, model, *, n_layers=None, tokenizer=True, rounded=False, head=Non
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(WORDS)
         writer.add_token_types([3, *[1] * (len(WORDS) - 1)])
-        writer.add_token_merges(["a b"])
+        if tokenizer != "without merges":
+            writer.add_token_merges(["a b"])
         writer.add_bos_token_id(0)
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     parts = {
@@ -239,6 +241,13 @@ def test_its_shape_is_read_without_its_weights(file):
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
     file = write(tmp_path / "tiny.gguf", zoo.build("llama"), tokenizer=False)
     assert load_any(file).tokenizer is None
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    """The model had none, without a word why."""
+    file = write(tmp_path / "tiny.gguf", zoo.build("llama"), tokenizer="without merges")
+    with pytest.warns(InfoFlowWarning, match=r"cannot be read \(tiny.gguf: .*token ids alone"):
+        assert load_any(file).tokenizer is None
 
 
 def test_what_cannot_be_read_is_named(file, tmp_path, monkeypatch):
