@@ -39,9 +39,9 @@ AGGREGATED = {
 def test_it_is_the_change_of_the_state(model, inputs, token_model, token_inputs, kind):
     subject, data = (model, inputs) if kind == "vectors" else (token_model, token_inputs)
     probes = [ResampleInfluence(data[:4], aggregate, chunk_size=17) for aggregate in AGGREGATED]
-    results = run_probes(subject, data[4:12], probes, batch_size=3, progress=False)
+    results = run_probes(subject, data[4:8], probes, batch_size=3, progress=False)
     for layer in range(2):
-        moved = by_hand(subject, data[4:12], data[:4], f"blocks.{layer}.hook_resid_mid")
+        moved = by_hand(subject, data[4:8], data[:4], f"blocks.{layer}.hook_resid_mid")
         for result, join in zip(results, AGGREGATED.values(), strict=True):
             torch.testing.assert_close(result.influence[layer], join(moved), rtol=1e-4, atol=1e-5)
 

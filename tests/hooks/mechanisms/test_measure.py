@@ -117,11 +117,9 @@ BUILT = [
 @pytest.mark.parametrize(("name", "parameters", "settings", "mechanism"), BUILT)
 def test_every_head_has_the_mechanism_that_it_was_built_for(name, parameters, settings, mechanism):
     model, task = build_construction(name, **parameters)
-    result = measure_mechanisms(model, task.sample(100, seed=0)[0], progress=False, **settings)
+    result = measure_mechanisms(model, task.sample(40, seed=0)[0], progress=False, **settings)
     assert {name for layer in result.mechanisms() for name in layer} == {mechanism}
-    joint = replace_greedily(
-        model, task.sample(100, seed=1)[0], result, budget=0.05, progress=False
-    )
+    joint = replace_greedily(model, task.sample(40, seed=1)[0], result, budget=0.05, progress=False)
     assert joint.share == 1
     assert joint.damage <= 0.05
 
