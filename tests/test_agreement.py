@@ -238,6 +238,13 @@ def test_coverage_needs_positions_of_the_same_states(model, inputs):
         coverage_curve(positions.positions, -influence.influence)
 
 
+def test_states_behind_an_end_are_refused_by_their_place():
+    predicted, scores = case(3)
+    scores[:, 1, 4] = 0
+    with pytest.raises(InfoFlowError, match="position 4 of sequence 1 has no influence from any"):
+        compare(predicted, scores)
+
+
 @settings(max_examples=8)
 @given(st.integers(0, 10**6), st.integers(0, 1))
 def test_padding_takes_no_part(seed, extra):

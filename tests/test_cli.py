@@ -283,6 +283,12 @@ def test_inspect_shows_what_a_model_is(small):
     assert [layer["n_heads"] for layer in found["layers"]] == [4, 4]
 
 
+def test_inspect_says_that_a_tokenizer_is_not_there(tmp_path):
+    folder = zoo.save("gpt2", tmp_path, with_tokenizer=False)
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert "it has no tokenizer: give token ids, not text" in result.output
+
+
 def test_why_says_what_the_function_says(small):
     asked = ["why", small[0], "w5 w7 w9 w5", "--layer", "1", "--head", "2"]
     found = why(small[0], "w5 w7 w9 w5", 1, 2, progress=False)

@@ -249,6 +249,24 @@ def test_shards_before_their_turn_are_not_measured_again(
     assert contents(three_from_the_end) == contents(whole.out)
 
 
+def test_shards_whose_turn_came_as_the_run_ended_are_added(
+    whole, config, three_from_the_end, monkeypatch
+):
+    """Nothing is left to measure, and the last three are not yet in the sums."""
+
+    def stop_before_them(self):
+        if self.n_shards == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardSums, "_add_waiting", stop_before_them)
+        with pytest.raises(KeyboardInterrupt):
+            run(three_from_the_end, config)
+    monkeypatch.setattr(shard, "run_shard", lambda *_, **__: pytest.fail("measured again"))
+    run(three_from_the_end, config)
+    assert contents(three_from_the_end) == contents(whole.out)
+
+
 def test_shards_before_their_turn_are_worth_nothing_alone(whole, config, three_from_the_end):
     """Without what says up to where the run is whole, all begins again."""
     (three_from_the_end / ".all.safetensors").unlink()

@@ -206,7 +206,11 @@ def test_the_command_prints_the_front_and_what_is_below():
     assert result.exit_code == 0, result.output
     assert "just below" in result.output
     values = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert values["recommended"]["n_heads"] == [2]
+    best = values["recommended"]
+    assert best["n_heads"] == [2]
+    cells = next(line for line in result.output.splitlines() if "*" in line).split("│")
+    expected = ["2", str(best["d_model"]), ", ".join(map(str, best["information"]))]
+    assert [cell.strip() for cell in cells[2:5]] == expected
     least = CliRunner().invoke(app, ["design", "global_mean", "--tokens", "8", "--quiet"])
     assert "nothing has fewer heads or layers than one layer of one head" in " ".join(
         least.output.split()
