@@ -13,6 +13,7 @@ from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import chooses_position, gives_logits, run_few_tokens
+from infoflow_lens.hooks.model.points import is_causal
 
 Answer: TypeAlias = str | int | Sequence[str | int]
 Pooling = Literal["mean", "max", "first", "last"]
@@ -281,6 +282,11 @@ def name_choice(model: nn.Module, number: int) -> str:
         )
     tokenizer: Any = getattr(model, "tokenizer", None)
     return str(number) if tokenizer is None else str(tokenizer.decode([number]))
+
+
+def says_next_token(model: nn.Module) -> bool:
+    """Say whether a model's logits are of the token behind each: of no classes, and no masks."""
+    return gives_logits(model) and is_causal(model) and _labels_of(model) is None
 
 
 def _labels_of(model: nn.Module) -> Mapping[int, str] | None:

@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from infoflow_lens.models.architecture import Architecture
 from tests.processes import server
+from tests.reference.copies import copied
 
 torch.set_num_threads(1)  # the models are small, and tests run in parallel
 os.fsync = lambda descriptor: None  # it waits for a disk, and no test takes the power away
@@ -83,6 +84,7 @@ def redraw_weights(model, seed, scale=1.0):
     return model
 
 
+@copied
 def make_token_model(tokenizer=None, **changes):
     """A HookedTransformer where TransformerLens has it, else a native bridge.
 
@@ -173,8 +175,12 @@ def pytest_collection():
 
 
 def pytest_collection_finish():
-    """The garbage collector of the tests leaves out what was imported, which is never freed."""
+    """The garbage collector of the tests leaves out what was imported, which is never freed.
+
+    And it looks seldom: sources that are parsed, and models, are many objects and little garbage.
+    """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 

@@ -127,6 +127,17 @@ def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
     assert (tmp_path / "phase.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("task", ["position_sum", "in_context_qa"])
+@pytest.mark.parametrize("more", [[], ["--positions"]])
+def test_the_sweep_says_what_the_estimate_of_one_says(task, more):
+    """Both of models with positions, or both of models without."""
+    line = [task, "--heads", "1", "--json", *more]
+    one = json.loads(invoke(*line).stdout)
+    (row,) = json.loads(invoke(*line, "--sweep", "heads,tokens").stdout)["rows"][-1:]
+    assert row["verdict"] == one["verdict"]
+    assert one["verdict"] == ("allowed by construction" if more else "excluded, proved")
+
+
 def test_a_witness_is_printed_and_saved(tmp_path):
     target = ["depth_separation", "--tokens", "12", "--heads", "2"]
     saved = tmp_path / "witness.json"
@@ -164,6 +175,17 @@ def test_a_witness_is_printed_and_saved(tmp_path):
         (["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--trees", "0"], "trees is 0"),
         (["d_retrieval", "--heads", "4", "--sweep", "depth"], "--sweep is 'depth'"),
         (["d_retrieval", "--heads", "4", "--plot", "a.png"], "expected --sweep"),
+        (
+            ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--encoder"],
+            "--sweep judges heads of one role: expected no --encoder",
+        ),
+        (["all", "--heads", "4", "--sweep", "heads,tokens"], "expected no --sweep"),
+        (
+            ["all", "--like", "gpt2", "--components", "3", "--trees", "2"],
+            "expected no --components and no --trees; leave it out",
+        ),
+        (["d_retrieval", "--like", "gpt2", "--d-model", "64"], "expected no --d-model"),
+        (["d_retrieval", "--like", "gpt2", "--positions"], "expected no --positions"),
         (
             ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--plot", "a.doc"],
             "cannot draw to 'a.doc'",

@@ -7,8 +7,8 @@ single positions, with the outputs of their heads pinned to those of a whole run
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +34,24 @@ _LINEAR = 1e-4  # of a derivative: how much of it may point elsewhere where scor
 _ROUNDINGS = 8  # that may add up, where precision is low
 
 
+class HeadRow(NamedTuple):
+    """How one head comes to the weights of one query.
+
+    Attributes:
+        products: [key], of the query and the keys.
+        scores: [key], 0 for closed keys.
+        is_open: [key].
+        logs: [key], logarithms of the weights, which with the sink have the sum 1.
+        sink: the weight that belongs to no key.
+    """
+
+    products: Tensor
+    scores: Tensor
+    is_open: Tensor
+    logs: Tensor
+    sink: Tensor
+
+
 @dataclass(frozen=True)
 class LayerRun:
     """One layer of a whole run.
@@ -53,6 +71,27 @@ class LayerRun:
     z: Tensor
     scores: Tensor
     sink: Tensor
+    _rows: dict[tuple[int, int], HeadRow] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
+    def take(self, side: str, head: int) -> Float[Tensor, "pos d_head"]:
+        """Take what a head reads as "q", "k" or "v"."""
+        return _take_head(getattr(self, side), head, len(self.scores))
+
+    def row(self, head: int, query: int) -> HeadRow:
+        """Find how a head comes to the weights of a query, once."""
+        if (head, query) not in self._rows:
+            scores = self.scores[head, query].double()
+            is_open, sink = scores > -torch.inf, self.sink[head, query].double()
+            self._rows[head, query] = HeadRow(
+                products=self.take("k", head) @ self.take("q", head)[query],
+                scores=scores.masked_fill(~is_open, 0),
+                is_open=is_open,
+                logs=scores - scores.logsumexp(0) + torch.log1p(-sink.clamp(max=1 - 1e-12)),
+                sink=sink,
+            )
+        return self._rows[head, query]
 
 
 class Streams:
@@ -311,28 +350,25 @@ class Streams:
             rows: by input ("query", "key" or "value") and position, which of these take its place.
         """
         layer, head, query = reader
-
-        def take_head(vectors: Float[Tensor, "row _head d_head"]) -> Float[Tensor, "row d_head"]:
-            # keys and values may be grouped: several heads in a row read the same
-            return vectors[:, head * vectors.shape[1] // len(run.scores)]
-
-        own = {"q": take_head(run.q), "k": take_head(run.k), "v": take_head(run.v)}
-        given = {side: vectors.clone() for side, vectors in own.items()}
+        own = run.row(head, query)
+        given = {side: run.take(side, head) for side in "qkv"}
+        for side in {kind[0] for kind, _ in rows}:
+            given[side] = given[side].clone()
         for (kind, at), row in rows.items():
-            given[kind[0]][at] = take_head(made[kind[0]])[row]
-        was, now = (each["k"] @ each["q"][query] for each in (own, given))
-        values = given["v"]
-        scores = run.scores[head, query].double()
-        is_open = scores > -torch.inf
-        change = self.rules[layer].change(
-            head, scores.masked_fill(~is_open, 0), (now - was).double()
-        )
-        sink = run.sink[head, query].double()
-        # the logarithms of the weights in the run, which with the sink have the sum 1
-        logs = scores - scores.logsumexp(0) + torch.log1p(-sink.clamp(max=1 - 1e-12))
-        weights = (logs + change).masked_fill(~is_open, -torch.inf).exp()
-        weights = weights / (weights.sum() + sink)
+            given[kind[0]][at] = _take_head(made[kind[0]], head, len(run.scores))[row]
+        products, values = given["k"] @ given["q"][query], given["v"]
+        step = (products - own.products).double()
+        change = self.rules[layer].change(head, own.scores, step)
+        weights = (own.logs + change).masked_fill(~own.is_open, -torch.inf).exp()
+        weights = weights / (weights.sum() + own.sink)
         return (weights.to(values.dtype) @ values).detach()
+
+
+def _take_head(
+    vectors: Float[Tensor, "row _head d_head"], head: int, n_heads: int
+) -> Float[Tensor, "row d_head"]:
+    """Take what a head reads; keys and values may be grouped: several in a row read the same."""
+    return vectors[:, head * vectors.shape[1] // n_heads]
 
 
 def _find_tolerance(tolerance: float, tensor: Tensor) -> float:

@@ -374,13 +374,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             return
         # a hook that does something must at least do nothing to what enters
         same = False
-        batch = seen.batch
-        if batch is not None:
+        if seen.batch is not None:
             with without_user_hooks(model):
-                plain = call(model, batch, [point], may_end=True).activations[point]
-            real = seen.is_real(start.shape[1]).to(start.device)
-            gap = (plain[:, : start.shape[1]] - start)[real].float().norm(dim=-1)
-            same = bool((gap <= tolerance(start) * start[real].float().norm(dim=-1) + _TINY).all())
+                same = enters_again(model, seen.batch, point, start)
         if not same:
             raise InfoFlowError(
                 f"a hook of yours changes what enters at {point}, where the sources enter: "
@@ -490,6 +486,16 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     "derivative by all of them is 0, as behind round(): expected operations whose "
                     "derivatives say how they move; load it without, or take ResampleInfluence"
                 )
+
+
+def enters_again(
+    model: nn.Module, batch: Batch, point: str, start: Float[Tensor, "batch position d_source"]
+) -> bool:
+    """Say whether sequences, run again, have the same where sources enter, up to rounding."""
+    plain = call(model, batch, [point], may_end=True).activations[point]
+    real = batch.mask()[:, : start.shape[1]].to(start.device)
+    gap = (plain[:, : start.shape[1]] - start)[real].float().norm(dim=-1)
+    return bool((gap <= tolerance(start) * start[real].float().norm(dim=-1) + _TINY).all())
 
 
 def tolerance(state: Tensor) -> float:

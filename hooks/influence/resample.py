@@ -17,6 +17,7 @@ from infoflow_lens.hooks.influence.base import (
     MeasuredInfluence,
     Rerun,
     StateInfluence,
+    enters_again,
     rows_at_once,
     start_point,
 )
@@ -99,8 +100,24 @@ class ResampleInfluence(StateInfluence):
     def _donation(
         self, model: nn.Module, start: Float[Tensor, "batch position d_source"], batch: Batch | None
     ) -> Float[Tensor, "any donor position d_source"]:
-        """Return what the donors have in the place of the sources: one for all, or for each."""
+        """Return what the donors have in the place of the sources: one for all, or for each.
+
+        Raises:
+            InfoFlowError: for donors that are shorter, and for padded sequences whose positions
+                are others than they have alone.
+        """
         n_source, donated = start.shape[1], self._donated
+        point = start_point(model, self.source_layer)
+        # donors run alone: their tokens stand where those of the sequences do only if these give
+        # the same alone
+        padded = None if batch is None or batch.lengths is None else batch
+        if padded is not None and not enters_again(model, padded, point, start):
+            raise InfoFlowError(
+                f"what enters at {point} in this call is not what the sequences have without their "
+                "padding, such as where padding on the left counts in positions: donors would "
+                "stand at other positions; expected position_ids that count tokens alone, "
+                "mask.cumsum(1) - 1, or padding on the right"
+            )
         if batch is not None and batch.columns:
             # what stands beside a token, such as its type, belongs to its place, not to the donor
             n = min(n_source, self.donors.shape[1])

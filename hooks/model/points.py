@@ -215,9 +215,11 @@ def check_is_attention(model: nn.Module, name: str) -> None:
     """
     lacks: Any = getattr(model, "lacks", dict[str, str])
     if why := lacks().get(name.rsplit(".hook_", 1)[0]):
+        layers = ", ".join(map(str, layers_with_attention(model)))
         raise InfoFlowError(
-            f"{name} is not there, as there is {why}: expected attention in every layer; patterns, "
-            "positions, influence, find_heads() and ask() take models that have it in some"
+            f"{name} is not there, as there is {why}: expected a layer with attention (here "
+            f"{layers}), or attention in every layer where all are read; patterns, positions, "
+            "influence, find_heads() and ask() take models that have it in some"
         )
 
 

@@ -26,6 +26,7 @@ from infoflow_lens.commands.common import (
     say_json,
 )
 from infoflow_lens.commands.options import options_of
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _GUESSES = 3  # of a word, the likeliest
@@ -65,8 +66,10 @@ class Question:
         asked = dict(vars(self))
         second, other = asked.pop("second"), asked.pop("instead_second")
         if other is not None and (second is None or self.instead is None):
+            # in words that the help of the options has, and the form of a served page
             raise InfoFlowError(
-                "--instead-second is given without a pair: expected --second and --instead, too"
+                f"the second text of the other pair is {brief(other)}, and a pair is missing: "
+                "expected a second text of the text, and the other text, too; or leave it out"
             )
         asked["text"] = pair_of(self.text, second)
         if self.instead is not None:
@@ -221,6 +224,7 @@ def serve(
         from infoflow_lens.flows.ask import ask, cut_lines
         from infoflow_lens.flows.serve import AnswerServer, place_of
         from infoflow_lens.foundation.progress import hide_library_bars
+        from infoflow_lens.hooks.readouts import says_next_token
         from infoflow_lens.models.loading import load_any
         from infoflow_lens.report.answer import Form
 
@@ -246,4 +250,12 @@ def serve(
             pair = (question.second or "", question.instead_second or "")
             first = Form(question.text, *words, place, *pair)
             seconds = None if idle is None else 60 * idle
-            server.run(first, lambda: say(f"open {server.address} (Ctrl-C ends it)"), seconds)
+            lost = server.run(
+                first,
+                lambda: say(f"open {server.address} (Ctrl-C ends it)"),
+                seconds,
+                says_next=says_next_token(loaded.model),
+            )
+            if lost:
+                texts = ", ".join(brief(form.text) for form in lost)
+                say(f"stopped: {len(lost)} not answered: {texts}", err=True)

@@ -19,7 +19,7 @@ from infoflow_lens.commands.common import (
     say_json,
     task_by_options,
 )
-from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.options import options_of, refuse_unused
 
 _SIGNS = {
     "excluded, proved": "[red]X[/]",
@@ -104,6 +104,7 @@ def estimate(
                 "--witness and --out give the proof of one verdict: expected one task and no "
                 "--sweep; leave them out, or ask for one architecture"
             )
+        _refuse_unused(asked)
         if asked.task == "all":
             _survey(asked, as_json)
             return
@@ -134,6 +135,15 @@ def estimate(
         return
     console().print(architecture.describe(), markup=False, soft_wrap=True)
     _print_estimate(result)
+
+
+def _refuse_unused(asked: Question) -> None:
+    by_all = ("sweep", "d_token", "components", "trees") if asked.task == "all" else ()
+    by_like = ("d_model", "positions", "encoder") if asked.like is not None else ()
+    refuse_unused(asked, by_all, "'all' asks every task, at several D and T")
+    refuse_unused(asked, by_like, "--like takes it from the model")
+    if asked.sweep is not None:
+        refuse_unused(asked, ("encoder",), "--sweep judges heads of one role")
 
 
 def _load(asked: Question) -> Any:
@@ -243,14 +253,16 @@ def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None
             f"at most {_MOST_ROWS}; ask for fewer heads"
         )
     heads = tuple(itertools.product(*(range(1, most + 1) for most in n_heads)))
-    rows = phase_diagram(target, heads, tuple(lengths), count, trees)
+    lengths_asked, placed = tuple(lengths), asked.positions
+    rows = phase_diagram(target, heads, lengths_asked, count, trees, positional=placed)
     flags = () if target.comparison is None else flags_of(target.comparison, n_heads, count, trees)
     title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
+    title += ", with positions" if placed else ""
     if plot is not None:
         draw_phase_diagram(rows, title, plot, overwrite=overwrite)
     if as_json:
-        summary = {"target": target.name, "count": count, "trees": trees, "flags": flags}
-        say_json({**summary, "rows": rows})
+        summary = {"target": target.name, "count": count, "trees": trees, "positions": placed}
+        say_json({**summary, "flags": flags, "rows": rows})
         return
     table = Table()
     table.add_column("heads", justify="right")

@@ -121,6 +121,18 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def refuse_unused(config: Any, names: Sequence[str], reason: str) -> None:
+    """Refuse options that would change nothing, where they are not as by default.
+
+    Raises:
+        InfoFlowError: naming them.
+    """
+    defaults = {item.name: item.default for item in fields(config)}
+    given = [option_name(name) for name in names if getattr(config, name) != defaults[name]]
+    if given:
+        raise InfoFlowError(f"{reason}: expected no {' and no '.join(given)}; leave it out")
+
+
 def integers(parts: Sequence[str], option: str) -> tuple[int, ...]:
     """Read the integers of an option.
 

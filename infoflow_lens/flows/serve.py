@@ -75,7 +75,7 @@ class AnswerServer:
             import_optional(f"tornado.{name}", "serve", "infoflow-lens serve")
             for name in ("web", "httpserver")
         )
-        self._measure, self._cut = measure, cut
+        self._measure, self._cut, self._says_next = measure, cut, True
         # whoever does not know it cannot ask, also on this machine
         self._token = secrets.token_urlsafe(24)
         self._pages: dict[int, tuple[Form, Answer]] = {}
@@ -97,17 +97,25 @@ class AnswerServer:
         first: Form,
         ready: Callable[[], None] = lambda: None,
         idle: float | None = None,
-    ) -> None:
+        *,
+        says_next: bool = True,
+    ) -> list[Form]:
         """Measure the first question, then serve and measure, one after the other, until Ctrl-C.
 
         Args:
             first: the question of the first page.
             ready: called when the address can be opened.
             idle: seconds without a question after which it ends; None for never.
+            says_next: whether the model says tokens one behind the other, so that pages can ask why
+                one stands in the text, and what comes behind the model's guess.
+
+        Returns:
+            The questions that Ctrl-C left without an answer.
 
         Raises:
             InfoFlowError: where the first question cannot be answered.
         """
+        self._says_next = says_next
         self._add(first, self._measure(first))
         loop, ended = asyncio.new_event_loop(), asyncio.Event()
 
@@ -134,6 +142,7 @@ class AnswerServer:
             loop.call_soon_threadsafe(ended.set)
             thread.join()
             loop.close()
+        return [form for form, _ in self._pages.values() if form.waits]
 
     def stop(self) -> None:
         """End :meth:`run`, from another thread, behind the questions that wait."""
@@ -200,7 +209,8 @@ class AnswerServer:
             ahead = sum(f.waits for other, (f, _) in self._pages.items() if other < number)
             then = f" after {ahead} other{'s' * (ahead > 1)}" if ahead else ""
             form = replace(form, note=f"It is being measured{then}. Below is the earlier answer.")
-        return render_answer(answer, form, can_cut=self._cut is not None)
+        can_cut = self._cut is not None
+        return render_answer(answer, form, can_cut=can_cut, can_press=self._says_next)
 
     def _refusal(self, path: str, headers: Any) -> tuple[int, str] | None:
         """Say why a request is refused, with its status; None where it is not."""
@@ -252,7 +262,10 @@ class AnswerServer:
                 if place := self.get_body_argument("press", ""):  # on a token
                     form = Form(form.text, at=place, second=form.second)
                 elif guess := self.get_body_argument("further", "", strip=False):
-                    form = Form(form.text + guess, second=form.second)
+                    # said behind the whole pair, where there are two texts
+                    behind = "second" if form.second else "text"
+                    form = Form(form.text, second=form.second)
+                    form = replace(form, **{behind: getattr(form, behind) + guess})
                 # the page from which the form comes, whose answer may be cut or gone on from
                 before, answer = server._pages[self._number()]
                 if self.get_body_argument("do", "") == "cut" and server._cut is not None:

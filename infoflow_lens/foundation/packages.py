@@ -1,11 +1,19 @@
 """Other packages: their versions, those behind extras, and what they add through entry points."""
 
+import os
 import platform
 import re
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import (
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    entry_points,
+    version,
+)
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,7 +97,8 @@ def find_entry_points(group: str, taken: Iterable[str] = ()) -> dict[str, EntryP
         InfoFlowError: if two packages add the same name, or one that is taken.
     """
     points: dict[str, EntryPoint] = {}
-    for point in entry_points(group=group):
+    # kept for as long as no package was installed, which may be at any time
+    for point in _look_for_entry_points(group, tuple(map(_state_of, sys.path))):
         if point.name in taken or (point.name in points and points[point.name] != point):
             raise InfoFlowError(
                 f"the entry point {point.name!r} of {group} ({point.value}) has a name that is "
@@ -97,6 +106,19 @@ def find_entry_points(group: str, taken: Iterable[str] = ()) -> dict[str, EntryP
             )
         points[point.name] = point
     return points
+
+
+@lru_cache(maxsize=16)
+def _look_for_entry_points(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Read what all installed packages add; folders: where they lie, and when that changed."""
+    return entry_points(group=group)
+
+
+def _state_of(folder: str) -> tuple[str, int]:
+    try:
+        return os.path.abspath(folder), os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, -1
 
 
 def path_of_code(point: EntryPoint) -> Path:

@@ -101,6 +101,16 @@ def check_fields(instance: Any) -> None:
             object.__setattr__(instance, item.name, value)
 
 
+def check_field(kind: type, name: str, value: Any) -> None:
+    """Check a value for a field of a class of settings, of which none is made yet.
+
+    Raises:
+        InfoFlowError: for a value that the field does not allow.
+    """
+    if (hint := _hints(kind).get(name)) is not None:
+        check(value, hint, name)
+
+
 def checked(function: FunctionT) -> FunctionT:
     """Wrap a function so that its annotated settings are checked when it is called.
 

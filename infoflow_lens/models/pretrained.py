@@ -64,6 +64,7 @@ _LEFT_OUT = {
     "final_logit_softcapping": "final_logit_softcapping",
     "attention.sliding_window": "sliding_window",
 }
+_EPSILONS = ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "rms_norm_eps")
 _LAYERS_OF_27B = 46  # of Gemma 2
 _loading = threading.RLock()
 
@@ -161,6 +162,20 @@ def _read_what_is_left_out(path: Path, config: Any) -> list[str]:
     for name, own in _LEFT_OUT.items():
         if name in head and hasattr(config, own):
             setattr(config, own, head[name])
+    for own in _EPSILONS:
+        if hasattr(config, own):
+            epsilon = head.get("attention.layer_norm_epsilon", getattr(config, own))
+            setattr(config, own, head.get("attention.layer_norm_rms_epsilon", epsilon))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" in rope and "rope.freq_base" in head:
+        rope["rope_theta"] = float(head["rope.freq_base"])
+    if "partial_rotary_factor" in rope and "rope.dimension_count" in head:
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        rope["partial_rotary_factor"] = head["rope.dimension_count"] / width
+    # files of the kind llama have no windows, also where transformers takes them for Mistral's
+    if kind == "llama" and hasattr(config, "sliding_window"):
+        config.sliding_window = head.get("attention.sliding_window")
     if kind == "gemma2":  # no head says it: llama.cpp knows the one of 27B by its layers
         is_27b = config.num_hidden_layers == _LAYERS_OF_27B
         width = config.hidden_size // config.num_attention_heads
@@ -424,8 +439,13 @@ def _printable_messages() -> Iterator[None]:
             handler.removeFilter(clean)
 
 
-def _file_of_tokenizer(name: str) -> str | None:
+def _file_of_tokenizer(name: str, gguf_file: str | None = None) -> str | None:
     """Find which file of a folder, or of a name in the hub's cache, holds a tokenizer's words."""
+    if gguf_file is not None:
+        from gguf import GGUFReader
+
+        fields = GGUFReader(Path(name, gguf_file)).fields
+        return gguf_file if any(field.startswith("tokenizer.") for field in fields) else None
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
@@ -450,7 +470,7 @@ def load_tokenizer(name: str | None, **options: Any) -> Any | None:
         found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of many kinds: no file, no network, a missing package
         check_needs_no_code(name, error)
-        if file := _file_of_tokenizer(name):
+        if file := _file_of_tokenizer(name, options.get("gguf_file")):
             warnings.warn(
                 f"the tokenizer of {name!r} cannot be read ({file}: {type(error).__name__}: "
                 f"{first_line(error)}): the model is loaded without one and takes token ids alone; "

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 from annotated_types import Ge, MinLen
 
@@ -24,6 +24,7 @@ from infoflow_lens.foundation.settings import (
     Remedy,
     Repeated,
     Seed,
+    check_field,
     plain,
     settings,
 )
@@ -116,23 +117,56 @@ def apply_settings(
     for name in dict.fromkeys(setting.name for setting in settings if setting.name in probes):
         probe: Any = probes[name]  # a dataclass, as every probe is
         own = {each.field: each.value for each in settings if each.name == name}
-        # fields that are computed cannot be set
-        known = [item.name for item in dataclasses.fields(probe) if item.init]
-        for field in own:
-            if field not in known:
-                raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
-            if field in fixed.get(name, ()):
-                raise InfoFlowError(
-                    f"setting {name}.{field} is one that the comparison and the page of a run "
-                    "build on: expected another; use the option of the whole run if there is one, "
-                    f"or run_probes with a {type(probe).__name__}"
-                )
+        check_settings(settings, {name: (type(probe),)}, fixed)
         try:
             # all fields at once, as one alone may not fit the others of before
             made[name] = dataclasses.replace(probe, **own)
         except InfoFlowError as error:
             raise InfoFlowError(f"{name}: {error}") from error
     return made
+
+
+def check_settings(
+    settings: Sequence[OwnSetting],
+    kinds: "Mapping[str, Sequence[type[Probe[Any]]]]",
+    fixed: Mapping[str, Sequence[str]],
+) -> None:
+    """Refuse what can be known of settings before probes are made.
+
+    Args:
+        settings: some may name other probes than these.
+        kinds: the classes of which each probe may be, by its name.
+        fixed: as for :func:`apply_settings`.
+
+    Raises:
+        InfoFlowError: as from :func:`apply_settings`.
+    """
+    for name, field, value in settings:
+        if name not in kinds:
+            continue
+        # fields that are computed cannot be set; those that no class has are of none
+        having = {
+            kind: [item.name for item in dataclasses.fields(cast(Any, kind)) if item.init]
+            for kind in kinds[name]
+        }
+        able = [kind for kind, known in having.items() if field in known]
+        if not able:
+            known = [each for fields in having.values() for each in fields]
+            raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
+        if field in fixed.get(name, ()):
+            raise InfoFlowError(
+                f"setting {name}.{field} is one that the comparison and the page of a run "
+                "build on: expected another; use the option of the whole run if there is one, "
+                f"or run_probes with a {able[0].__name__}"
+            )
+        refused = []
+        for kind in able:
+            try:
+                check_field(kind, field, value)
+            except InfoFlowError as error:
+                refused.append(error)
+        if len(refused) == len(able):
+            raise InfoFlowError(f"{name}: {refused[0]}") from refused[0]
 
 
 def check_names(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:

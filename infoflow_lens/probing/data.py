@@ -454,9 +454,10 @@ def read_rows(data: str) -> Any:
     if path.is_dir():
         return _folder(path)
     if path.suffix not in _TABLES or not path.is_file():
+        said = f"{data!r} holds no rows" if path.exists() else f"there is no file {data!r}"
         raise InfoFlowError(
-            f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
-            "dataset, or a task (task:MODULE:NAME for one of your own in a module)"
+            f"{said}: expected a file of rows ({', '.join(_TABLES)}), a saved dataset, "
+            "or a task (task:MODULE:NAME for one of your own in a module)"
         )
     parts = (
         datasets.Dataset.from_dict({"text": part}) if isinstance(part, list) else part

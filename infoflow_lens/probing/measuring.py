@@ -12,7 +12,14 @@ from infoflow_lens.foundation.record import code_digest, is_own
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result, inspect_model
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.passes.run import check_extent
-from infoflow_lens.probing.config import ProbingConfig, apply_settings, check_names, part_names
+from infoflow_lens.probing.config import (
+    PARTS,
+    ProbingConfig,
+    apply_settings,
+    check_names,
+    check_settings,
+    part_names,
+)
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
 from infoflow_lens.probing.shard import load_in_worker
 from infoflow_lens.probing.shards import run_in_shards, warn_if_long
@@ -37,6 +44,14 @@ def possible_parts(
         InfoFlowError: for one that is asked for and that the model cannot give, with the reason;
             and where it can give none.
     """
+    asked = _load_parts(config)
+    return _choose(
+        asked, lambda name, part: _why_not(name, part, capabilities), config, say, if_possible
+    )
+
+
+def _load_parts(config: ProbingConfig) -> dict[str, Part]:
+    """Load the parts that are asked for, in the report's order."""
     asked = {
         name: load_part(name)
         for name in part_names()
@@ -44,9 +59,21 @@ def possible_parts(
     }
     if config.probes is None:
         asked = {name: part for name, part in asked.items() if part.by_default}
-    return _choose(
-        asked, lambda name, part: _why_not(name, part, capabilities), config, say, if_possible
-    )
+    return asked
+
+
+def check_own_settings(config: ProbingConfig) -> None:
+    """Refuse settings of single probes so far as that needs no model, before it is loaded.
+
+    Raises:
+        InfoFlowError: for what no part that is asked for has, and for values that cannot be.
+    """
+    parts, given = _load_parts(config), config.single_settings()
+    for part in parts.values():
+        check_settings(given, part.kinds, part.fixed)
+    # parts of other packages need not say which probes they have
+    if all(part.kinds or name in PARTS for name, part in parts.items()):
+        check_names(given, [name for part in parts.values() for name in part.kinds])
 
 
 def parts_with_enough_data(

@@ -93,6 +93,8 @@ class Part:
         by_default: whether it is measured where no probes are named.
         fixed: by the name of a probe, the settings that tables, figures or other parts build on,
             so that a run must not change them.
+        kinds: the classes of which each of its probes may be, by its name, so that settings are
+            refused before a model is loaded.
     """
 
     title: ClassVar[str] = ""
@@ -104,6 +106,7 @@ class Part:
     next_token: ClassVar[bool] = False
     by_default: ClassVar[bool] = True
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {}
+    kinds: ClassVar[Mapping[str, Sequence[type[Probe[Any]]]]] = {}
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why this cannot be measured in a layer; empty if it can."""
@@ -182,6 +185,7 @@ class ProbePart(Part):
         """
         self._probe = probe
         self.name = name_of(probe) if name is None else name
+        self.kinds = {self.name: (type(probe),)}  # type: ignore[misc]
         first, _, rest = (inspect.getdoc(type(probe)) or self.name).partition("\n")
         self.title, self.text = first.rstrip("."), rest.strip()  # type: ignore[misc]
 

@@ -40,6 +40,7 @@ from infoflow_lens.probing.config import ProbingConfig, register_parts
 from infoflow_lens.probing.data import check_data, data_identity, stream_data
 from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.measuring import (
+    check_own_settings,
     code_of_own,
     measure_parts,
     parts_with_enough_data,
@@ -237,6 +238,8 @@ def run_probing(
     """
     if batches is None:
         check_data(config.data, config.column)
+    if config.setting:
+        check_own_settings(config)
     n_threads = check(n_threads, Count | None, "n_threads")
     executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
     executor.check("a probe run")

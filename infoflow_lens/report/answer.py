@@ -55,13 +55,21 @@ class Form:
     cut: tuple[int, ...] = ()
 
 
-def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: bool = False) -> str:
+def render_answer(
+    answer: AnswerNumbers,
+    form: Form | None = None,
+    *,
+    can_cut: bool = False,
+    can_press: bool = False,
+) -> str:
     """Render an answer as one HTML page that asks a network for nothing.
 
     Args:
         answer: to a question.
         form: by which one asks again, where somebody serves the page.
         can_cut: whether lines can be cut there.
+        can_press: whether the model says tokens one behind the other, so that it can be asked there
+            why one stands in the text, and what comes behind its guess.
     """
     lines, measured = answer.bundles(), {"effect": answer.path_effect, "cost": answer.path_cost}
     if bool(answer.path_cost.isnan().all()):  # as of circuits that are not pruned
@@ -88,8 +96,6 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
     rest = [number for number in range(len(lines)) if number not in drawn]
     units = _tabulate(answer, "heads").drop(columns=["layer", "head"], errors="ignore")
     largest = units.head(_LARGEST).drop(columns="estimated change", errors="ignore").dropna()
-    # a guess that is a class cannot stand in the text
-    says_token = bool(answer.guess) and not answer.guess.startswith("class ")
     small = max(abs(answer.value), abs(answer.gap)) < 1  # such as cosines
     environment = templates()
     # answers may be line breaks and blanks, of which a browser shows one
@@ -100,7 +106,7 @@ def render_answer(answer: AnswerNumbers, form: Form | None = None, *, can_cut: b
         answer=answer,
         form=form,
         can_cut=can_cut and form is not None and not form.waits,
-        presses=form is not None and not form.waits and says_token,
+        presses=can_press and form is not None and not form.waits and bool(answer.guess),
         chart=render_chart,
         bundles=tabulate(drawn) if lines else None,
         rest=tabulate(rest) if rest else None,

@@ -164,6 +164,8 @@ def phase_diagram(
     n_tokens: tuple[Number, ...],
     count: Count = "paper",
     trees: Number = 1,
+    *,
+    positional: bool | None = None,
 ) -> list[dict[str, Any]]:
     """Judge max-position retrieval alone, heads of one role, for all heads and T.
 
@@ -172,6 +174,8 @@ def phase_diagram(
         heads: tuples (h_1, .., h_L).
         n_tokens: values of T.
         count, trees: as in :func:`estimate`; :func:`flags_of` has the limits of the verdicts.
+        positional: whether models have a positional encoding; default, where the target reads fixed
+            positions.
 
     Returns:
         Rows ``heads, n_tokens, verdict, needed, capacity``. Schedules are run on 20 inputs. A
@@ -181,12 +185,13 @@ def phase_diagram(
         InfoFlowError: as :func:`estimate`.
     """
     asked = Question.read(task, seed=0)
+    positional = bool(asked.reads) if positional is None else positional
     cases = {tokens: resize(task, tokens) for tokens in n_tokens}
     found: dict[tuple[Heads, int], Verdict] = {}
     witnesses: list[Document] = []
     # the most heads and the fewest tokens first: what is proved of them holds for fewer and longer
     for tokens, some in itertools.product(sorted(n_tokens), sorted(heads, key=sum, reverse=True)):
-        shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
+        shape = ModelShape(some, (1,) * len(some), tokens, positional)
         case = cases[tokens]
         samples = Samples.draw(case, 20, 0) if case is not None else None
         known = [w for w in witnesses if len(w["n_heads"]) == len(some)]

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.theory.comparison import Component, best_tuples
 from infoflow_lens.theory.schedule import Schedule, as_vectors, inputs, learns, reference_tokens
 from infoflow_lens.theory.shapes import ModelShape
@@ -17,6 +18,8 @@ from infoflow_lens.theory.shapes import ModelShape
 _LARGEST_RUN = 128  # longer sequences are run at 64 tokens
 _RUN_AT = 64
 _MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
+_LOOKED_AT = 50  # inputs at once, where fewer are drawn
+_BYTES = 5 * 4  # of each number of an input: it, and what is made of it to compare tokens
 
 
 def resize(task: Any, n_tokens: int) -> Any:
@@ -46,12 +49,24 @@ class Samples:
 
     @classmethod
     def draw(cls, task: Any, n: int, seed: int, at: int | None = None) -> "Samples | None":
-        """Prepare samples at T or `at`, at 64 where that is long; None if they cannot be drawn."""
+        """Prepare samples at T or `at`, at 64 where that is long; None if they cannot be drawn.
+
+        Raises:
+            InfoFlowError: for tokens so large that a few sequences of them fit in no memory.
+        """
         n_tokens = task.n_tokens if at is None else at
         resized = resize(task, n_tokens if n_tokens <= _LARGEST_RUN else _RUN_AT)
         if n < 1 or (resized is None and task.n_tokens > _LARGEST_RUN):
             return None
-        return cls(resized or task, n, seed)
+        found = cls(resized or task, n, seed)
+        d_token = getattr(found.task, "d_token", 1) or 1
+        needed = max(n, _LOOKED_AT) * found.task.n_tokens * d_token * _BYTES
+        if (free := free_memory()) is not None and needed > free:
+            raise InfoFlowError(
+                f"d_token is {d_token}: {n} inputs of the task need about {format_bytes(needed)} "
+                f"of memory, but {format_bytes(free)} is free: expected fewer numbers in a token"
+            )
+        return found
 
     def number(self, schedule: Schedule, components: Sequence[Component]) -> int:
         """Count the samples on which a schedule is run: fewer than there are where that is dear."""
@@ -111,7 +126,7 @@ class Samples:
 
     def largest_active(self) -> int:
         """|I_F|: the most active tokens that an input was seen to have."""
-        return int(self.task.active_index_set(self.sequences(50)).sum(dim=1).max())
+        return int(self.task.active_index_set(self.sequences(_LOOKED_AT)).sum(dim=1).max())
 
     def component_values(self) -> Float[Tensor, "batch component"]:
         """Return what the components of some inputs are worth, each in its own preference."""

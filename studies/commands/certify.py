@@ -112,7 +112,10 @@ def _read(
                 "--column, or give a column for each position"
             )
         sequences = [list(row) for row in zip(*(table[name] for name in positions), strict=True)]
-    missing = [i for i, row in enumerate(sequences) if None in row or labels[i] is None]
+    # an empty field of a csv file would be a class or a token of its own
+    gaps = (None, "") if named.path.suffix == ".csv" else (None,)
+    rows = zip(sequences, labels, strict=True)
+    missing = [i for i, (row, own) in enumerate(rows) if any(v in gaps for v in (*row, own))]
     if missing:
         raise InfoFlowError(f"row {missing[0]} of {data!r} has a missing value: remove such rows")
     lengths = sorted({len(row) for row in sequences})
@@ -156,6 +159,8 @@ def _read_task(name: str, n: int | None, seed: int) -> tuple[list[list[Any]], li
             "ids; estimate asks about vector tasks"
         )
     most = n or 2000
+    if most > MAX_SEQUENCES:
+        raise InfoFlowError(f"--n is {n}: expected at most {MAX_SEQUENCES} sequences of a task")
     if n is None and task.space_size <= MAX_SEQUENCES:
         x, y = task.all_sequences()
         notes = [f"All {len(x)} sequences of the task."]

@@ -24,7 +24,9 @@ FIRST, SECOND, OTHER = "w5 w6", "w7 w8", "w9 w8"
 def folder(tmp_path_factory):
     """A classifier of pairs in which the types of tokens matter."""
     torch.manual_seed(0)
-    model = transformers.BertForSequenceClassification(zoo.build("bert").config).eval()
+    config = zoo.build("bert").config
+    config.id2label, config.label2id = {0: "no", 1: "yes"}, {"no": 0, "yes": 1}
+    model = transformers.BertForSequenceClassification(config).eval()
     with torch.no_grad():
         model.classifier.weight.mul_(60)
         model.bert.embeddings.token_type_embeddings.weight.mul_(50)
@@ -69,7 +71,8 @@ def test_an_answer_is_that_of_the_pair(folder):
     with torch.no_grad():
         row = model(**words("w9 w6", SECOND, return_tensors="pt")).logits[0]
     assert same["other"] == pytest.approx(float(row[one] - row[other]), abs=1e-4)
-    assert "expected --second and --instead, too" in refuse(*line, "--instead-second", OTHER)
+    said = refuse(*line, "--instead-second", OTHER)
+    assert "the other pair is 'w9 w8', and a pair is missing: expected a second text" in said
 
 
 def test_a_picture_is_that_of_the_pair(folder, tmp_path):
@@ -91,28 +94,41 @@ def test_a_reason_is_of_the_pair(folder):
 
 
 def test_a_served_page_asks_of_pairs(folder, monkeypatch):
-    """Of the one that was given, and of those that are typed."""
+    """Of the one that was given, and of those that are typed.
+
+    A label is no token, so that nothing stands there to be pressed; half a pair is refused in words
+    that the page has, beside fields in which it can be completed.
+    """
     pytest.importorskip("tornado", reason="the extra serve is not installed")
     run, pages = AnswerServer.run, []
     typed = {"text": OTHER, "second": SECOND, "instead": FIRST, "instead_second": SECOND}
+    half = {"text": OTHER, "instead": FIRST, "instead_second": SECOND}
 
-    def run_and_ask(server, first, ready, idle):
+    def run_and_ask(server, first, ready, idle, **more):
         def ask_again():
             try:
                 pages.append(urlopen(server.address).read().decode())
-                page = urlopen(Request(server.address, urlencode(typed).encode()))
-                while "It is being measured" in (said := urlopen(page.url).read().decode()):
-                    time.sleep(0.02)
-                pages.append(said)
+                for fields in (typed, half):
+                    page = urlopen(Request(server.address, urlencode(fields).encode()))
+                    while "It is being measured" in (said := urlopen(page.url).read().decode()):
+                        time.sleep(0.02)
+                    pages.append(said)
             finally:
                 server.stop()
 
-        run(server, first, Thread(target=ask_again).start, idle)
+        return run(server, first, Thread(target=ask_again).start, idle, **more)
 
     monkeypatch.setattr(AnswerServer, "run", run_and_ask)
     call("serve", folder, FIRST, "--second", SECOND, "--quick", "--quiet")
     pairs = ((FIRST, SECOND), None), ((OTHER, SECOND), (FIRST, SECOND))
+    refused = pages.pop()
+    assert "the second text of the other pair is" in refused
+    assert "--" not in refused.partition("This cannot be answered")[2].partition("</p>")[0]
+    assert 'name="second" rows="2">\n</textarea>' in refused
+    assert f"\n{SECOND}</textarea>" in refused
     for page, (pair, other) in zip(pages, pairs, strict=True):
+        assert 'name="press"' not in page
+        assert 'name="further"' not in page
         found = ask(folder, pair, instead=other, quick=True, progress=False)
         assert escape(found.summary()) in page
         assert f"\n{SECOND}</textarea>" in page

@@ -282,8 +282,9 @@ def test_answers_are_chosen_without_dropout():
     model = transformers.GPT2LMHeadModel(config)
     model.load_state_dict(zoo.build("gpt2").state_dict())
     given = {"tokenizer": zoo.tokenizer(), "quick": True, "progress": False}
-    expected = ask(model.eval(), TEXT, **given).readout
-    assert {ask(model.train(), TEXT, **given).readout for _ in range(4)} == {expected}
+    text = TEXT[:11]  # three words
+    expected = ask(model.eval(), text, **given).readout
+    assert {ask(model.train(), text, **given).readout for _ in range(4)} == {expected}
     assert model.training
 
 
@@ -584,10 +585,10 @@ def test_units_are_said_on_the_page_and_by_the_command(folder, found, tmp_path):
     assert "were exchanged at once" in page
     assert "were exchanged at once" not in found.to_html(tmp_path / "single.html").read_text()
     by_function = ask(
-        folder, TEXT, "w9", "w23", OTHER, progress=False,
+        folder, TEXT, "w9", "w23", OTHER, quick=True, progress=False,
         units=lambda words: [(words.index("w34"), words.index("w47"))],
     )  # fmt: skip
-    assert by_function.token_mean.equal(spans.token_mean)
+    assert by_function.spans.equal(spans.spans)
     alone = ask(folder, TEXT, "w9", "w23", OTHER, units="words", progress=False)
     assert alone.token_mean.equal(found.token_mean)  # whose words are tokens
     line = ["ask", str(folder), TEXT, "--quick", "--quiet", "--units"]

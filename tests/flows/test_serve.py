@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import closing, contextmanager
+from functools import cache
 from html.parser import HTMLParser
 from urllib.parse import urlencode, urlsplit
 
@@ -20,6 +21,7 @@ from infoflow_lens.cli import app
 from infoflow_lens.flows import serve
 from infoflow_lens.flows.ask import cut_lines
 from infoflow_lens.flows.serve import HOST, AnswerServer, place_of
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.report.answer import Form
 from tests.processes import started
 from tests.reference import zoo
@@ -41,6 +43,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measure(model):
+    """Answers, each measured once."""
+
+    @cache
     def measure(form):
         return ask(
             model, form.text, form.answer or None, form.against or None, form.instead or None,
@@ -320,6 +325,15 @@ def test_a_press_on_a_token_asks_why_it_stands_there(server, measure):
     assert "expected a whole number, or nothing" in press("press", "x")
 
 
+def test_what_follows_a_pair_stands_behind_its_second_text(measure):
+    with serving(measure) as server:
+        body = urlencode({"text": "w5 w6", "second": "w7", "further": " w9"})
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        assert request(server, "POST", None, None, kind, body)[0] == 303
+        form, _ = server._pages[1]
+        assert (form.text, form.second) == ("w5 w6", "w7 w9")
+
+
 def test_lines_are_cut_at_once_on_a_page_of_their_own(model, measure):
     """As the function measures it; other lines are refused, and nothing waits for ever."""
     found = measure(BLANK)
@@ -419,13 +433,14 @@ def test_ctrl_c_ends_it_in_the_middle_of_a_question(tmp_path):
         program.wait_until(lambda: "Ctrl-C" in program.stdout)
         place = urlsplit(re.search(r"open (\S+)", program.stdout)[1])
         connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
-        body = urlencode({"text": " ".join(f"w{i}" for i in range(4, 34))})
+        text = " ".join(f"w{i}" for i in range(4, 34))
+        body = urlencode({"text": text})
         kind = {"Content-Type": "application/x-www-form-urlencoded"}
         connection.request("POST", place.path, body, kind)
         assert connection.getresponse().status == 303
         program.send_signal(signal.SIGINT)
         assert program.wait(120) == 0
-        assert program.stderr == ""
+        assert program.stderr == f"stopped: 1 not answered: {brief(text)}\n"
         connection.close()
         with pytest.raises(ConnectionError):
             socket.create_connection((place.hostname, place.port))

@@ -42,6 +42,7 @@ def test_tasks_load_no_library_of_data_before_a_dataset_is_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_training_on_tensors_loads_no_library_of_data():
     code = (
         "import sys, typing, torch; from infoflow_lens.training import TrainingConfig, train; "

@@ -52,13 +52,13 @@ def test_threads_of_one_process_give_the_numbers_of_one(architecture, inputs):
         config = TrainingConfig(epochs=3, batch_size=8, seed=seed)
         return train(model, data, data, config, progress=False).history
 
-    seeds = [0, 1, 2, 0, 1, 2]
+    seeds = [0, 1, 0, 1]
     alone = [trained(seed) for seed in seeds]
     state = torch.get_rng_state()
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(trained, seeds)) == alone
     assert torch.get_rng_state().equal(state)
-    assert alone[:3] == alone[3:]
+    assert alone[:2] == alone[2:]
     assert alone[0] != alone[1]
 
 

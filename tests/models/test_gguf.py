@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, probe, run_probes
+from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.models import pretrained
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.named import NamedModel
-from tests.reference import zoo
+from tests.reference import families, zoo
 
 WORDS = ["<s>", "a", "b", "c", "ab", *(chr(0x100 + i) for i in range(zoo.N_VOCAB - 5))]
 
@@ -58,7 +59,8 @@ def write(path, model, *, n_layers=None, tokenizer=True, rounded=False, head=Non
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(WORDS)
         writer.add_token_types([3, *[1] * (len(WORDS) - 1)])
-        writer.add_token_merges(["a b"])
+        if tokenizer != "without merges":
+            writer.add_token_merges(["a b"])
         writer.add_bos_token_id(0)
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     parts = {
@@ -111,6 +113,72 @@ def test_a_file_is_the_model_that_was_written(file):
     (positions,) = run_probes(found.model, ids, [PositionsProbe()], progress=False)
     for ours, pattern in zip(positions.argmax, expected.attentions, strict=True):
         assert ours.equal(pattern.argmax(-1).to(ours.dtype))
+
+
+def write_plain(path, model, head):
+    """A file of a family whose weights llama.cpp leaves as they are, but for the names."""
+    config, kind = model.config, model.config.model_type
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_name("mistral" if kind == "llama" else "tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    for name, value in head.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{kind}.{name}", value)
+    for name, weight in model.state_dict().items():
+        base, _, end = name.rpartition(".")
+        if kind == "nemotron" and "norm" in name and end == "weight":
+            weight = weight + 1
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            writer.add_tensor(f"{names.get_name(base)}.{end}", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "settings"),
+    [
+        ("starcoder2", {"rope.freq_base": 1e6}, {"rope_theta": 1e6}),  # as all files of it have it
+        ("stablelm", {"rope.dimension_count": 8}, {"partial_rotary_factor": 1.0}),
+        ("stablelm", {"rope.freq_base": 1e2, "rope.dimension_count": 4},
+         {"rope_theta": 1e2, "partial_rotary_factor": 0.5}),
+        ("nemotron", {"attention.layer_norm_epsilon": 1e-2}, {"norm_eps": 1e-2}),
+        ("phi3", {"rope.dimension_count": 6}, {"partial_rotary_factor": 0.75}),  # as Phi-4-mini
+    ],
+)  # fmt: skip
+def test_positions_and_norms_are_those_of_the_file(kind, head, settings, tmp_path):
+    """Transformers takes them from its own defaults, in silence."""
+    own = {name: value for name, value in settings.items() if name == "norm_eps"}
+    rope = {name: value for name, value in settings.items() if name != "norm_eps"}
+    usual = {
+        "nemotron": {"partial_rotary_factor": 0.5},
+        "stablelm": {"partial_rotary_factor": 0.25},
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, **usual.get(kind, {}), **rope}
+    large = {"starcoder2": 49152, "phi3": 32064}  # which transformers takes for granted
+    alone = families.build(
+        kind, rope_parameters=rope, vocab_size=large.get(kind, 101), sliding_window=None, **own
+    )
+    found, ids = load_any(write_plain(tmp_path / "tiny.gguf", alone, head)).model, zoo.tokens(3, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids), alone(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_of_llama_that_is_named_mistral_has_no_window(tmp_path):
+    """Transformers gave it that of its config of Mistral, 4096."""
+    path = write_plain(tmp_path / "tiny.gguf", zoo.build("llama"), {"rope.dimension_count": 4})
+    config = pretrained.config_of_gguf(path)
+    assert (config.model_type, config.sliding_window) == ("mistral", None)
 
 
 @pytest.mark.parametrize("is_27b", [False, True])
@@ -173,6 +241,13 @@ def test_its_shape_is_read_without_its_weights(file):
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
     file = write(tmp_path / "tiny.gguf", zoo.build("llama"), tokenizer=False)
     assert load_any(file).tokenizer is None
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    """The model had none, without a word why."""
+    file = write(tmp_path / "tiny.gguf", zoo.build("llama"), tokenizer="without merges")
+    with pytest.warns(InfoFlowWarning, match=r"cannot be read \(tiny.gguf: .*token ids alone"):
+        assert load_any(file).tokenizer is None
 
 
 def test_what_cannot_be_read_is_named(file, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def pool(folder, said):
 def test_two_sentences_are_near_by_the_models_own_pooling(said, pooling, folder):
     if said is not None:
         pool(folder, said)
-    clean, other = zoo.tokens(2, 6)
+    clean, other = zoo.tokens(2, 3)
     to = torch.arange(16.0) - 5
     found = ask(
         folder, clean, instead=other, readout=EmbeddingCosine(to), quick=True, progress=False

@@ -15,8 +15,10 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import Probe
-from infoflow_lens.probing.config import OwnSetting, apply_settings
-from infoflow_lens.probing.part import name_of
+from infoflow_lens.hooks.model.capabilities import inspect_model
+from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.probing.config import OwnSetting, ProbingConfig, apply_settings
+from infoflow_lens.probing.part import RunContext, load_part, name_of
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo
 
@@ -77,7 +79,13 @@ def test_every_field_of_every_probe_can_be_set(make, token_inputs):
         ("recovery.ridge=1 recovery.ridge=gcv", "recovery.ridge is given twice"),
     ],
 )
-def test_what_cannot_be_set_is_refused_before_anything_is_measured(folder, ids, text, message):
+def test_what_cannot_be_set_is_refused_before_anything_is_measured(
+    folder, ids, text, message, tmp_path
+):
+    if "vocabulary" not in text:  # which only the model says
+        (data := tmp_path / "texts.txt").write_text("w5 w6\n" * 20)
+        with pytest.raises(InfoFlowError, match=message):
+            probe("no/model", data, probes=("recovery", "positions"), setting=text.split(" "))
     with pytest.raises(InfoFlowError, match=message):
         probe(
             folder, ids, probes=("recovery", "positions"), setting=text.split(" "), progress=False
@@ -93,6 +101,19 @@ def test_settings_hold_in_any_order_and_for_probes_of_ones_own(folder, ids, tmp_
     name = name_of(own)
     found = probe(folder, ids, probes=(own,), setting=(f"{name}.ranks=[1]",), progress=False)
     assert found.found[name].ranks == (1,)
+
+
+@pytest.mark.parametrize("name", ["influence", "positions", "recovery"])
+@pytest.mark.parametrize("influence", ["exact", "resample"])
+def test_each_part_says_of_which_classes_its_probes_are(name, influence, folder):
+    """So that their settings are refused before a model is loaded."""
+    model, config = load_any(folder).model, ProbingConfig(model="", data="", influence=influence)
+    batches = Batches(model, zoo.tokens(4, 9))
+    context = RunContext(config, model, inspect_model(model, zoo.tokens(1, 9)), "", batches, False)
+    part = load_part(name)
+    found = part.probes(context)
+    assert found.keys() == part.kinds.keys()
+    assert all(isinstance(probe, part.kinds[name]) for name, probe in found.items())
 
 
 @pytest.mark.parametrize("kind", ["exact", "estimate", "resample"])

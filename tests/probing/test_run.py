@@ -60,7 +60,7 @@ def texts(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(folder, texts):
     return ProbingConfig(str(folder), str(texts), ranks=(1, 2), batch_size=4, n_detail=4)
 
@@ -69,8 +69,14 @@ def run(out, config, **arguments):
     return run_probing(out, config, progress=False, **arguments)
 
 
-def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
-    found = run(tmp_path / "out", config)
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    """A run of these settings, in whose folder no test changes anything."""
+    return run(tmp_path_factory.mktemp("whole"), config)
+
+
+def test_a_run_gives_what_the_probes_give(whole, folder):
+    found = whole
     model = load_any(str(folder)).model
     ids = [model.to_tokens(text)[0] for text in TEXTS]
     positions, recovery = run_probes(
@@ -98,36 +104,33 @@ def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
         assert heads[name].equals(column), name
 
 
-def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
-    found = run(tmp_path, config)
+def test_a_run_writes_tables_tensors_record_and_report(whole):
+    found, out = whole, whole.out
     for name in ("positions", "recovery", "influence", "labels"):
-        assert (tmp_path / f"{name}.safetensors").is_file()
-        assert len(pd.read_csv(tmp_path / f"{name}.csv")) > 0
-    table = pd.read_csv(tmp_path / "agreement.csv")
+        assert (out / f"{name}.safetensors").is_file()
+        assert len(pd.read_csv(out / f"{name}.csv")) > 0
+    table = pd.read_csv(out / "agreement.csv")
     last = table[(table["states"] == "cls") & (table["rule"] == "max_position")]
     assert float(last["influence_inside"].iloc[0]) == pytest.approx(
         found.agreement["max_position"].cls.influence_inside
     )
-    record = json.loads((tmp_path / "record.json").read_text())
+    record = json.loads((out / "record.json").read_text())
     assert record["config"]["ranks"] == [1, 2]
     assert record["model_fingerprint"] == found.record.model_fingerprint
-    saved = datasets.Dataset.from_file(str(tmp_path / "inputs" / "sequences.arrow"))
+    saved = datasets.Dataset.from_file(str(out / "inputs" / "sequences.arrow"))
     assert [len(row) for row in saved["input_ids"]] == [5 + i % 5 for i in range(20)]  # with BOS
-    page = (tmp_path / "report.html").read_text()
+    page = (out / "report.html").read_text()
     assert "default-src 'none'" in page  # it fetches nothing
     assert "max_position" in page
     assert "w11" in page
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    named = {
-        json.loads(line)["name"] for line in (tmp_path / MANIFEST).read_text().splitlines()[1:]
-    }
-    files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
+    named = {json.loads(line)["name"] for line in (out / MANIFEST).read_text().splitlines()[1:]}
+    files = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
     assert named == files - {MANIFEST}
 
 
-def test_the_picture_opens_on_what_comes_from_afar_and_has_all_weights(tmp_path, config, folder):
-    found = run(tmp_path, config)
-    view = build_flow_view(found)
+def test_the_picture_opens_on_what_comes_from_afar_and_has_all_weights(whole, folder):
+    view = build_flow_view(whole)
     last = [view.inputs[i].influence[-1, -1] for i in range(3)]
     shares = [row[:-2].max() / row[:-1].sum() for row in last]  # but of the own and the next token
     assert view.first == max(range(3), key=lambda i: shares[i])
@@ -141,11 +144,10 @@ def test_the_picture_opens_on_what_comes_from_afar_and_has_all_weights(tmp_path,
         torch.testing.assert_close(shown[keys >= 0], weights[keys >= 0], rtol=1e-3, atol=1e-5)
 
 
-def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, config):
+def test_the_headline_ranks_tokens_also_where_sets_hold_everything(whole):
     """By the best path of every token, as in the picture; of as many as hold 90%."""
-    found = run(tmp_path, config)
     shares = []
-    for view in build_flow_view(found).inputs[:4]:
+    for view in build_flow_view(whole).inputs[:4]:
         keys = [each[None, ..., 0] for each in view.ranked]
         weights = [each[None, ..., 0] for each in view.weights]
         strength = propagate(keys, strength=weights).strengths[-1, 0, -1, :-1].tolist()
@@ -153,7 +155,7 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
         n = next(n for n in range(99) if sum(sorted(amount)[::-1][:n]) >= 0.9 * sum(amount))
         strongest = sorted(range(len(amount)), key=lambda s: -strength[s])[:n]
         shares.append((sum(amount[s] for s in strongest) / sum(amount), n / len(amount)))
-    said = build_report(found).headline.split("Ranked by")[1]
+    said = build_report(whole).headline.split("Ranked by")[1]
     expected = [100 * sum(column) / 4 for column in zip(*shares, strict=True)]
     percents = [int(each) for each in re.findall(r"(\d+)%", said)]
     assert percents == pytest.approx([90, *expected], abs=0.51)
@@ -209,7 +211,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
 
     changes = {"probes": ("positions", "recovery")}
     if part == "labels":
-        changes = {"probes": (part,), "batch_size": 1}
+        changes = {"probes": (part,), "batch_size": 1, "n": 10}
     only = ProbingConfig(**{**vars(config), **changes})
     out = tmp_path / "out"
     with monkeypatch.context() as patch:

@@ -148,7 +148,7 @@ def test_the_hint_for_too_little_text_is_right(config, tmp_path):
     data.write_text(" ".join(f"w{i}" for i in range(5, 27)))
 
     def survey(n, window):
-        changes = {"data": str(data), "window": window, "n": n}
+        changes = {"data": str(data), "window": window, "n": n, "batch_size": 12}
         return run_survey(tmp_path, SurveyConfig(**{**vars(config), **changes}), progress=False)
 
     with pytest.raises(
@@ -161,7 +161,9 @@ def test_the_hint_for_too_little_text_is_right(config, tmp_path):
 def test_bfloat16_is_measured(config, tmp_path):
     before = torch.random.get_rng_state()
     found = run_survey(
-        tmp_path, SurveyConfig(**{**vars(config), "dtype": "bfloat16"}), progress=False
+        tmp_path,
+        SurveyConfig(**{**vars(config), "dtype": "bfloat16", "batch_size": 12}),
+        progress=False,
     )
     assert torch.random.get_rng_state().equal(before)
     assert found.capabilities.dtype == "bfloat16"

@@ -8,6 +8,8 @@ drawn, so that attention is far from uniform.
 import torch
 import transformers
 
+from tests.reference.copies import copied
+
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
@@ -110,6 +112,7 @@ CAUSAL, ENCODERS = _CAUSAL.split(), _ENCODERS.split()
 KINDS = CAUSAL + ENCODERS
 
 
+@copied
 def build(kind, attn_implementation="eager", auto=None, **settings):
     """A model of a type, in evaluation mode.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tests.conftest import some_of
+from tests.reference.copies import copied
 
 N_LAYERS, N_HEADS, D_HEAD, D_MODEL, D_MLP, N_VOCAB, N_CTX = 2, 4, 4, 16, 64, 50, 32
 N_KEY_VALUE_HEADS, WINDOW = 2, 4
@@ -248,6 +249,7 @@ def pair_tokenizer():
     return made
 
 
+@copied
 def build(name: str, seed: int = 0, attention: str | None = "eager", **changes: object):
     """A model of transformers, float32, in evaluation mode.
 
@@ -312,6 +314,7 @@ def save_with_text(name: str, folder: Path, n_words: int) -> tuple[str, str]:
     return str(save(name, folder / name)), str(folder / "text.txt")
 
 
+@copied
 def bridge(source: str | Path, dtype: torch.dtype = torch.float32, **changes: object):
     """A TransformerBridge in evaluation mode, as users of TransformerLens make one.
 

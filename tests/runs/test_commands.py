@@ -25,6 +25,7 @@ from infoflow_lens.studies import demo
 from infoflow_lens.studies.language_model import training
 from infoflow_lens.studies.language_model.config import preset
 from infoflow_lens.studies.language_model.snapshots import reset_weights
+from infoflow_lens.studies.papers.specific_position import SpecificPosition
 from tests.conftest import some_of, spread
 from tests.foundation.test_documents import occupy
 from tests.processes import started
@@ -114,6 +115,8 @@ def small(monkeypatch):
     """Sizes at which training takes a moment."""
     sizes = {"n_tokens": 4, "d_model": 8, "d_mlp": 8, "half_epochs": 1, "epochs": 1, "n_train": 40,
              "n_shown": 2, "n_validation": 10, "n_recovery": 20, "n_influence": 4}  # fmt: skip
+    brief = {"n_tokens": 4, "epochs": 2, "n_train": 100}
+    monkeypatch.setitem(SpecificPosition._SIZES, "smoke", brief)
     monkeypatch.setattr(training, "read_corpus", lambda: CORPUS)
     usual = demo.DemoConfig
     monkeypatch.setattr(demo, "DemoConfig", lambda seed=0: usual(seed=seed, **sizes))

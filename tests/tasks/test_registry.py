@@ -92,3 +92,9 @@ def test_packages_add_tasks_by_entry_points(tmp_path, monkeypatch):
         load_task("mine", n_token=5)
     with pytest.raises(InfoFlowError, match=r"'broken' of infoflow_lens\.tasks cannot be imported"):
         load_task("broken")
+    later = tmp_path / "later-1.0.dist-info"  # installed while the process runs
+    later.mkdir()
+    (later / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    entry = "late = infoflow_lens.tasks.d_retrieval:DRetrieval\n"
+    (later / "entry_points.txt").write_text("[infoflow_lens.tasks]\n" + entry)
+    assert "late" in list_tasks()

@@ -48,7 +48,7 @@ def test_the_pigeonhole_pairs_of_theorem_1(n_heads, d_head, free, points, seed):
 
 
 def test_finer_precision_forces_wider_layers():
-    widths = [closest_pair_collision(heads(1, 1, 0), 7, eps).forced_width for eps in (2e-3, 5e-4)]
+    widths = [closest_pair_collision(heads(1, 1, 0), 7, eps).forced_width for eps in (2e-3, 1e-3)]
     assert widths[1] > widths[0]
 
 

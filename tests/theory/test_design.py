@@ -215,6 +215,8 @@ def test_the_command_prints_the_front_and_what_is_below():
     assert "nothing has fewer heads or layers than one layer of one head" in " ".join(
         least.output.split()
     )
+    alone = CliRunner().invoke(app, [*arguments, "--seeds", "3", "--epochs", "2"])
+    assert "without --verify: expected no --seeds and no --epochs" in alone.stderr
     absurd = CliRunner().invoke(app, ["design", "d_retrieval", "--components", "99999999"])
     assert absurd.exit_code == 2
     assert "expected 1 to 256" in absurd.output

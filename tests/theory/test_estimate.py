@@ -471,3 +471,12 @@ def test_no_sentence_says_what_another_one_has_said():
     assert sum("retrieve" in reason for reason in found.reasons) == 1
     assert "largest" not in " ".join(found.reasons)  # the smallest but one
     assert "? where no rank is known" in " ".join(found.reasons)
+
+
+def test_tokens_that_fit_in_no_memory_are_refused(monkeypatch):
+    """They ended the process: the system takes memory that is promised and not there."""
+    monkeypatch.setattr("infoflow_lens.theory.samples.free_memory", lambda: 10**7)
+    estimate(architecture((2,), 8), load_task("d_retrieval", n_tokens=8), verify=20)
+    large = load_task("d_retrieval", n_tokens=8, d_token=10**4)
+    with pytest.raises(InfoFlowError, match=r"d_token is 10000: .* expected fewer numbers"):
+        estimate(architecture((2,), 8, d_token=10**4), large, verify=20)

@@ -35,6 +35,7 @@ from infoflow_lens.report.charts import Chart, Lines, Table, by_head
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.theory.information_sets import propagate
 
+Kinds = Mapping[str, Sequence[type[Probe[Any]]]]
 _DIRECTIONS = 16  # of an estimate
 _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
 
@@ -48,6 +49,11 @@ class InfluencePart(Part):
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {
         "influence": ("state", "source_layer", "layers"),
         "influence_positions": ("ranks", "without"),
+    }
+    kinds: ClassVar[Kinds] = {
+        "influence_attended": (AttendedProbe,),
+        "influence_positions": (PositionsProbe,),
+        "influence": (JacobianInfluence, ResampleInfluence),
     }
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
@@ -91,6 +97,7 @@ class PositionsPart(Part):
     )
 
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {"positions": ("ranks",)}
+    kinds: ClassVar[Kinds] = {"positions": (PositionsProbe,)}
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Say why a layer cannot be measured; one without attention has no heads to measure."""
@@ -127,6 +134,7 @@ class RecoveryPart(Part):
         "The fraction of variance unexplained by a linear map from the state to the token that a "
         "head attends to at each rank, on held-out sequences: 0 is perfect, 1 is knowing nothing."
     )
+    kinds: ClassVar[Kinds] = {"recovery": (RecoveryProbe,)}
 
     def lacking_of_data(self, context: RunContext) -> str:
         """Say why the sequences are too few: maps are fitted on some and judged on others."""

@@ -79,8 +79,8 @@ KINDS = [
 @pytest.mark.parametrize("changes", for_each((kind,) for kind in KINDS))
 def test_equals_autograd_over_embeddings(token_inputs, changes):
     model = make_token_model(**changes)
-    (result,) = run_probes(model, token_inputs[:3], [JacobianInfluence()], progress=False)
-    for sample in range(3):
+    (result,) = run_probes(model, token_inputs[:2], [JacobianInfluence()], progress=False)
+    for sample in range(2):
         ids = token_inputs[sample : sample + 1]
         start = caught(model, ["blocks.0.hook_resid_pre"], ids)[0].detach()
 
@@ -369,13 +369,13 @@ def check_each_is_as_alone(model, sequences, make, tolerance=1e-5):
     ],
 )
 def test_padded_sequences_are_as_alone(token_model, token_inputs, arguments):
-    sequences = ragged(token_inputs[:5], (9, 4, 6, 5, 3))
+    sequences = ragged(token_inputs[:3], (9, 4, 6))
     together = check_each_is_as_alone(
         token_model, sequences, lambda: JacobianInfluence(**arguments)
     )
     frame = together.to_frame()
     rows = len(arguments.get("positions", ())) or None
-    expected = sum((rows or length) * length for length in (9, 4, 6, 5, 3))
+    expected = sum((rows or length) * length for length in (9, 4, 6))
     assert len(frame) == expected * len(together.layers)
     assert (frame["influence"] >= 0).all()
     assert set(frame["layer"]) == set(together.layers)

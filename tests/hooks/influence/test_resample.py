@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, JacobianInfluence, run_probes
+from infoflow_lens import InfoFlowError, JacobianInfluence, attach, run_probes
 from infoflow_lens.agreement import auroc
 from infoflow_lens.hooks import InfluenceResult, ResampleInfluence
 from infoflow_lens.hooks.model.points import starts_at_layers
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
-from tests.reference import zoo
+from tests.reference import families, zoo
 from tests.versions import for_each
 
 
@@ -39,9 +39,9 @@ AGGREGATED = {
 def test_it_is_the_change_of_the_state(model, inputs, token_model, token_inputs, kind):
     subject, data = (model, inputs) if kind == "vectors" else (token_model, token_inputs)
     probes = [ResampleInfluence(data[:4], aggregate, chunk_size=17) for aggregate in AGGREGATED]
-    results = run_probes(subject, data[4:12], probes, batch_size=3, progress=False)
+    results = run_probes(subject, data[4:8], probes, batch_size=3, progress=False)
     for layer in range(2):
-        moved = by_hand(subject, data[4:12], data[:4], f"blocks.{layer}.hook_resid_mid")
+        moved = by_hand(subject, data[4:8], data[:4], f"blocks.{layer}.hook_resid_mid")
         for result, join in zip(results, AGGREGATED.values(), strict=True):
             torch.testing.assert_close(result.influence[layer], join(moved), rtol=1e-4, atol=1e-5)
 
@@ -256,6 +256,22 @@ def test_padded_sequences_are_as_alone(token_inputs, changes):
             together.influence[:, index, :, :n], alone.influence[:, 0], rtol=1e-5, atol=1e-5
         )
         assert together.influence[:, index, :, n:].eq(0).all()
+
+
+def test_donors_stand_where_the_tokens_stand():
+    """GPT-2 counts padding on the left in its positions, and donors that run alone have none."""
+    model, ids = families.build("gpt2"), families.tokens(9)
+    mask = families.masks(ids)["left"]["attention_mask"]
+    places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    donors = families.tokens(9).flip(0)
+    refused = pytest.raises(InfoFlowError, match="donors would stand at other positions")
+    with refused, attach(model, ResampleInfluence(donors)):
+        model(ids, attention_mask=mask)
+    with attach(model, ResampleInfluence(donors)) as probes:
+        model(ids, attention_mask=mask, position_ids=places)
+    (alone,) = run_probes(model, ids[1:, 3:], [ResampleInfluence(donors)], progress=False)
+    found = probes.results()[0].influence
+    torch.testing.assert_close(found[:, 1:, :6, :6], alone.influence, rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_agrees_with_single(token_model, token_inputs):

@@ -341,6 +341,7 @@ def test_what_is_repaired_above_begins_there_with_the_same_bits(monkeypatch, tmp
     assert whole.forwards - found.forwards > above * (zoo.N_LAYERS - 1) / zoo.N_LAYERS
 
 
+@pytest.mark.parametrize("kept", some_of(["gpt2", "vectors"], "gpt2"), indirect=True)
 def test_batches_of_another_size_may_go_on(kept):
     kind, whole, states = kept
     for state in states[:: len(states) // 4]:
@@ -348,6 +349,7 @@ def test_batches_of_another_size_may_go_on(kept):
         torch.testing.assert_close(again.damage, whole.damage, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("kept", some_of(["gpt2", "vectors"], "gpt2"), indirect=True)
 def test_labels_of_another_run_are_refused_by_name(kept):
     kind, _, states = kept
     rows = [row[: 9 - i % 3] for i, row in enumerate(zoo.tokens(11, 9))]

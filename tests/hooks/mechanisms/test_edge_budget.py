@@ -166,10 +166,10 @@ def test_the_best_edges_of_all_paths_kept_by_plain_hooks(model, tokens, cache, k
     """Scores by enumerating paths, patterns edited by hand: the same losses."""
     budgets = (1, 4, 9, 20)
     found = measured(
-        model, tokens[:3], tokens[6:], methods=(kind,), budgets=budgets, read=read
+        model, tokens[:2], tokens[6:], methods=(kind,), budgets=budgets, read=read
     )  # fmt: skip
     states = range(N - 1) if read is None else read
-    for sequence in range(3):
+    for sequence in range(2):
         scores = by_paths(kind, cache, sequence, states)
         best = sorted(scores, key=scores.get, reverse=True)
         assert int(found.n_edges[sequence]) == len(best)
@@ -282,12 +282,12 @@ def test_places_are_a_nested_order_of_open_edges_and_equal_ones_fall_at_random()
 
 def test_padding_and_batches_change_nothing(model, tokens):
     """Each sequence keeps what it keeps alone."""
-    rows = [tokens[0], tokens[1, :3], tokens[3, :4]]
+    rows = [tokens[0], tokens[1, :3]]
     options = {"budgets": (0.4,), "draws": 1}
     together = measured(model, rows, tokens[6:], **options)
-    by_two = measured(model, rows, tokens[6:], batch_size=2, **options)
-    torch.testing.assert_close(by_two.losses, together.losses, rtol=1e-5, atol=1e-5)
-    assert together.n_tokens.tolist() == [4, 2, 3]
+    by_one = measured(model, rows, tokens[6:], batch_size=1, **options)
+    torch.testing.assert_close(by_one.losses, together.losses, rtol=1e-5, atol=1e-5)
+    assert together.n_tokens.tolist() == [4, 2]
     # the others depend on the place of a sequence; strengths by norm are at most 1, so some tie
     drawn = ("another window", "chance", "product x norm", "weight x norm")
     fixed = tuple(m for m in EDGE_METHODS if m not in drawn)

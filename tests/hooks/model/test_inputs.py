@@ -42,6 +42,12 @@ def padded(sequences, side, fill=0):
     return ids, mask
 
 
+@pytest.fixture(scope="module")
+def shared_model():
+    """A model that is asked what it reads, and changed by nothing."""
+    return make_token_model()
+
+
 def rows_of(model, given, batch_size=4, skip=0, **arguments):
     """The sequences that batches of inputs hold, without padding, as lists."""
     read = read_inputs(model, given, **arguments)
@@ -170,12 +176,12 @@ UNCOUNTED = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_kinds_of_inputs_are_the_same_sequences(token_model, kind):
+def test_all_kinds_of_inputs_are_the_same_sequences(shared_model, kind):
     make, sequences = KINDS[kind], make_sequences()
-    assert rows_of(token_model, make(sequences)) == as_lists(sequences)
-    cut = rows_of(token_model, make(sequences), skip=3, max_length=4)
+    assert rows_of(shared_model, make(sequences)) == as_lists(sequences)
+    cut = rows_of(shared_model, make(sequences), skip=3, max_length=4)
     assert cut == [row[:4] for row in as_lists(sequences)[3:]]
-    known = read_inputs(token_model, make(sequences)).n_sequences
+    known = read_inputs(shared_model, make(sequences)).n_sequences
     assert known == 6 or (known is None and kind in UNCOUNTED)
 
 
@@ -262,9 +268,9 @@ def transposed():
         ([np.ma.masked_array([1, 2], [0, 1])], {}, "an array with masked entries"),
     ],
 )
-def test_bad_inputs_are_named(token_model, given, arguments, message):
+def test_bad_inputs_are_named(shared_model, given, arguments, message):
     with pytest.raises(InfoFlowError, match=message):
-        rows_of(token_model, given, **arguments)
+        rows_of(shared_model, given, **arguments)
 
 
 IDS = zoo.tokens(4, 9)

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infoflow_lens.hooks.passes.ranking import largest_keys, rank_keys, ranking_kernel
+from tests.conftest import some_of, spread
 from tests.reference import ranking
 
 
@@ -138,9 +140,13 @@ def test_the_kernel_of_a_gpu_gives_what_torch_gives(tmp_path):
 
 
 # Triton's own, on Python 3.13
+PRECISIONS, MASKED = ("fp32", "bf16", "fp16"), (False, True)
+
+
 @pytest.mark.filterwarnings("ignore:AnnAssign.__init__ missing:DeprecationWarning")
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("scores", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("scores", "masked"), some_of(list(product(PRECISIONS, MASKED)), *spread(PRECISIONS, MASKED))
+)
 def test_the_kernel_compiles_for_a_gpu(scores, masked, tmp_path, monkeypatch):
     """The interpreter runs what the compiler refuses; the compiler needs no GPU."""
     triton = pytest.importorskip("triton")

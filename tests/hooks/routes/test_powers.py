@@ -1,6 +1,7 @@
 """Contributions to a power against plain models of transformers, and what their result says."""
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.model.parts import Norm
 from infoflow_lens.hooks.routes.powers import PEAKED, find_readers
 from infoflow_lens.models.architecture import Architecture
+from tests.conftest import some_of, spread
 from tests.reference import contributions, real_models, zoo
 
 SETTINGS = {"replacing a token": (2, 1), "small changes": (1.1, 4)}
@@ -81,8 +83,12 @@ def test_the_norm_that_reads_a_sum_is_found_by_running(name, reader):
     assert reader in find_readers(open_model(zoo.build(name)))[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "olmo2"])
+NORMS, HALF = ("gpt2", "llama", "gemma2", "olmo2"), (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), some_of(list(product(NORMS, HALF)), *spread(NORMS, HALF))
+)
 def test_half_precision_finds_the_same_norms(name, dtype):
     """What a norm computes is read in float32, whatever the model computes in."""
     model = zoo.build(name)

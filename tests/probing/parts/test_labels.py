@@ -18,7 +18,7 @@ from tests.reference import zoo
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     paths = zoo.save_with_text("gpt2", tmp_path_factory.mktemp("labels"), 140)
-    return ProbingConfig(*paths, probes=("labels",), window=10, n=12, n_detail=10, batch_size=3)
+    return ProbingConfig(*paths, probes=("labels",), window=10, n=9, n_detail=8, batch_size=3)
 
 
 def files_in(folder):
@@ -75,7 +75,7 @@ Checkpoint.take = take
 states = []
 model, data, out, part, n_states = sys.argv[1:]
 probes = ("top_k", "labels")
-config = ProbingConfig(model, data, probes=probes, window=10, n=12, n_detail=6, batch_size=3)
+config = ProbingConfig(model, data, probes=probes, window=10, n=9, n_detail=6, batch_size=3)
 run_probing(out, config, progress=False, n_threads=1)
 """
 

@@ -121,6 +121,9 @@ def test_a_task_is_certified_by_name(tmp_path):
         ("y,z\n1,2\n", [], "without 'x'"),
         ("x,y\na b,1\na,2\n", [], "have lengths 1, 2"),
         ("x,y\na b,1\n", ["--n", "0"], "--n is 0"),
+        # an empty field was a class, and a token, of its own
+        ("a,b,y\n1,2,0\n2,1,1\n2,2,\n", [], "row 2 of"),
+        ("a,b,y\n1,2,0\n2,,1\n", [], "row 1 of"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, arguments, message):
@@ -132,6 +135,9 @@ def test_bad_files_are_refused(tmp_path, text, arguments, message):
 
 def test_what_is_no_file_and_no_token_task_is_refused():
     assert "there is no file" in certified("nowhere.csv").output
+    assert f"{__file__!r} holds no rows" in certified(__file__).output
+    # it drew them all first, for as long as that took
+    assert "at most 5000 sequences" in certified("in_context_qa", "--n", 10**12).output
     assert "vector tokens" in certified("d_retrieval").output
     with pytest.raises(InfoFlowError, match="expected as many"):
         certificate_document([["a"]], [])
