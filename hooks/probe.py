@@ -307,8 +307,7 @@ class Probe(ABC, Generic[ResultT]):
         self.n_sequences += n
 
     def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
-        """Return the hooks of this probe,
-        for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
+        """Return the probe's hooks, for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
 
         Hooks do not see the arguments of a call, so padded sequences are refused: for these use
         :func:`~infoflow_lens.hooks.attach`.
@@ -592,8 +591,10 @@ _STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
 def describe_setting(value: Any) -> Any:
-    """Return a setting as JSON-compatible values: of tensors and results a digest, of functions
-    the names, of dataclasses their fields, and of the user's own code a digest of what it does.
+    """Return a setting as JSON-compatible values.
+
+    Tensors and results become a digest, functions their name, dataclasses their fields; the user's
+    own code is described by a digest of what it does.
     """
     if isinstance(value, Tensor):
         return {"table": fingerprint({"table": value})}

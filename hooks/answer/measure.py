@@ -1,5 +1,6 @@
-"""measure_answer(): the steps of an answer, one after the other; and the other text, if none is
-given: a word of the text is replaced by one that is like it.
+"""measure_answer(): the steps of an answer, one after the other.
+
+If no other text is given, it is made here: a word of the text is replaced by one like it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

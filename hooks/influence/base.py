@@ -292,7 +292,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return Needs.of(model, points=names)
 
     def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
-        """Get ready; another model is looked at anew."""
+        """Get ready; what is known of another model is looked up anew."""
         self._is_checked = False
         return super().prepare(model, fingerprint)
 

@@ -130,7 +130,7 @@ class SufficiencyResult(NextTokenResult):
         return frame_of(columns, measured)
 
     def plot(self) -> "mpl.Figure":
-        """The loss by the share of heads that are replaced; one ideal for every head as points."""
+        """Draw the loss by the share of replaced heads; one ideal for all heads as points."""
         figure = mpl.Figure(figsize=(6, 3.5), layout="constrained")
         axes = figure.subplots()
         colours = {MECHANISMS: "#d55e00", MEAN: "#444444"}

@@ -422,8 +422,9 @@ def has_user_hooks(model: nn.Module) -> bool:
 
 
 def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield the hooks that no library below, nor this package, put on a model,
-    each with its module.
+    """Yield the user's own hooks on a model, each with its module.
+
+    Hooks that a library or this package has put there are left out.
     """
     for module in modules_of(model):
         raw = {**module._forward_hooks, **module._forward_pre_hooks}
@@ -516,7 +517,7 @@ def ignore_edit_warnings() -> Iterator[None]:
 
 @contextmanager
 def restore_module_tensors(model: nn.Module) -> Iterator[None]:
-    """Give modules the tensors back, after the block, that they keep between passes.
+    """Give modules back, after the block, the tensors that they keep between passes.
 
     Bridges keep the last pattern; one that is part of a derivative cannot be copied.
     """

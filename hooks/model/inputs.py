@@ -548,8 +548,7 @@ class _Reader:
     def read(
         self, given: Any, mask: Any = None, first: int = 0, loader: Any = None
     ) -> Batches | None:
-        """Return sequences, checked, without padding; None for what holds no sequences,
-        as a loader.
+        """Return sequences, checked and without padding; None for a loader, which holds none.
 
         Args:
             given: what the user has, or what their loader gives.
@@ -924,10 +923,10 @@ def _may_be_mask(other: Any, ids: Tensor) -> bool:
 
 
 def _as_tensors(given: Any, name: str) -> Any:
-    """Return arrays as tensors, also in lists; integers of every kind as int64,
-    which embeddings read.
+    """Return arrays as tensors, also those in lists.
 
-    Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
+    Integers of every kind become int64, which embeddings read. Arrays of texts or of rows, and
+    columns of pandas, become lists; tables of pandas become columns by name.
     """
     # a pandas table or column
     if hasattr(given, "iloc"):

@@ -226,8 +226,9 @@ def find_keys_in_use(
 
 
 def attention_hooks(model: nn.Module, layers: Sequence[int]) -> list[str]:
-    """Return the hook points that ranks of keys are read from: of each layer its scores,
-    or its pattern.
+    """Return the hook points that ranks of keys are read from, one for each layer.
+
+    It is the layer's scores where the model shows them, else its pattern.
 
     Raises:
         InfoFlowError: if a layer shows neither.

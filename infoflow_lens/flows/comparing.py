@@ -74,11 +74,11 @@ class FlowComparison(Pictured):
     aligned: tuple[tuple[int, int], ...]
 
     def to_frame(self) -> "pd.DataFrame":
-        """Return one row for each asked layer and position and each source that one of them has,
-        with `predicted`, `influence` and `share` of both, NaN where a side lacks the source.
+        """Return one row for each asked layer, position and source of either side.
 
-        States that stand for each other are in the same rows; positions are those of the first
-        side, `position_second` and `source_second` those of the second, -1 for none.
+        A row has `predicted`, `influence` and `share` of both sides, NaN where a side lacks the
+        source. States that stand for each other are in the same rows; positions are those of the
+        first side, `position_second` and `source_second` those of the second, -1 for none.
         """
         keys = ["layer", "position", "source"]
         one, other = (each.to_frame().drop(columns="input") for each in (self.first, self.second))
@@ -99,8 +99,10 @@ class FlowComparison(Pictured):
         return merged
 
     def choices(self) -> "pd.DataFrame":
-        """The heads whose first key at a position does not stand for the other side's: one row for
-        each, with both keys; -1 for none. Of layers that have as many heads on both sides.
+        """List the heads that choose different first keys on the two sides.
+
+        There is one row for each head and position whose key does not stand for the other side's,
+        with both keys, -1 for none. Only layers with equally many heads on both sides are compared.
         """
         counterpart = dict(self.aligned)
         rows = [
@@ -198,8 +200,10 @@ def align_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int,
 
 
 def _names(first: Flow, second: Flow) -> tuple[str, str]:
-    """Names of the two sides: their texts from shortly before the first difference; for equal texts
-    their models; for equal models "first" and "second".
+    """Name the two sides by what tells them apart.
+
+    These are their texts from shortly before the first difference; for equal texts their models;
+    for equal models "first" and "second".
     """
     if first.tokens != second.tokens:
         (one,), (other,) = first.tokens, second.tokens

@@ -314,7 +314,7 @@ def check_config(folder: Path, stored: Stored) -> None:
 
 @cache
 def _kinds_over_tokens() -> frozenset[str]:
-    """The kinds of models of which transformers has one with an output for tokens or a text."""
+    """List the kinds of models that transformers has with an output for tokens or a text."""
     from transformers.models.auto import modeling_auto
 
     heads = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION",

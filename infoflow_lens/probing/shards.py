@@ -47,7 +47,7 @@ _LONG = 300.0  # seconds that must be left at that time
 
 @contextmanager
 def warn_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable[[int], None]]:
-    """After a minute of a block, say once how much time is left, if it is more than five minutes.
+    """Say once, after a minute of the block, how much time is left, if it is over five minutes.
 
     Args:
         say: called with the line, from another thread.

@@ -142,7 +142,7 @@ class DigitCode:
 
     @staticmethod
     def _bit_weights(bits: int, like: Tensor) -> Float[Tensor, "unit bit"]:
-        """Output weights that turn steps into bits: by how much a bit changes at each threshold."""
+        """Return output weights that turn steps into bits: each bit's change at every threshold."""
         numbers = torch.arange(2**bits, device=like.device)
         places = torch.arange(bits - 1, -1, -1, device=like.device)
         table = (numbers[:, None] >> places) & 1
