@@ -289,8 +289,9 @@ class Streams:
         if not far <= _find_tolerance(_NEAR, run.state):
             raise InfoFlowError(
                 f"the attention of block {layer} of {type(self.model.original_model).__name__} is "
-                "no softmax of products of queries and keys, scaled or capped, and of what "
-                f"positions add: found anew, it is {far:.1%} off; paths cannot be followed"
+                "no softmax of products of queries and keys, scaled or capped, with what positions "
+                f"add: its outputs, computed again in this way, differ by {far:.1%}, so paths "
+                "cannot be followed"
             )
 
     # Attention of one reader, computed anew

@@ -314,8 +314,8 @@ def measure_edge_budget(
     ]
     if not names:
         raise InfoFlowError(
-            f"methods are {methods!r} with draws = {draws}: expected one that chooses edges, or "
-            "draws of chance; leave methods out for all that the model can give"
+            f"methods are {methods!r} with draws = {draws}: expected a method that chooses edges, "
+            "or at least one draw of chance; leave methods out for all that the model can give"
         )
     settings = {
         "probe": "edge_budget",

@@ -245,7 +245,8 @@ def call(
                 raise
             raise InfoFlowError(
                 "weights of the model were made inside torch.inference_mode(), and a pass with "
-                "them has no derivatives: expected others; make or load the model outside of it"
+                "them has no derivatives: expected ordinary weights; make or load the model "
+                "outside of that block"
             ) from error
     return caught
 

@@ -184,7 +184,7 @@ def _visible(model: nn.Module, length: int) -> tuple[Bool[Tensor, "query key"], 
     if len(seen) != layer_count(model):
         raise InfoFlowError(
             f"{len(seen)} attentions were seen in {type(model).__name__} of {layer_count(model)} "
-            f"layers, so which keys they close is not known: expected one a layer; "
+            f"layers, so it is not known which keys they hide: expected one attention a layer; "
             f"{INSTEAD_OF_A_BRIDGE}"
         )
     keys: list[Tensor] = []

@@ -122,8 +122,8 @@ class Why(Result):
             sentence += f"; the model itself adds {self.added:+.3g}, whatever the states are"
         if abs(self.distance) > _SMALL * float(self.pieces.abs().sum()):
             sentence += (
-                f"; {self.distance:+.3g} is no sum of products of these parts, as with a soft cap, "
-                "or a part of a layer before that is not shown"
+                f"; {self.distance:+.3g} is left over, which is no sum of products of these parts: "
+                "a soft cap, or a part of an earlier layer that is not shown"
             )
         return sentence
 

@@ -41,7 +41,9 @@ def compare_flows(
     """
     for which, each in (("first", first), ("second", second)):
         if not isinstance(each, Flow):
-            raise InfoFlowError(f"{which} is a {type(each).__name__}: expected what flow() gave")
+            raise InfoFlowError(
+                f"{which} is a {type(each).__name__}: expected a Flow, as flow() returns it"
+            )
         if len(each.tokens) != 1:
             raise InfoFlowError(
                 f"{which} is a flow of {len(each.tokens)} inputs: expected one; call flow() for "
@@ -50,7 +52,8 @@ def compare_flows(
     if (first.rule, first.k) != (second.rule, second.k):
         raise InfoFlowError(
             f"the rules are {first.rule!r} with k={first.k} and {second.rule!r} with k={second.k}: "
-            "expected the same, as sets by different rules differ in any case"
+            "expected the same of both, as sets by different rules differ even for equal texts; "
+            "call flow() with one rule and one k"
         )
     names = names or _names(first, second)
     if names[0] == names[1]:  # records and columns are told apart by them

@@ -315,8 +315,8 @@ class Flow(Pictured, Savable):
             )
         if values["rule"] == "mechanisms" and None in (values["attended"], values["mechanisms"]):
             raise InfoFlowError(
-                "rule is 'mechanisms', and no mechanisms are there: expected them, and the "
-                "attended keys"
+                "rule is 'mechanisms', but mechanisms or attended is None: expected the mechanisms "
+                "and the attended keys"
             )
         threshold = convert(config.get("threshold"), Share, "threshold")
         without = convert(config.get("without"), tuple[int, ...], "without")

@@ -210,6 +210,7 @@ class NamedCache(ActivationCache):
         if not apart <= _BARS.get(expected.dtype, 1e-3):
             raise InfoFlowError(
                 f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} do not add up to "
-                f"{state} (off by {apart:.0%} of its size): expected a model whose parts do; here "
-                "norms stand behind sums, parts are scaled, or a block adds more"
+                f"{state} (off by {apart:.0%} of its size): expected a model whose states are sums "
+                "of their parts; in this one norms follow the sums, parts are scaled, or a block "
+                "adds something else"
             )

@@ -106,8 +106,8 @@ class DigitCode:
     def __post_init__(self) -> None:
         if self.analog and self.n_coordinates <= self.n_latents:
             raise InfoFlowError(
-                f"{self.n_coordinates} coordinates fit in {self.n_latents} latents: expected more; "
-                "leave analog out"
+                f"{self.n_coordinates} coordinates fit in {self.n_latents} latents as they are: "
+                "expected more coordinates than latents; leave analog out"
             )
         if self.bits_per_latent > 24:
             raise InfoFlowError(

@@ -275,7 +275,10 @@ class Routed(Retrieval):
         """See :meth:`Job.check`."""
         super().check(n_components, for_tokens)
         if not for_tokens:
-            raise InfoFlowError("a routed job stands at CLS: expected it at tokens, whose queries")
+            raise InfoFlowError(
+                "a routed job stands at CLS: expected it at tokens, whose own content chooses the "
+                "role"
+            )
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
         """Return the best partner of each token, in the role that its own token takes."""

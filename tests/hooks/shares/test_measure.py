@@ -96,7 +96,7 @@ def test_shares_add_up_on_every_family(name, ids):
     found = measure_shares(model, ids, LogitDifference(7, 3, position=4))
     if name in ("bert", "gemma2"):  # an activation before the logits; a soft cap on them
         assert 1e-4 < misses(found) < 0.5
-        assert f"{found.distance:+.3g} is no share: " in found.summary()
+        assert f"{found.distance:+.3g} is left over, " in found.summary()
     else:
         assert misses(found) < 1e-4
     heads = [i for i, writer in enumerate(found.writers) if writer in found.heads]
