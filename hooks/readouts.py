@@ -71,7 +71,8 @@ def bind_readout(readout: Any, model: nn.Module) -> Readout:
     """
     if not isinstance(readout, Readout):
         raise InfoFlowError(
-            f"readout is {brief(readout)}: expected one such as LogitDifference(' Mary', ' John')"
+            f"readout is {brief(readout)}: expected a Readout such as LogitDifference(' Mary', "
+            "' John')"
         )
     return readout.bind(model)
 

@@ -238,7 +238,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
     if len(x) != len(y):
         raise InfoFlowError(
-            f"the {name} data have {len(x)} inputs but {len(y)} targets: expected as many"
+            f"the {name} data have {len(x)} inputs but {len(y)} targets: expected equally many"
         )
     # integers are labels; other targets are vectors
     if _are_labels(y):

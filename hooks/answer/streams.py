@@ -75,7 +75,7 @@ class Streams:
         if not hasattr(self.model, "anatomy"):
             raise InfoFlowError(
                 f"paths are followed on the blocks of a model as it is, not of a "
-                f"{type(self.model).__name__}: expected what open_model gives"
+                f"{type(self.model).__name__}: expected a model as open_model gives it"
             )
         self.blocks = [block.module for block in self.model.anatomy.blocks]  # type: ignore[union-attr]
         if any(block.axes != AXES for block in self.model.anatomy.blocks):  # type: ignore[union-attr]

@@ -253,7 +253,7 @@ class Intervention(Probe[InterventionResult]):
         super().__post_init__()
         if not isinstance(self.readout, (Readout, NextTokenLoss, type(None))):
             raise InfoFlowError(
-                f"readout is {self.readout!r}: expected one such as LogitDifference(' Mary', "
+                f"readout is {self.readout!r}: expected a Readout such as LogitDifference(' Mary', "
                 "' John'), or None for a divergence"
             )
         if self.readout is not None and (self.metric, self.read) != (None, None):

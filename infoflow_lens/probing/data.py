@@ -254,7 +254,7 @@ def _pieces(path: Path) -> Iterator[str]:
     if rest:
         yield rest
     if empty:
-        raise InfoFlowError(f"{str(path)!r} holds no text: expected some")
+        raise InfoFlowError(f"{str(path)!r} holds no text: expected a text that is not empty")
 
 
 def _parts(

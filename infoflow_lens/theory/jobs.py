@@ -451,7 +451,9 @@ class Specific(FixedReads):
     def check(self, n_components: int, for_tokens: bool) -> None:
         """See :meth:`Job.check`."""
         if not for_tokens:
-            raise InfoFlowError("a layer gives CLS a fixed-position job: expected it at tokens")
+            raise InfoFlowError(
+                "a layer gives CLS a fixed-position job: expected such a job at tokens alone"
+            )
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
         """Return the blocks of a cover."""

@@ -336,7 +336,7 @@ def test_the_folder_of_another_run_is_left_as_it_is(folder, tmp_path):
         ({"answer": -9}, "the answer is -9: expected an id from 0 on"),
         ({"answer": 9, "against": 2300}, "expected ids from 0 to 49"),
         ({"batch_size": 0}, "batch_size"),
-        ({"readout": "w9"}, r"readout is 'w9': expected one such as LogitDifference\("),
+        ({"readout": "w9"}, r"readout is 'w9': expected a Readout such as LogitDifference\("),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused(folder, given, match):

@@ -185,7 +185,7 @@ def test_a_table_says_from_which_token_a_head_took_its_share(ids, tmp_path):
         (LogitDifference("w5 w6"), "is 2 tokens .*expected one"),
         (LogitDifference(()), "the answer is empty"),
         (LogitDifference(7, position=9), "position is 9, and there are 9"),
-        (None, r"readout is None: expected one such as LogitDifference\("),
+        (None, r"readout is None: expected a Readout such as LogitDifference\("),
         (FunctionOfOutput(lambda output: 3), "gives int: expected a tensor with a number for each"),
     ],
 )
