@@ -170,7 +170,10 @@ def _check_files(trial: "_Trial") -> None:
     for name, array in trial.whole.arrays.items():
         pairs = zip(_parts(array.values), _parts(found.arrays[name].values), strict=True)
         if not all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs):
-            raise InfoFlowError(f"{trial.name}: {name} is another once it is saved and loaded")
+            raise InfoFlowError(
+                f"{trial.name}: {name} has other values after the result was saved and loaded: "
+                "expected the same; look at what compute() returns for it"
+            )
 
 
 def _attempt(name: str, what: str, call: Callable[[], Any]) -> Any:
@@ -245,7 +248,7 @@ class _Trial:
         found = probe.result()
         if more := found.arrays.keys() ^ expected.arrays.keys():
             raise InfoFlowError(
-                f"{self.name}: {problem} ({min(more)} is an array of one of them alone)"
+                f"{self.name}: {problem} (only one of the two results has the array {min(more)})"
             )
         for name, array in expected.arrays.items():
             other = found.arrays.get(name)
@@ -254,8 +257,8 @@ class _Trial:
             for wanted, given in pairs:
                 if wanted.shape != given.shape:
                     raise InfoFlowError(
-                        f"{self.name}: {problem} ({name} has shape {list(given.shape)} there, "
-                        f"{list(wanted.shape)} here)"
+                        f"{self.name}: {problem} ({name} has shape {list(given.shape)}, expected "
+                        f"{list(wanted.shape)})"
                     )
                 if flipped:
                     given = given.flip([i for i, dim in enumerate(dims) if dim in OF_SEQUENCES])
@@ -268,8 +271,8 @@ class _Trial:
                 if not near.all():
                     place = (~near).flatten().nonzero()[0]
                     raise InfoFlowError(
-                        f"{self.name}: {problem} ({name} is {float(one.flatten()[place]):.4g} "
-                        f"together, and {float(two.flatten()[place]):.4g} so)"
+                        f"{self.name}: {problem} ({name} is {float(two.flatten()[place]):.4g}, "
+                        f"expected {float(one.flatten()[place]):.4g})"
                     )
 
 

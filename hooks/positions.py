@@ -200,7 +200,9 @@ class ShardedPositions(ShardedResult[PositionsResult]):
 def _column_of_first(part: PositionsResult) -> int:
     """Return the place of rank 1."""
     if 1 not in part.ranks:
-        raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
+        raise InfoFlowError(
+            f"ranks are {part.ranks}: expected rank 1 among them; probe with ranks=(1, ...)"
+        )
     return part.ranks.index(1)
 
 
@@ -222,7 +224,9 @@ def _summarise(parts: Callable[[], Iterable[PositionsResult]], skip: int) -> "pd
         n_query = max(n_query, part.positions[0].shape[2])
         n_heads = max(n_heads, *(layer.shape[1] for layer in part.positions))
     if not 0 <= skip < n_query:
-        raise InfoFlowError(f"skip is {skip}: expected 0 to {n_query - 1}, so that some stay")
+        raise InfoFlowError(
+            f"skip is {skip}: expected 0 to {n_query - 1}, so that some queries remain"
+        )
     column = _column_of_first(part)
     at_once = max(1, _COUNTS_AT_ONCE // (n_heads * n_query * n_query))
     rows: list[dict[str, Any]] = []

@@ -155,8 +155,9 @@ class Probe(ABC, Generic[ResultT]):
         # settings must be known, as probes merge and go on only with the same
         if "__init__" in vars(cls) and "config" not in vars(cls):
             raise InfoFlowError(
-                f"{cls.__name__} writes __init__, so nobody knows its settings: expected them as "
-                "annotated fields, such as share: float = 0.1, and __post_init__ for what follows"
+                f"{cls.__name__} defines __init__, which hides its settings: expected settings as "
+                "annotated fields, such as share: float = 0.1, and __post_init__ for what follows "
+                "from them"
             )
         dataclass(eq=False, repr=False)(cls)
         cls._states = states_of(cls)
@@ -307,8 +308,7 @@ class Probe(ABC, Generic[ResultT]):
         self.n_sequences += n
 
     def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
-        """Return the hooks of this probe,
-        for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
+        """Return the probe's hooks, for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
 
         Hooks do not see the arguments of a call, so padded sequences are refused: for these use
         :func:`~infoflow_lens.hooks.attach`.
@@ -347,7 +347,8 @@ class Probe(ABC, Generic[ResultT]):
         if self._is_reduced != other._is_reduced and self.n_sequences and other.n_sequences:
             raise InfoFlowError(
                 f"one {type(self).__name__} holds what all processes have measured, the other what "
-                "this one has: expected both or neither; call all_reduce_() on the other first"
+                "this process has: expected the same of both; call all_reduce_() on the other "
+                "probe first"
             )
         self._is_reduced = self._is_reduced or other._is_reduced
         if other._record is not None:
@@ -444,7 +445,7 @@ class Probe(ABC, Generic[ResultT]):
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise InfoFlowError(
                 f"the state of {type(self).__name__} cannot be read ({type(error).__name__}: "
-                f"{error}): expected what state_dict() of this version gave; begin again"
+                f"{error}): expected what state_dict() of this version gave; measure anew"
             ) from error
         # set at the end, so that a state which cannot be read changes nothing
         self._record, self.kept = record, kept
@@ -592,8 +593,10 @@ _STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
 def describe_setting(value: Any) -> Any:
-    """Return a setting as JSON-compatible values: of tensors and results a digest, of functions
-    the names, of dataclasses their fields, and of the user's own code a digest of what it does.
+    """Return a setting as JSON-compatible values.
+
+    Tensors and results become a digest, functions their name, dataclasses their fields; the user's
+    own code is described by a digest of what it does.
     """
     if isinstance(value, Tensor):
         return {"table": fingerprint({"table": value})}

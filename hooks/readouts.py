@@ -72,7 +72,8 @@ def bind_readout(readout: Any, model: nn.Module) -> Readout:
     """
     if not isinstance(readout, Readout):
         raise InfoFlowError(
-            f"readout is {brief(readout)}: expected one such as LogitDifference(' Mary', ' John')"
+            f"readout is {brief(readout)}: expected a Readout such as LogitDifference(' Mary', "
+            "' John')"
         )
     return readout.bind(model)
 
@@ -104,8 +105,8 @@ class LogitDifference(Readout):
         _check_logits(model, self)
         if self.against is None and gives_one_number(model):
             raise InfoFlowError(
-                f"{self} is asked of a model whose output is one number, and so its own mean: "
-                "expected FunctionOfOutput(lambda logits: logits[:, 0])"
+                f"{self} is asked of a model whose output is one number, which minus the mean over "
+                "all outputs is always 0: expected FunctionOfOutput(lambda logits: logits[:, 0])"
             )
         against = None if self.against is None else ids_of_answer(model, self.against)
         return replace(self, answer=ids_of_answer(model, self.answer), against=against)
@@ -365,13 +366,13 @@ def tokens_of_answer(model: nn.Module, answer: str | int) -> list[int]:
         found = [number for number, label in labels.items() if label == answer]
         if chooses_position(model):
             raise InfoFlowError(
-                f"the answer is {answer!r}, and the model tells places of the text apart: expected "
-                "the number of one"
+                f"the answer is {answer!r}, but the answers of this model are positions of the "
+                "text: expected the number of a position"
             )
         if not found:
             raise InfoFlowError(
-                f"the answer is {answer!r}, and the model tells classes apart: expected one of "
-                f"{', '.join(map(repr, list(labels.values())[:20]))}, or a number of one"
+                f"the answer is {answer!r}, but the answers of this model are classes: expected "
+                f"one of {', '.join(map(repr, list(labels.values())[:20]))}, or a class's number"
             )
         return found[:1]
     tokenizer: Any = getattr(model, "tokenizer", None)

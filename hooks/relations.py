@@ -132,8 +132,8 @@ def find_heads(
             step(1)
     if not int(counted.max()):
         raise InfoFlowError(
-            "no query sees a key that is meant and another one that is not: expected texts with "
-            f"such places for relation {relation!r}"
+            f"no query sees both a key that relation {relation!r} means and one that it does not: "
+            "expected texts in which some query sees both"
         )
     rows = [
         {

@@ -173,7 +173,7 @@ class ShardedResult(Result, Generic[PartT]):
     def _locate(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
         if len(self.digests) != self.n_shards or self.n_sequences < self.n_shards:
             raise InfoFlowError(
-                f"{Path(path).name}.json tells of {len(self.digests)} of {self.n_shards} files: "
+                f"{Path(path).name}.json lists {len(self.digests)} of {self.n_shards} files: "
                 "expected what save() wrote; delete it, and run the same again"
             )
         missing = [
@@ -184,8 +184,8 @@ class ShardedResult(Result, Generic[PartT]):
         if missing:
             raise InfoFlowError(
                 f"{str(part_of(path, missing[0]))!r} is gone ({len(missing)} of {self.n_shards} "
-                f"files are): expected all of them beside {Path(path).name}.json; delete that "
-                "file, and run the same again"
+                f"files are missing): expected all files beside {Path(path).name}.json; delete "
+                "that file, and run the same again"
             )
         object.__setattr__(self, "_folder", user_path(path))
         return self

@@ -1,5 +1,6 @@
-"""infoflow-lens: which input tokens can a hidden state depend on, which does it depend on, and is
-that what theory allows?
+"""infoflow-lens: which input tokens a hidden state can depend on, and which it does depend on.
+
+It measures both in Transformers, and compares them with what theory allows.
 
 Names load on first use, so that importing the package costs nothing that you do not use.
 """

@@ -277,9 +277,7 @@ def influence_inside(
     candidate: Bool[Tensor, "state source"],
     squared: bool = True,
 ) -> Float[Tensor, " state"]:
-    """Return the share of each state's (squared) influence that lies inside its set;
-    NaN if it has none.
-    """
+    """Return the share of each state's (squared) influence inside its set; NaN without any."""
     amount = influence.double() * candidate
     amount = amount.square() if squared else amount
     return (amount * members).sum(1) / amount.sum(1)

@@ -26,9 +26,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
 def nmse(
     prediction: Float[Tensor, "batch d_output"], target: Float[Tensor, "batch d_output"]
 ) -> float:
-    """Return the mean squared error over the variance of the target;
-    1 for the best constant (App. C).
-    """
+    """Return the squared error over the target's variance; 1 for the best constant (App. C)."""
     error = (prediction - target).double().square().mean()
     spread = (target - target.mean(dim=0)).double().square().mean()
     return float(error / spread)
@@ -105,8 +103,9 @@ class CrossEntropy:
     score: ClassVar[str] = "validation_loss"
 
     def predict(self, model: nn.Module) -> Predict:
-        """Return logits [batch, label] at the last position,
-        by `forward_readout` where there is one.
+        """Return a function that gives logits [batch, label] at the last position.
+
+        It is the model's `forward_readout`, where the model has one.
         """
         fast: Predict | None = getattr(model, "forward_readout", None)
         if fast is not None:
@@ -239,7 +238,7 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
     if len(x) != len(y):
         raise InfoFlowError(
-            f"the {name} data have {len(x)} inputs but {len(y)} targets: expected as many"
+            f"the {name} data have {len(x)} inputs but {len(y)} targets: expected equally many"
         )
     # integers are labels; other targets are vectors
     if _are_labels(y):

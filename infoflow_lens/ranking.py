@@ -527,7 +527,7 @@ def _metrics(
     scores: Float[Tensor, "state source"],
     size: Float[Tensor, " state"],
 ) -> Metrics:
-    """Expectations over the order of equal scores."""
+    """Compute metrics, in expectation over the order of equal scores."""
     cut = _Cut.choose(scores, candidate, size)
     both = cut.both() * (candidate[:, :, None] & candidate[:, None])
     more = influence[:, :, None] - influence[:, None]  # of the first over the second

@@ -105,7 +105,10 @@ def verify_design(
             or another one than was designed for.
     """
     if design.recommended is None:
-        raise InfoFlowError("the design recommends nothing: there is no model to train")
+        raise InfoFlowError(
+            "the design recommends no architecture, so there is no model to train: expected a "
+            "design with a recommendation; allow more heads or layers"
+        )
     name = getattr(task, "name", None)
     # a design keeps the name and the size of its target alone
     if name != design.target or getattr(task, "d_token", 1) != design.d_token:
@@ -168,7 +171,7 @@ def judge(models: Sequence[Measured], target: float) -> tuple[bool | None, str]:
         )
         return False, ", ".join([own, *reasons])
     if not excluded:
-        return None, f"learnt, NMSE {ours:.2g}; no neighbour is excluded: nothing else is owed"
+        return None, f"learnt, NMSE {ours:.2g}; no neighbour is excluded, so none has to fail"
     if not close:
         return True, ""
     roles = any("paper's count" in model.predicted for model in close)

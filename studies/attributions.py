@@ -270,10 +270,10 @@ def roll_out(edges: Float[Tensor, "layer query key"]) -> Float[Tensor, "layer qu
 
 
 def alti_logit(edges: Edges) -> Float[Tensor, " source"]:
-    """Return ALTI-Logit (Ferrando et al. 2023): what each token adds to a logit,
-    by all layers' heads.
+    """Return what each token adds to a logit by all layers' heads: ALTI-Logit.
 
     What a layer's heads add from a key is passed on to tokens by the ALTI of the layers below.
+    Source: Ferrando et al. (2023).
     """
     if edges.logit is None:
         raise InfoFlowError("edges have no logit: expected those of `measure_edges` with towards=")

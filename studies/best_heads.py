@@ -300,9 +300,7 @@ class _Search:
         return starts.join(heads)
 
     def _errors(self, heads: HeadScores) -> Float[Tensor, " set"]:
-        """Return NMSE of several sets of heads on the sequences of the search,
-        by their best readouts.
-        """
+        """Return the NMSE of sets of heads, each by its best readout, on the search's sequences."""
         self.tried += len(heads.forms)
         found = []
         for some in torch.arange(len(heads.forms)).split(self.at_once):
@@ -349,7 +347,7 @@ class _Search:
     def _gates(
         self, forms: Float[Tensor, "set head role d_token+1 d_token"]
     ) -> Float[Tensor, "set head role d_token+1 d_token+1"]:
-        """Queries take the role in which |x B| is largest, by what other tokens have there."""
+        """Let queries take the role in which |x B| is largest, by what other tokens have there."""
         # (x, 1) F F^T (x, 1)^T is the squared size of a query
         squares = forms @ forms.mT
         tokens = _append_one(self.sequences.x.flatten(0, 1)[:500])

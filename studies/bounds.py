@@ -135,8 +135,7 @@ def growing_information(
     n_tokens: Count,
     trees: Count = 1,
 ) -> float:
-    """Return the least |I| for a target of C T^order comparisons, order >= 3,
-    by fixed trees (Prop 2).
+    """Return the least |I| for a target of C T^order comparisons, order >= 3 (Prop 2).
 
     [flag] That order counts fixed trees of comparison, and layers compare what earlier ones have
     chosen: a chain of three places has order 3, and heads (2, 1) do it with |I| = 3
@@ -169,8 +168,7 @@ def growing_information(
 
 @checked
 def triangle_limit(first: Count, second: Count) -> int:
-    """Return the least T from which on two layers of (h_1,
-    h_2) heads cannot learn the triangle centre.
+    """Return the least T from which on two layers of heads cannot learn the triangle centre.
 
     Of ``min |x + y + z|^2`` and max-position retrieval by any analytic scores, roles and positions
     [proved, beyond the paper; for more layers it is open]. With I the most that CLS can hold, plant

@@ -182,8 +182,7 @@ def judge_claims(
 
 
 def deciding_number(claims: Sequence[Claim], results: "pd.DataFrame") -> tuple[str, str]:
-    """Return the number that is nearest to its bound or the furthest beyond it,
-    and that bound, in words.
+    """Return in words the number nearest to its bound, or furthest beyond it, and that bound.
 
     Args:
         claims: of a study.

@@ -36,7 +36,7 @@ Node = Leaf | Branch
 
 
 def postorder(root: Node) -> Iterator[Node]:
-    """Children before parents, without recursion: a tree may be as deep as it has leaves."""
+    """Order children before parents, without recursion: a tree may be as deep as it has leaves."""
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, ready = stack.pop()

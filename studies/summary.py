@@ -247,8 +247,7 @@ def _cell(text: str) -> str:
 
 
 def runs_of(study: Study, folder: Path) -> list[Path]:
-    """Return the folders of a study's runs by the settings that it has now: its own,
-    then by preset.
+    """Return the folders of a study's runs by its present settings: its own, then by preset.
 
     Args:
         study: the study.

@@ -264,7 +264,7 @@ class _Stack:
             ledger.best_state = State({**buffers, **own})
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Go on with these seeds alone."""
+        """Keep these seeds alone, and go on with them."""
         if len(indices) == len(self.runs):
             return
         self.runs = [self.runs[index] for index in indices]

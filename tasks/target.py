@@ -75,8 +75,7 @@ class RetrievalTask(VectorTask):
         return [best_tuples(x, component)[0] for component in self.components]
 
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """Return the positions of the retrieved tuples
-        on whose tokens the target depends there (eq 4).
+        """Return the positions of retrieved tuples on whose tokens the target depends (eq 4).
 
         Two components may share a position, and F0 or a score may not depend on one of its inputs;
         both are seen by differentiating. Ties go to the first tuple; they have probability zero.

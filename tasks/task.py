@@ -252,10 +252,9 @@ class VectorTask(Task):
         """Return the target F(X) of every sequence, differentiable in `x`."""
 
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """Return I_F(X): the positions whose token moves the target,
-        dF/dx(t) != 0 (Sec. 5.1, eq 4).
+        """Return I_F(X): positions whose token moves the target, dF/dx(t) != 0 (Sec. 5.1, eq 4).
 
-        Here, those that the target reads whatever they hold.
+        Here they are those that the target reads, whatever tokens they hold.
         """
         self.check_input(x)
         active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)

@@ -292,9 +292,7 @@ class TemplateMatching(TemplateTask):
         return self._which(x)[:, 0]
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """Return positions that tell the template from all others: all words,
-        if all templates count.
-        """
+        """Return positions that tell the template from all others; all words if all count."""
         distinct = self._distinguishing_positions().to(x.device)[self.target(x)]
         # the sign is the same in all sequences and tells nothing
         return torch.cat([distinct, torch.zeros_like(distinct[:, :1])], dim=1)

@@ -33,7 +33,7 @@ _MOST_DRAWS_IN_VAIN = 100_000
 
 
 def letters(index: int) -> str:
-    """a, b, .., z, aa, ab, ..: names for words and questions."""
+    """List a, b, .., z, aa, ab, ..: names for words and questions."""
     name = ""
     # the digits are 1 to 26, without a zero, so that z is followed by aa
     index += 1
@@ -44,7 +44,7 @@ def letters(index: int) -> str:
 
 
 def numbers(n: int) -> tuple[str, ...]:
-    """1, 2, ..: names for answers and labels."""
+    """List 1, 2, ..: names for answers and labels."""
     return tuple(str(index + 1) for index in range(n))
 
 

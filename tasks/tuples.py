@@ -171,7 +171,7 @@ class IntrinsicDimension(RetrievalTask):
 
 
 def _form(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """x, y -> x^T A y, of pairs [..., 2, d_token]."""
+    """Return x^T A y of pairs (x, y), [..., 2, d_token]."""
     return lambda x: ((x[..., 0, :] @ matrix.to(x)) * x[..., 1, :]).sum(dim=-1)
 
 

@@ -702,5 +702,5 @@ def test_a_result_of_no_sequence_is_refused(made, tmp_path):
 
 def test_uploads_are_left_to_the_hub(made):
     for name in ("push_to_hub", "from_hub"):
-        with pytest.raises(AttributeError, match=r"gone since 0.4: expected .*huggingface_hub"):
+        with pytest.raises(AttributeError, match=r"removed in 0.4: expected .*huggingface_hub"):
             getattr(made["PositionsResult"], name)

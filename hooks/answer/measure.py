@@ -1,5 +1,6 @@
-"""measure_answer(): the steps of an answer, one after the other; and the other text, if none is
-given: a word of the text is replaced by one that is like it.
+"""measure_answer(): the steps of an answer, one after the other.
+
+If no other text is given, it is made here: a word of the text is replaced by one like it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -209,9 +210,9 @@ def _embeddings(question: Question) -> Float[Tensor, "token d_model"] | None:
 LEAST_GAP = 1.0  # between the readouts of two texts, below which no paths are drawn
 _QUICK = 10  # heads that are measured in a quick answer
 _LAST = (
-    "the word that was replaced is the last one, behind which the answer is said: the comparison "
-    "shows what this word does to the next one, and not how those before it are used, and maybe "
-    "neither answer fits behind the other word; give a text that differs earlier to ask about those"
+    "the word that was replaced is the last one before the answer: the comparison shows what this "
+    "word does to the answer, not how the words before it are used, and neither answer may fit "
+    "after the new word; to ask about earlier words, give a text that differs there"
 )
 _LOOKED = 8  # heads of which it is said where they look
 _SAME_PLACES = 0.1  # of a head's weight: what may move where both texts look at the same places
@@ -299,16 +300,16 @@ def measure_answer(
                 if not circuit.is_whole:
                     remedy = "; another text may compare better (instead)" if guessed else ""
                     notes.append(
-                        "the effect is spread too widely: these paths are the largest part of "
-                        f"it{remedy}"
+                        "the effect is spread over too many paths: those shown are the largest "
+                        f"part of it{remedy}"
                     )
             except InfoFlowError as error:
                 notes.append(f"no paths are drawn: {error}")
         looked, looks, writes = _measure_looks(question, units, circuit, quick)
         if len(question.ends) != 1:
             notes.append(
-                f"{readout} reads {len(question.ends)} positions: it is not said where heads look, "
-                "which is another place from each"
+                f"{readout} reads {len(question.ends)} positions: where heads look is not shown, "
+                "as it differs from position to position"
             )
         predicted = torch.full((len(ORDERS), question.n_pos), torch.nan, dtype=torch.float64)
         # the predicted orders are of single tokens, for the state of one position
@@ -471,7 +472,7 @@ def _choose_text(question: Question, tokens: TokenEffects) -> tuple[Int[Tensor, 
     number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
     place, other = slice(*spans[number]), question.clean.tokens[0].clone()
     other[place] = tokens.donors[place, draw].to(other)
-    note = "the other text is the model's own guess at the place where that moves the readout most"
+    note = "the other text has the model's own guess where such a guess moves the readout most"
     return other, note
 
 
@@ -492,7 +493,9 @@ def _no_paths(question: Question) -> str:
     if not isinstance(question.readout, LogitDifference):
         return ""
     if abs(question.gap) < LEAST_GAP:
-        return f"the two texts differ by {question.gap:.2f} in this, which is below {LEAST_GAP:g}"
+        return (
+            f"the readout differs by {question.gap:.2f} between the texts, less than {LEAST_GAP:g}"
+        )
     if question.clean.value < 0:
         return "the model does not prefer the answer in this text"
     return ""

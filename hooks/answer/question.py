@@ -173,8 +173,8 @@ class Question:
             self.clean = self.other = self._run(text[None])
         if not math.isfinite(self.clean.value):
             raise InfoFlowError(
-                f"the readout is {self.clean.value} in this text: expected a number; ask for "
-                "something that the model's output has, or load the model in float32"
+                f"the readout is {self.clean.value} in this text: expected a finite number; choose "
+                "another readout, or load the model in float32"
             )
         self.ends = self._find_ends()
         self.end = self.ends[0] if len(self.ends) == 1 else self.n_pos - 1
@@ -204,7 +204,10 @@ class Question:
                 "as many tokens"
             )
         if text.equal(instead.to(text)):
-            raise InfoFlowError("the two texts are one: expected another text, to compare with")
+            raise InfoFlowError(
+                "the two texts have the same tokens: expected another text to compare with; change "
+                "a word of it"
+            )
         self.other = self._run(instead[None])
         self.changed = (text != instead.to(text)).nonzero().flatten().tolist()
         self._known_texts[tuple(instead.tolist())] = self.other.value - self.clean.value
@@ -621,7 +624,7 @@ class Question:
             raise InfoFlowError(
                 f"{type(self.model).__name__} does not show {', '.join(missing[:3])}: expected a "
                 "model whose embedding, states and heads can be seen; open_model(model).lacks() "
-                "says why it does not"
+                "gives the reason for each"
             )
         mlps = (self.mlp(layer) for layer in range(self.n_layers))
         patterns = (f"blocks.{layer}.attn.hook_pattern" for layer in range(self.n_layers))

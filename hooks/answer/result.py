@@ -383,7 +383,9 @@ class AnswerNumbers(Result):
         return f"{word.strip() or repr(word)}@{position}"
 
     def bundles(self) -> list[tuple[str, list[int]]]:
-        """Paths that do one thing, such as nine heads that carry one word: a sentence and places.
+        """Join paths that do one thing, such as nine heads that carry one word.
+
+        Each bundle is a sentence and the numbers of its paths.
 
         They begin in one unit of tokens, in the embedding or in heads, and end in one kind of input
         in one unit.

@@ -114,7 +114,7 @@ class Streams:
         if not hasattr(self.model, "anatomy"):
             raise InfoFlowError(
                 f"paths are followed on the blocks of a model as it is, not of a "
-                f"{type(self.model).__name__}: expected what open_model gives"
+                f"{type(self.model).__name__}: expected a model as open_model gives it"
             )
         self.blocks = [block.module for block in self.model.anatomy.blocks]  # type: ignore[union-attr]
         if any(block.axes != AXES for block in self.model.anatomy.blocks):  # type: ignore[union-attr]
@@ -328,8 +328,9 @@ class Streams:
         if not far <= _find_tolerance(_NEAR, run.state):
             raise InfoFlowError(
                 f"the attention of block {layer} of {type(self.model.original_model).__name__} is "
-                "no softmax of products of queries and keys, scaled or capped, and of what "
-                f"positions add: found anew, it is {far:.1%} off; paths cannot be followed"
+                "no softmax of products of queries and keys, scaled or capped, with what positions "
+                f"add: its outputs, computed again in this way, differ by {far:.1%}, so paths "
+                "cannot be followed"
             )
 
     # Attention of one reader, computed anew

@@ -292,7 +292,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return Needs.of(model, points=names)
 
     def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
-        """Get ready; another model is looked at anew."""
+        """Get ready; what is known of another model is looked up anew."""
         self._is_checked = False
         return super().prepare(model, fingerprint)
 
@@ -380,9 +380,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         if not same:
             raise InfoFlowError(
                 f"a hook of yours changes what enters at {point}, where the sources enter: "
-                "influence would be that of the changed sources. Take it off and make the change "
-                "in the inputs; one that does nothing when repeated can take part with "
-                "through_hooks=True"
+                "influence would be that of the changed sources. Take the hook off and make the "
+                "change in the inputs; a hook that changes nothing when it runs a second time can "
+                "take part with through_hooks=True"
             )
 
     def _stands_below(self, name: str) -> bool:
@@ -448,7 +448,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             raise InfoFlowError(
                 f"the {kind_of(rerun.model)} {lacks}, of which there are no "
                 "derivatives, so that influence would be that of its other parts: expected "
-                "operations that have them; load it in float32, or take ResampleInfluence"
+                "operations with derivatives; load the model in float32, or use ResampleInfluence"
             )
         self._is_checked = True
 
@@ -484,7 +484,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                 raise InfoFlowError(
                     f"other tokens move the states of the {kind_of(rerun.model)}, and the "
                     "derivative by all of them is 0, as behind round(): expected operations whose "
-                    "derivatives say how they move; load it without, or take ResampleInfluence"
+                    "derivatives say how states move; load the model without rounding, or use "
+                    "ResampleInfluence"
                 )
 
 

@@ -56,7 +56,7 @@ class Damage:
         return {name: getattr(self, name) for name in seen}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another had seen."""
+        """Go on from the state of another object, as `state_dict` gave it."""
         self.__dict__.update(state)
 
     def rows(

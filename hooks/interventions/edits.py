@@ -235,8 +235,8 @@ def _check_takes_one(name: str, point: str, change: Change) -> None:
         parameters.bind(None)
     except TypeError as error:
         raise InfoFlowError(
-            f"the function of edit {name!r} at {point} takes {parameters} ({error}): expected one "
-            "of the activation alone, not a hook of two arguments; lambda activation: ..."
+            f"the function of edit {name!r} at {point} takes {parameters} ({error}): expected a "
+            "function of the activation alone (lambda activation: ...), not a hook of two arguments"
         ) from None
 
 

@@ -192,8 +192,8 @@ class HeadLabels(Result):
         for given, by_layer in (("attended", attended), ("chosen", chosen)):
             if (counts := [part.shape[1] for part in by_layer]) != n_heads:
                 raise InfoFlowError(
-                    f"labels are of layers of {n_heads} heads, {given} keys of {counts}: expected "
-                    "those of one model; label the heads of this one"
+                    f"labels are of layers with {n_heads} heads, {given} keys of layers with "
+                    f"{counts}: expected both of one model; call label_heads() with this model"
                 )
         n_pos, longest = chosen[0].shape[2], self.mean_patterns[0].shape[1]
         if n_pos > longest:
@@ -454,8 +454,8 @@ def label_heads(
     each = list(found.labels.values())
     n_without = sum(label.fixed != label.fixed for label in each)  # NaN
     notes = (
-        f"{n_without} of {len(heads)} heads are worth nothing on these texts, as where all texts "
-        "are one: no share of that can say what describes them",
+        f"{n_without} of {len(heads)} heads are worth nothing on these texts, as happens where all "
+        "texts are the same: without worth, no share says what describes them",
     ) * bool(n_without)
     if judge is None:
         notes += (
@@ -509,8 +509,9 @@ def _split(every: Batches, judged: Batches | None) -> tuple[Batches, Batches]:
     for name, n in (("labels", n_some), ("the judgement", n_judged)):
         if n < 2:
             raise InfoFlowError(
-                f"there are {n} texts for {name}: expected at least 2, so that there is an error "
-                "over texts; without judge= half of the inputs are for it"
+                f"there are {n} texts for {name}: expected at least 2, from which an error over "
+                "texts is estimated; give more (without judge=, half of the inputs are for the "
+                "judgement)"
             )
     if judged is not None:
         return every, judged

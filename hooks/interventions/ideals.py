@@ -254,8 +254,9 @@ def _layers(
     if means is None:
         if needed:
             raise InfoFlowError(
-                f"the ideals {', '.join(map(repr, needed))} are means, and there are none: "
-                "expected means=, as run_probes(model, texts, [MeanPatternsProbe()]) gives them"
+                f"the ideals {', '.join(map(repr, needed))} need mean patterns, and none are "
+                "given: expected means=, as run_probes(model, texts, [MeanPatternsProbe()]) gives "
+                "them"
             )
         return [None] * plain.n_layers
     check_means(means, plain.pattern(0).shape[-1] if needed else 0, plain.n_layers)

@@ -52,15 +52,15 @@ def check_resume(resume: object, expected: Mapping[str, Any]) -> None:
     if not isinstance(resume, Mapping):
         raise InfoFlowError(
             f"resume is {brief(resume)}, of type {type(resume).__name__}: expected the Mapping "
-            "that a run before gave as it went on; leave resume out to measure anew"
+            "that a run before gave to after=; leave resume out to measure anew"
         )
     found = resume.get(_IDENTITY)
     before = found if isinstance(found, Mapping) else {}
     differs = [name for name in expected if not is_same(before.get(name), expected[name])]
     if HOOKS in differs and expected[HOOKS]:
         raise InfoFlowError(
-            "resume is given, and hooks of your own stand on the model, others than in the run "
-            "before: expected the same; take them off, or leave resume out to measure anew"
+            "resume is given, but the model has hooks of your own that it did not have in the run "
+            "before: expected the same hooks; take them off, or leave resume out to measure anew"
         )
     if differs:
         name = differs[0]
@@ -84,8 +84,8 @@ def _check_entries(resume: Mapping[str, Any]) -> None:
             continue
         if name not in resume:
             raise InfoFlowError(
-                f"resume lacks {name!r}: expected all that after was given; leave resume out to "
-                "measure anew"
+                f"resume lacks {name!r}: expected all entries that the run before gave to after=; "
+                "leave resume out to measure anew"
             )
         if _digest(resume[name]) != digests.get(name, ""):
             raise InfoFlowError(

@@ -97,9 +97,9 @@ def fill_table(mine: Table, others: Table) -> Table:
             place = rows[:, None].expand(values.shape)[known], columns.expand(values.shape)[known]
             if not target[place].isnan().all():
                 raise InfoFlowError(
-                    "two interventions have measured the same edits of sequences of the same "
-                    "numbers: expected other sequences, numbered from first_index= on, or other "
-                    "edits"
+                    "two interventions have measured the same edits on sequences with the same "
+                    "numbers, so they cannot be joined: expected different sequences, numbered "
+                    "from first_index= on, or different edits"
                 )
             target[place] = values[known]
         bare[rows], n_rows[rows], n_tokens[rows] = part.bare, part.n_rows, part.n_tokens
@@ -253,13 +253,13 @@ class Intervention(Probe[InterventionResult]):
         super().__post_init__()
         if not isinstance(self.readout, (Readout, NextTokenLoss, type(None))):
             raise InfoFlowError(
-                f"readout is {self.readout!r}: expected one such as LogitDifference(' Mary', "
+                f"readout is {self.readout!r}: expected a Readout such as LogitDifference(' Mary', "
                 "' John'), or None for a divergence"
             )
         if self.readout is not None and (self.metric, self.read) != (None, None):
             raise InfoFlowError(
-                f"metric {self.metric!r} and read {self.read!r} stand beside a readout, which is "
-                "asked in their place: expected one or the other"
+                f"metric {self.metric!r} and read {self.read!r} are given with a readout, which "
+                "replaces both: expected either a readout, or metric and read"
             )
 
     @abstractmethod

@@ -119,7 +119,7 @@ class EdgeBudgetResult(NextTokenResult):
     def edges_needed(
         self, share: Share = 0.9, *, draws: Count = 1000, seed: Seed = 0
     ) -> dict[str, EdgesNeeded]:
-        """The edges of a window from which on a method keeps a share of what attention is worth.
+        """Find how many edges of a window each method needs to keep a share of attention's worth.
 
         Between two budgets the share is taken to be linear in log(1 + edges); no edges and all are
         points of the curve, too. "chance" is the mean of its draws.
@@ -314,8 +314,8 @@ def measure_edge_budget(
     ]
     if not names:
         raise InfoFlowError(
-            f"methods are {methods!r} with draws = {draws}: expected one that chooses edges, or "
-            "draws of chance; leave methods out for all that the model can give"
+            f"methods are {methods!r} with draws = {draws}: expected a method that chooses edges, "
+            "or at least one draw of chance; leave methods out for all that the model can give"
         )
     settings = {
         "probe": "edge_budget",

@@ -49,7 +49,7 @@ Judge: TypeAlias = NextTokenLoss | Damage
 
 
 def methods_of(model: nn.Module) -> tuple[EdgeMethod, ...]:
-    """The methods that a model can give: without those by values where they do not add up."""
+    """List the methods that a model can give: without those by values where they do not add up."""
     try:
         needs_of_parts(model)
     except InfoFlowError:
@@ -250,7 +250,7 @@ class EdgeScores:
 
 
 def _size(gradient: Tensor | None, move: Tensor) -> Tensor:
-    """The size of gradient x move, which has the shape of a pattern without padding behind."""
+    """Return the size of gradient x move, shaped as a pattern without the padding at its end."""
     if gradient is None:
         return torch.zeros_like(move)
     n_query, n_key = move.shape[-2:]

@@ -130,7 +130,7 @@ class SufficiencyResult(NextTokenResult):
         return frame_of(columns, measured)
 
     def plot(self) -> "mpl.Figure":
-        """The loss by the share of heads that are replaced; one ideal for every head as points."""
+        """Draw the loss by the share of replaced heads; one ideal for all heads as points."""
         figure = mpl.Figure(figsize=(6, 3.5), layout="constrained")
         axes = figure.subplots()
         colours = {MECHANISMS: "#d55e00", MEAN: "#444444"}
@@ -238,7 +238,7 @@ def measure_sufficiency(
     if mechanisms.record.model_fingerprint != weights:
         raise InfoFlowError(
             f"mechanisms are of model {mechanisms.record.model_fingerprint}, this is {weights} "
-            "(other weights): expected the same; measure its mechanisms"
+            "(other weights): expected the same; measure the mechanisms of this model"
         )
     means = mechanisms.means()
     check_means(means, batches.longest or 0, layer_count(model))
@@ -256,7 +256,10 @@ def measure_sufficiency(
     single = [f"top {k}" for k in ks] + ["specific_position", "global", "own_position"]
     whole: dict[str, Mapping[Head, str]] = {EVERY + i: dict.fromkeys(heads, i) for i in single}
     if taken := set(others or ()) & {*dealt, *whole}:
-        raise InfoFlowError(f"others has {sorted(taken)}: expected names that are not taken")
+        raise InfoFlowError(
+            f"others has {sorted(taken)}, which are names of assignments that are measured in any "
+            "case: expected other names"
+        )
     whole |= others or {}
     counts = [max(1, round(share * len(heads))) for share in shares]
     names = (*dealt, *whole)

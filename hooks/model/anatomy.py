@@ -493,9 +493,9 @@ def _attentions_of(log: PassLog, given: list[Tensor], kind: str) -> list[Attenti
         return calls
     if log.calls:
         raise InfoFlowError(
-            f"{kind} takes softmaxes of [..., query, key] that no product reads so: expected a "
-            "pattern over all keys; its attention has a layout of its own (windows in chunks, "
-            "blocks) and cannot be shown"
+            f"{kind} takes softmaxes, but none is multiplied by values as a pattern [..., query, "
+            "key]: expected a pattern over all keys; attention with a layout of its own (windows "
+            "in chunks, blocks) cannot be shown"
         )
     raise InfoFlowError(
         f"no attention was seen in {kind}: expected a softmax over keys that a product reads, or "
@@ -577,8 +577,8 @@ def _block(log: PassLog, call: ModuleCall, known: list[AttentionCall]) -> Block:
         raise InfoFlowError(
             f"block {call.path} takes softmaxes of {seen[-2]} queries over {seen[-1]} keys where "
             f"its stream has {stream[0].shape[block.axes[1]]} positions: expected a pattern over "
-            "all of them; keys of its own, such as means of tokens or one of several streams, "
-            "cannot be shown"
+            "all of them; a block with keys of its own, such as means of tokens or one of several "
+            "streams, cannot be shown"
         )
     parts = ("attn_out", "mid", "mlp_out", "neurons")
     # a block of another mixer (convolution, state space) has the same states around that

@@ -245,7 +245,8 @@ def call(
                 raise
             raise InfoFlowError(
                 "weights of the model were made inside torch.inference_mode(), and a pass with "
-                "them has no derivatives: expected others; make or load the model outside of it"
+                "them has no derivatives: expected ordinary weights; make or load the model "
+                "outside of that block"
             ) from error
     return caught
 
@@ -422,8 +423,9 @@ def has_user_hooks(model: nn.Module) -> bool:
 
 
 def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Yield the hooks that no library below, nor this package, put on a model,
-    each with its module.
+    """Yield the user's own hooks on a model, each with its module.
+
+    Hooks that a library or this package has put there are left out.
     """
     for module in modules_of(model):
         raw = {**module._forward_hooks, **module._forward_pre_hooks}
@@ -516,7 +518,7 @@ def ignore_edit_warnings() -> Iterator[None]:
 
 @contextmanager
 def restore_module_tensors(model: nn.Module) -> Iterator[None]:
-    """Give modules the tensors back, after the block, that they keep between passes.
+    """Give modules back, after the block, the tensors that they keep between passes.
 
     Bridges keep the last pattern; one that is part of a derivative cannot be copied.
     """

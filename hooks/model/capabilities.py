@@ -405,8 +405,9 @@ def _pass(
     points: Iterable[str],
     edit: str | None = None,
 ) -> Caught:
-    """A pass with its output; with an edit, random numbers are added to an activation of a layer,
-    as large as it is.
+    """Run the model once and catch its activations and its output.
+
+    With an edit, random numbers as large as that activation of the first layer are added to it.
     """
     known = hook_points(model)
     layers = list(layers)

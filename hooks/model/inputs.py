@@ -101,9 +101,9 @@ class Batch:
         """
         if is_second_stack(model):
             raise InfoFlowError(
-                f"{kind_of(model)} is opened by its decoder, which reads "
-                "decoder_input_ids beside what the encoder reads: expected calls of your own "
-                "inside attach(model, probe), and probes that run nothing anew"
+                f"{kind_of(model)} was opened at its decoder, which reads decoder_input_ids beside "
+                "the encoder's inputs: call the model yourself inside attach(model, probe), with "
+                "probes that make no passes of their own"
             )
         device = device or next(model.parameters()).device
         more = {name: values.to(device) for name, values in self.columns.items()}
@@ -370,9 +370,9 @@ def check_accepts_padding(model: nn.Module, lengths: Int[Tensor, " batch"] | Non
     """
     if lengths is not None and not accepts_padding(model):
         raise InfoFlowError(
-            f"{kind_of(model)} shows something else where "
-            "a sequence is padded, also with an attention_mask: expected sequences without "
-            "padding; run those of one length together, or one by one (batch_size=1)"
+            f"{kind_of(model)} gives other activations for a padded sequence than for the sequence "
+            "alone, even with an attention_mask: expected sequences without padding; run those of "
+            "one length together, or one by one (batch_size=1)"
         )
 
 
@@ -433,8 +433,8 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
     cfg: Any = model.cfg
     if not cfg.d_vocab:
         raise InfoFlowError(
-            f"{kind_of(model)} has no vocabulary to draw token ids of: expected a model of ids; "
-            "one of anything else is measured in calls of your own, inside attach(model, probe)"
+            f"{kind_of(model)} has no vocabulary to draw token ids from: expected a model of token "
+            "ids; to measure another one, call it yourself inside attach(model, probe)"
         )
     length = min(max(16, local_window(model) + 2), _LONGEST_EXAMPLE, cfg.n_ctx)
     return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)
@@ -513,8 +513,8 @@ def read_inputs(
         )
     if attention_mask is not None:
         raise InfoFlowError(
-            f"{name} is a loader with an attention_mask beside it: expected each batch to bring "
-            "its own; let the loader give {'input_ids': ids, 'attention_mask': mask}"
+            f"{name} is a loader, and an attention_mask is given beside it: expected a mask in "
+            "each batch; let the loader give {'input_ids': ids, 'attention_mask': mask}"
         )
     return _LoadedBatches(reader, inputs)
 
@@ -548,8 +548,7 @@ class _Reader:
     def read(
         self, given: Any, mask: Any = None, first: int = 0, loader: Any = None
     ) -> Batches | None:
-        """Return sequences, checked, without padding; None for what holds no sequences,
-        as a loader.
+        """Return sequences, checked and without padding; None for a loader, which holds none.
 
         Args:
             given: what the user has, or what their loader gives.
@@ -571,8 +570,8 @@ class _Reader:
         given = _turn_columns(given, loader)
         if loader is None and holds_pairs([given]):
             raise InfoFlowError(
-                f"{self.name} is a tuple of two texts, a pair or two sequences: expected "
-                f"[(first, second)] for a pair, or [first, second]; {brief(given)} may be either"
+                f"{self.name} is {brief(given)}, a tuple of two texts, which may be a pair or two "
+                "sequences: expected [(first, second)] for a pair, [first, second] for sequences"
             )
         if holds_pairs(given):
             more = dict(tokenize_pairs(self.model, given, self.name, self.max_length))
@@ -658,7 +657,7 @@ class _Reader:
             raise InfoFlowError(
                 f"{self.name} has the columns {', '.join(names) or 'none'}, without "
                 f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token "
-                "ids; a model of anything else is measured in calls of your own, inside "
+                "ids; to measure a model that reads something else, call it yourself inside "
                 "attach(model, probe)"
             )
         more = [name for name in names if name == MASKS[0] or name in find_pass_columns(self.model)]
@@ -924,10 +923,10 @@ def _may_be_mask(other: Any, ids: Tensor) -> bool:
 
 
 def _as_tensors(given: Any, name: str) -> Any:
-    """Return arrays as tensors, also in lists; integers of every kind as int64,
-    which embeddings read.
+    """Return arrays as tensors, also those in lists.
 
-    Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
+    Integers of every kind become int64, which embeddings read. Arrays of texts or of rows, and
+    columns of pandas, become lists; tables of pandas become columns by name.
     """
     # a pandas table or column
     if hasattr(given, "iloc"):
@@ -1075,8 +1074,8 @@ def call_inputs(
         kwargs = {n[8:]: value for n, value in kwargs.items() if n.startswith("decoder_")}
         if not any(kwargs.get(name) is not None for name in names):
             raise InfoFlowError(
-                "the call has no decoder_input_ids, and probes are on the decoder, which makes "
-                "its inputs of other columns, then: expected decoder_input_ids"
+                "the call has no decoder_input_ids, so the decoder makes its inputs from other "
+                "columns, and probes on the decoder do not know its tokens: give decoder_input_ids"
             )
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = next(iter((*found, *args)), None)

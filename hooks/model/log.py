@@ -405,7 +405,7 @@ class StateFinder:
             if self._is_sum(later) and any(id(t) in same for t in later.inputs):
                 # with a second attention, the sum may be that of the other one
                 if n_attentions:
-                    why = "several attentions in this block: the next sum is that of another one"
+                    why = "several attentions in this block: the next sum belongs to another one"
                     self._lack("mlp_out", why=why)
                     return
                 block.mlp_out = Place("sum")
@@ -413,10 +413,10 @@ class StateFinder:
                 block.adds = share_memory(total, self._leaves)
                 self._find_neurons(next((t for t in later.inputs if id(t) not in same), None))
                 if not block.adds and not self._is_output(total):
-                    self._lack("adds", why="behind the sum with the MLP the block does more")
+                    self._lack("adds", why="after the sum with the MLP the block does more")
                     self._find_extra(later)
                 return
-        self._lack("mlp_out", why="no sum adds something to what is read behind attention")
+        self._lack("mlp_out", why="no sum adds anything to what is read after attention")
 
     def _find_extra(self, op: Operation) -> None:
         """Find a sum of what the MLP has left with a third sublayer's output (Gemma 4)."""

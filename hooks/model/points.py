@@ -366,8 +366,8 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str, *, any_length: boo
     elif inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.ndim != 2:
         raise InfoFlowError(
             f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, where token ids are read: "
-            "expected integers [batch, pos]; a model of anything else is measured in calls of your "
-            "own, inside attach(model, probe)"
+            "expected integers [batch, pos]; to measure a model that reads something else, call it "
+            "yourself inside attach(model, probe)"
         )
     else:
         refresh(model)  # its embeddings may have another size by now

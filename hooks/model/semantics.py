@@ -184,7 +184,7 @@ def _visible(model: nn.Module, length: int) -> tuple[Bool[Tensor, "query key"], 
     if len(seen) != layer_count(model):
         raise InfoFlowError(
             f"{len(seen)} attentions were seen in {type(model).__name__} of {layer_count(model)} "
-            f"layers, so which keys they close is not known: expected one a layer; "
+            f"layers, so it is not known which keys they hide: expected one attention a layer; "
             f"{INSTEAD_OF_A_BRIDGE}"
         )
     keys: list[Tensor] = []
@@ -226,8 +226,9 @@ def find_keys_in_use(
 
 
 def attention_hooks(model: nn.Module, layers: Sequence[int]) -> list[str]:
-    """Return the hook points that ranks of keys are read from: of each layer its scores,
-    or its pattern.
+    """Return the hook points that ranks of keys are read from, one for each layer.
+
+    It is the layer's scores where the model shows them, else its pattern.
 
     Raises:
         InfoFlowError: if a layer shows neither.

@@ -293,8 +293,9 @@ class SiteRun(Tap):
         # the stream is the first tensor [batch, pos, width]; without it no state can be shown
         if stream is None:
             raise InfoFlowError(
-                f"nothing of [batch, pos, width] enters block {self._index} in this call: expected "
-                "a call like that by which the model was opened; open it with such an example"
+                f"no tensor [batch, pos, width] enters block {self._index} in this call: expected "
+                "inputs like those with which the model was opened; open it again, with these as "
+                "its example"
             )
         self._shape, self.batch = stream.shape, stream.shape[block.axes[0]]
         new = self._show_state("hook_resid_pre", stream)
@@ -494,10 +495,10 @@ class SiteRun(Tap):
             InfoFlowError: for other heads, or scores of another product.
         """
         if scores.shape[1] not in (found.n_heads, 1):
-            raise self._misfit(f"has {scores.shape[1]} heads, and had {found.n_heads}")
+            raise self._misfit(f"has {scores.shape[1]} heads, and had {found.n_heads} then")
         product = found.product if found.how == "softmax" else -1
         if self._looks_at(n, "q", "k") and call.product != product:
-            raise self._misfit("makes its scores elsewhere, so that queries and keys are others")
+            raise self._misfit("makes its scores by another product than then")
 
     def _check_attentions(self) -> None:
         """Refuse a block whose attentions are others than those of the anatomy.
@@ -509,14 +510,14 @@ class SiteRun(Tap):
         asked = {n for n in range(len(block.attentions)) if self._looks_at(n)}
         if asked and self.n_attentions != block.n_attentions:
             words = f"has {self.n_attentions} softmaxes or fused attentions"
-            raise self._misfit(f"{words}, and had {block.n_attentions}")
+            raise self._misfit(f"{words}, and had {block.n_attentions} then")
         if asked - self._seen:
-            raise self._misfit("does not show its attention")
+            raise self._misfit("does not show its attention, and did so then")
 
     def _misfit(self, what: str) -> InfoFlowError:
         return InfoFlowError(
-            f"block {self._index} ({self._block.path}) {what} in the run by which the model was "
-            "opened: expected the same attention; open the model again, as it is now"
+            f"block {self._index} ({self._block.path}) is not as it was when the model was opened: "
+            f"it {what}; expected the same attention; open the model again, as it is now"
         )
 
 

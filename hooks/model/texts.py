@@ -221,9 +221,7 @@ def ids_of_texts(
 
 
 def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[int]]:
-    """Return ids of texts by one call of the tokenizer,
-    with TransformerLens's rules of BOS and EOS.
-    """
+    """Tokenize texts in one call of the tokenizer, by TransformerLens's rules of BOS and EOS."""
     tokenizer: Any = model.tokenizer
     cfg: Any = model.cfg
     wanted = not bare and getattr(cfg, "default_prepend_bos", True)
@@ -246,8 +244,10 @@ def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[i
 
 
 def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tuple[str, ...], ...]:
-    """The tokens of every sequence as one reads them: words of the model's tokenizer, with blanks
-    and line breaks that can be seen; else ids, and places where tokens are vectors.
+    """Return the tokens of every sequence as one reads them.
+
+    These are the words of the model's tokenizer, with blanks and line breaks made visible; token
+    ids for a model without a tokenizer; and positions where tokens are vectors.
     """
     tokenizer = getattr(model, "tokenizer", None)
     return tuple(

@@ -315,8 +315,7 @@ class Pass:
         return sum_over(values, self.is_real(first + values.shape[2])[:, first:], 2)
 
     def mean_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
-        """Return the mean over the real queries of each sequence, [batch, head, ...];
-        NaN without any.
+        """Return the mean over each sequence's real queries, [batch, head, ...]; NaN without any.
 
         Args:
             values: [batch, head, query, ...], such as a pattern; padding may hold anything.
@@ -469,8 +468,7 @@ class Pass:
     def _doubt(
         self, name: str, mask: Bool[Tensor, "batch pos"] | None, exactly: bool = False
     ) -> Float[Tensor, ""]:
-        """Return a number that is not finite where a number
-        of an activation at real positions is not.
+        """Return a number that is finite only if the activation is, at all real positions.
 
         Masked scores are -inf, so of scores it is the largest that must be finite. Of others it is
         the sum, which is quicker than a look at each and may overflow, or exactly the largest size.

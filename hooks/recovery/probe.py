@@ -485,7 +485,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         if self.sketch:
             notes.append(
                 f"targets were looked at in {self.sketch} random directions of {self.d_target}; "
-                "the standard errors of this stand in second_moment_sketch_error and "
+                "the standard errors that this adds are second_moment_sketch_error and "
                 "fvu_sketch_error"
             )
         if self.statistics[0][0].fit.n_classes:

@@ -290,7 +290,7 @@ class Parts:
     def shares(
         self,
     ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query"]]:
-        """Importances of every head's keys, and of what stood there before; they sum to 1."""
+        """Return the importance of every head's keys, and of the state before; they sum to 1."""
         near, itself = self.proximities(heads_apart=True)
         total = near.sum(dim=(1, 3)) + itself
         scale = torch.where(total > 0, total, 1)

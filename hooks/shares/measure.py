@@ -60,9 +60,11 @@ class Shares(Result):
 
     @property
     def distance(self) -> float:
-        """The readout minus the sum of all shares and constants: 0 but for rounding where sums and
-        norms alone stand behind what is written; else what a soft cap, an activation before the
-        logits or a part that is not shown does.
+        """The readout minus the sum of all shares and constants.
+
+        It is 0 up to rounding where only sums and norms follow what the layers write. Otherwise it
+        is the effect of a soft cap, of an activation before the logits, or of a part that the model
+        does not show.
         """
         return self.value - self.constants - float(self.values.sum())
 
@@ -96,9 +98,9 @@ class Shares(Result):
             return f"{sentence}; it is not linear, so these shares of its linear part do not add up"
         if abs(self.distance) > _SMALL * float(self.values.abs().sum()):
             sentence += (
-                f"; {self.distance:+.3g} is no share: more than sums and norms stands behind what "
-                "is written, such as a soft cap, an activation before the logits, or a part that "
-                "is not shown, and shares go through it"
+                f"; {self.distance:+.3g} is left over, as the model does more than sums and norms "
+                "with what is written: a soft cap, an activation before the logits, or a part "
+                "that is not shown"
             )
         return sentence
 

@@ -339,8 +339,8 @@ class HeldNorms(TorchFunctionMode):
             return self._normalise(name == "layer_norm", *args, **kwargs)
         if name == "group_norm":
             raise InfoFlowError(
-                "the model has a group norm, whose statistics cannot be held: expected layer norms "
-                "or RMS norms"
+                "the model has a group norm, whose statistics cannot be held fixed: expected layer "
+                "norms or RMS norms"
             )
         if name == "normalize":
             return self._divide_by_length(*args, **kwargs)
@@ -356,8 +356,9 @@ class HeldNorms(TorchFunctionMode):
             before = self._given[place] if place < len(self._given) else None
             if before is None or before.shape != held.shape:
                 raise InfoFlowError(
-                    "a second pass of the same model took other norms than the first: expected "
-                    "the same operations in each pass; take off hooks that change it"
+                    "a second pass of the same model computed other norms than the first: expected "
+                    "the same operations in each pass; take off hooks that change the model's "
+                    "passes"
                 )
             held = before
         self.statistics.append(held)

@@ -422,9 +422,9 @@ def _chosen(
     one, other = (place(key, len(row), "keys", "positions") for key in keys)
     unseen = [key for key in (one, other) if key not in open_]
     if unseen or one == other:
-        why = f"it does not see {unseen[0]}" if unseen else "they are one"
+        why = f"the query does not see key {unseen[0]}" if unseen else "they are the same key"
         raise InfoFlowError(
-            f"keys are {one} and {other} for the query at position {query}, and {why}: expected "
+            f"keys are {one} and {other} for the query at position {query}, but {why}: expected "
             f"two of {', '.join(map(str, open_[:20]))}{', ...' if len(open_) > 20 else ''}"
         )
     return one, other

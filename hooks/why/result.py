@@ -57,9 +57,11 @@ class Why(Result):
 
     @property
     def distance(self) -> float:
-        """The margin minus the pieces and what is added: 0 but for rounding where scores are sums
-        of products; else what the model does with these sums (a soft cap, say), or what parts of
-        layers before do that are not shown.
+        """The margin minus the pieces and what is added to scores.
+
+        It is 0 up to rounding where scores are sums of products. Otherwise it is what the model
+        does with these sums (a soft cap, say), or the effect of parts of earlier layers that the
+        model does not show.
         """
         return self.margin - self.added - float(self.pieces.sum())
 
@@ -75,7 +77,7 @@ class Why(Result):
         return LabelledArray(name, self.pieces.sum(dim=axis), (dim,), {dim: names})
 
     def table(self, by: str = "key") -> "pd.DataFrame":
-        """A row for each part, the largest first: its name, its value, its share of the margin.
+        """Return a row for each part, the largest first: its name, value, and share of the margin.
 
         Shares add up to 1 where the margin is all of parts: see `added` and `distance`.
 
@@ -120,8 +122,8 @@ class Why(Result):
             sentence += f"; the model itself adds {self.added:+.3g}, whatever the states are"
         if abs(self.distance) > _SMALL * float(self.pieces.abs().sum()):
             sentence += (
-                f"; {self.distance:+.3g} is no sum of products of these parts, as with a soft cap, "
-                "or a part of a layer before that is not shown"
+                f"; {self.distance:+.3g} is left over, which is no sum of products of these parts: "
+                "a soft cap, or a part of an earlier layer that is not shown"
             )
         return sentence
 

@@ -361,9 +361,9 @@ def _find_columns(text: Batches, instead: Batches | None) -> dict[str, Tensor]:
         if name in columns and name in others and columns[name].equal(others[name]):
             continue
         raise InfoFlowError(
-            f"text and instead have other {name}: expected the same, so that the two texts differ "
-            "in their tokens alone; change words into words of as many tokens, in each part of a "
-            "pair"
+            f"text and instead differ in {name}: expected the same of both, so that the two texts "
+            "differ in their tokens alone; change words into words of as many tokens, in each part "
+            "of a pair"
         )
     return columns
 
@@ -480,7 +480,7 @@ def _answers(
         if differ is None:
             raise InfoFlowError(
                 f"the answers {answer!r} and {against!r} do not differ in any token: expected two "
-                "answers of which none begins the other"
+                "answers of which neither is the beginning of the other"
             )
         prefix = rows[0][:differ]
         return rows[0][differ], rows[1][differ], prefix

@@ -41,7 +41,9 @@ def compare_flows(
     """
     for which, each in (("first", first), ("second", second)):
         if not isinstance(each, Flow):
-            raise InfoFlowError(f"{which} is a {type(each).__name__}: expected what flow() gave")
+            raise InfoFlowError(
+                f"{which} is a {type(each).__name__}: expected a Flow, as flow() returns it"
+            )
         if len(each.tokens) != 1:
             raise InfoFlowError(
                 f"{which} is a flow of {len(each.tokens)} inputs: expected one; call flow() for "
@@ -50,7 +52,8 @@ def compare_flows(
     if (first.rule, first.k) != (second.rule, second.k):
         raise InfoFlowError(
             f"the rules are {first.rule!r} with k={first.k} and {second.rule!r} with k={second.k}: "
-            "expected the same, as sets by different rules differ in any case"
+            "expected the same of both, as sets by different rules differ even for equal texts; "
+            "call flow() with one rule and one k"
         )
     names = names or _names(first, second)
     if names[0] == names[1]:  # records and columns are told apart by them
@@ -74,11 +77,11 @@ class FlowComparison(Pictured):
     aligned: tuple[tuple[int, int], ...]
 
     def to_frame(self) -> "pd.DataFrame":
-        """Return one row for each asked layer and position and each source that one of them has,
-        with `predicted`, `influence` and `share` of both, NaN where a side lacks the source.
+        """Return one row for each asked layer, position and source of either side.
 
-        States that stand for each other are in the same rows; positions are those of the first
-        side, `position_second` and `source_second` those of the second, -1 for none.
+        A row has `predicted`, `influence` and `share` of both sides, NaN where a side lacks the
+        source. States that stand for each other are in the same rows; positions are those of the
+        first side, `position_second` and `source_second` those of the second, -1 for none.
         """
         keys = ["layer", "position", "source"]
         one, other = (each.to_frame().drop(columns="input") for each in (self.first, self.second))
@@ -99,8 +102,10 @@ class FlowComparison(Pictured):
         return merged
 
     def choices(self) -> "pd.DataFrame":
-        """The heads whose first key at a position does not stand for the other side's: one row for
-        each, with both keys; -1 for none. Of layers that have as many heads on both sides.
+        """List the heads that choose different first keys on the two sides.
+
+        There is one row for each head and position whose key does not stand for the other side's,
+        with both keys, -1 for none. Only layers with equally many heads on both sides are compared.
         """
         counterpart = dict(self.aligned)
         rows = [
@@ -198,8 +203,10 @@ def align_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int,
 
 
 def _names(first: Flow, second: Flow) -> tuple[str, str]:
-    """Names of the two sides: their texts from shortly before the first difference; for equal texts
-    their models; for equal models "first" and "second".
+    """Name the two sides by what tells them apart.
+
+    These are their texts from shortly before the first difference; for equal texts their models;
+    for equal models "first" and "second".
     """
     if first.tokens != second.tokens:
         (one,), (other,) = first.tokens, second.tokens

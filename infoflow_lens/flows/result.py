@@ -107,8 +107,10 @@ class Flow(Pictured, Savable):
 
     @cached_property
     def graded(self) -> GradedSets:
-        """The strength with which each state may hold each token, by the product of the weights on
-        the best path through all heads' attention; without positions that no head passes on.
+        """The strength with which each state may hold each token, from 0 to 1.
+
+        It is the product of the attention weights on the best path through all heads. Positions
+        that were left out (`without`) are passed on by no head.
         """
         weights = [within_one(pattern) for pattern in self.attention.patterns]
         n_pos = weights[0].shape[-1]
@@ -132,8 +134,9 @@ class Flow(Pictured, Savable):
         return tuple(range(n_layers)) if self.influence is None else self.influence.layers
 
     def summary(self) -> str:
-        """Say in a sentence how far the sets explain what the asked states of the last layer, of
-        those that were asked for, depend on.
+        """Say in a sentence how far the sets explain what the asked states depend on.
+
+        It is about the last of the layers that were asked for.
         """
         found = self.explained
         if found is None:
@@ -157,8 +160,10 @@ class Flow(Pictured, Savable):
 
     @cached_property
     def explained(self) -> Explained | None:
-        """The share of the influence on the asked states of the last of their layers that lies
-        inside the sets, of the tokens that the model's mask lets them hold; None if not measured.
+        """The share of the influence on the asked states that lies inside their sets.
+
+        It is about the last of the layers that were asked for, and about the tokens that the
+        model's mask lets these states hold. None if influence was not measured.
         """
         if self.influence is None:
             return None
@@ -176,11 +181,11 @@ class Flow(Pictured, Savable):
 
     @cached_property
     def orders(self) -> dict[str, float]:
-        """The correlation of predicted orders of tokens with the measured one: Spearman, the mean
-        over the asked states of the last of their layers.
+        """The correlations (Spearman) of predicted orders of tokens with the measured one.
 
-        Candidates are the tokens that a state can see, but its own and those that were left out.
-        Empty if nothing was measured, or no state sees three of them.
+        They are means over the asked states of the last layer that was asked for. Candidates are
+        the tokens that a state can see, except its own and those that were left out. Empty if
+        nothing was measured, or if no state sees three candidates.
         """
         if self.influence is None:
             return {}
@@ -231,12 +236,13 @@ class Flow(Pictured, Savable):
         return tuple(found)
 
     def to_frame(self) -> "pd.DataFrame":
-        """Return one row for each input, asked state and source: whether the predicted set holds
-        the source, its influence, and its share of the influence of other tokens on that state, NaN
-        for the state's own and for tokens that were left out; shares of predicted tokens add up to
-        what lies inside.
+        """Return one row for each input, asked state and source.
 
-        Without influence, rows for all states and no columns of it.
+        It says whether the predicted set holds the source, its influence, and its share of the
+        influence of other tokens on that state: NaN for the state's own token and for tokens that
+        were left out. The shares of predicted tokens add up to the share inside the set.
+
+        If influence was not measured, there are rows for all states, without its columns.
         """
         measured = None if self.influence is None else self.influence.full()
         left_out, frames = self._find_non_candidates(), []
@@ -272,7 +278,7 @@ class Flow(Pictured, Savable):
     def plot(
         self, input: int = 0, position: int | None = None, layer: int | None = None
     ) -> "mpl.Figure":
-        """The paths to one state and the influence of every source on it, as a matplotlib figure.
+        """Draw the paths to one state, and every source's influence on it, as a matplotlib figure.
 
         Args:
             input: which input.
@@ -309,8 +315,8 @@ class Flow(Pictured, Savable):
             )
         if values["rule"] == "mechanisms" and None in (values["attended"], values["mechanisms"]):
             raise InfoFlowError(
-                "rule is 'mechanisms', and no mechanisms are there: expected them, and the "
-                "attended keys"
+                "rule is 'mechanisms', but mechanisms or attended is None: expected the mechanisms "
+                "and the attended keys"
             )
         threshold = convert(config.get("threshold"), Share, "threshold")
         without = convert(config.get("without"), tuple[int, ...], "without")

@@ -180,8 +180,8 @@ def check_enough(reference: Batches | None, rows: Sequence[Tensor]) -> None:
     if n < FEWEST:
         what = "given" if reference is None else "reference inputs"
         raise InfoFlowError(
-            f"rule is 'mechanisms' with {n} {what}: a head's mechanism shows over several inputs, "
-            f"as over one its mean pattern is its pattern; expected at least {FEWEST}; give "
+            f"rule is 'mechanisms' with {n} {what}: expected at least {FEWEST} inputs, as over one "
+            "input a head's mean pattern is the pattern itself, which hides its mechanism; give "
             "reference=[...], or rule=label_heads(...)"
         )
     # at positions that no reference input has, a head has no mean pattern
@@ -602,24 +602,26 @@ def _reasons(
     """Find why heads prefer their first keys; or say why that is not known."""
     n_heads = sum(layer.shape[1] for layer in chosen.positions)
     if n_heads * int(chosen.lengths.sum()) > _MOST_REASONS:
-        return None, ["the picture does not say why heads look there, as there are too many: why()"]
+        said = "the picture does not say why heads look where they look, as there are too many"
+        return None, [f"{said}: why() answers for one head and query"]
     try:
         return measure_why_all(host, inputs), []
     except InfoFlowError as error:
-        return None, [f"the picture does not say why heads look there: {error}"]
+        return None, [f"the picture does not say why heads look where they look: {error}"]
 
 
 def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
     """Say what a reader must know of positions that were not asked for."""
     if found is None:
         yield (
-            "influence was measured on the last position alone, as all take more than some "
-            "seconds: position='all' measures them"
+            "influence was measured on the last position alone, as all positions would take more "
+            "than some seconds: position='all' measures them"
         )
     elif found.relative_error is not None:
         yield (
             "influence on other positions is an estimate, with a relative error below "
-            f"{max(found.relative_error):.0%}: position='all' with influence='exact' is none"
+            f"{max(found.relative_error):.0%}: position='all' with influence='exact' measures it "
+            "exactly"
         )
 
 
@@ -639,7 +641,10 @@ def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str
         )
     if without:
         places = ", ".join(map(str, without))
-        notes.append(f"no head passes on position {places}, which is no candidate, as was asked")
+        notes.append(
+            f"position {places} is left out, as was asked: no head passes it on, and it is no "
+            "candidate"
+        )
     if loaded.tokenizer is None and not reads_vectors(loaded.model):
         notes.append("the model has no tokenizer, so that tokens are shown as ids")
     return tuple(dict.fromkeys(notes))

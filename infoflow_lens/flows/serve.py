@@ -170,7 +170,7 @@ class AnswerServer:
             # an error of ours: the page goes on, and the terminal has all of it
             else:
                 traceback.print_exc()
-                note = f"It ended in an error of ours ({type(error).__name__}), see the terminal."
+                note = f"An error of ours ended it ({type(error).__name__}): see the terminal."
         note = f"{note} Below is the earlier answer."
         return replace(form, note=note, waits=False, cut=()), before
 
@@ -220,11 +220,14 @@ class AnswerServer:
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self._token.encode()):
             return 403, "the token is missing: open the address that the command printed"
         if headers.get("Host") not in hosts:
-            return 403, f"another host is meant: expected {hosts[0]}"
+            return 403, f"the request names another host: expected {hosts[0]}"
         if headers.get("Origin", f"http://{headers['Host']}") != f"http://{headers['Host']}":
-            return 403, "the page of another origin asks: expected one of this server"
+            return (
+                403,
+                "the request comes from a page of another origin: expected one of ours",
+            )
         if not re.fullmatch("[0-9]{1,9}", number) or int(number) not in self._pages:
-            return 404, f"there is no such page, or no longer: the first is {self.address}"
+            return 404, f"this page does not exist, or no longer: begin again at {self.address}"
         return None
 
     def _handler(self) -> type:

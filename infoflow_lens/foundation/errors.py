@@ -48,7 +48,7 @@ def refuse_names(**present: str) -> Callable[[KindT], KindT]:
 
     def decorate(kind: KindT) -> KindT:
         own = vars(kind).get("__init_subclass__")
-        words = {old: f"{old} is gone since 0.4: expected {name}" for old, name in present.items()}
+        words = {old: f"{old} was removed in 0.4: expected {name}" for old, name in present.items()}
 
         def warn(below: type, /, **options: Any) -> None:
             above = super(cast(Any, kind), below)
@@ -56,7 +56,7 @@ def refuse_names(**present: str) -> Callable[[KindT], KindT]:
             inherited(**options)
             for earlier in words.keys() & vars(below).keys():
                 if not isinstance(vars(below)[earlier], _EarlierName):
-                    message = f"{below.__name__}.{earlier} is called by nobody: {kind.__name__}."
+                    message = f"{below.__name__}.{earlier} is never called: {kind.__name__}."
                     warnings.warn(message + words[earlier], InfoFlowWarning, stacklevel=2)
 
         for earlier, said in words.items():

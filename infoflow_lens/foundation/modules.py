@@ -116,7 +116,7 @@ def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """``model.modules()`` in another order, and several times as fast: every pass asks for it."""
+    """Yield ``model.modules()`` in another order, several times as fast: every pass asks for it."""
     seen, waiting = {model}, [model]
     while waiting:
         module = waiting.pop()

@@ -79,7 +79,7 @@ def hide_library_bars() -> Iterator[None]:
 
 
 def quiet_tqdm() -> Any:
-    """The bar of this place: tqdm warns where a notebook has no widgets, and falls back to text.
+    """Choose this place's bar: tqdm warns where a notebook has no widgets, and falls back to text.
 
     It does so once, when it is first imported.
     """

@@ -111,8 +111,9 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str | None:
 
 
 def hash_values(values: Any) -> str:
-    """SHA-256, as 16 hex digits, of JSON-compatible values; of other values the text of repr()
-    without memory addresses.
+    """Return the SHA-256 of JSON-compatible values, as 16 hex digits.
+
+    Other values count by the text of their repr(), without memory addresses.
     """
 
     def to_plain(value: Any) -> Any:

@@ -97,7 +97,7 @@ def read_state(path: Path, what: str, hint: str) -> Any:
 
 
 def state_to_bytes(value: Any) -> bytes:
-    """Nested tensors and plain values as bytes, for another process."""
+    """Turn nested tensors and plain values into bytes, for another process."""
     tensors, header = _pack_state(value)
     return bytes(to_bytes(tensors, metadata=header))
 

@@ -59,9 +59,9 @@ def find_base(folder: Path) -> Path:
     if other:
         said = ", ".join(f"{name} {config[name]!r:.40}" for name in other[:3])
         raise InfoFlowError(
-            f"{ADAPTER} in {str(folder)!r} says {said}: expected a LoRA without; load it yourself, "
-            f"and give PeftModel.from_pretrained(base, {str(folder)!r}), or merge the adapter into "
-            "its base (merge_and_unload) and save that"
+            f"{ADAPTER} in {str(folder)!r} says {said}: expected a LoRA without these settings; "
+            "load it yourself, and give PeftModel.from_pretrained(base, "
+            f"{str(folder)!r}), or merge the adapter into its base (merge_and_unload) and save that"
         )
     files = [folder / name for name in _WEIGHTS if (folder / name).exists()]
     if not files:
@@ -97,8 +97,9 @@ def _place_of_base(folder: Path, name: Any, revision: Any) -> Path:
             return Path(found).parent
     raise InfoFlowError(
         f"the base of the adapter in {str(folder)!r} is {name!r}, which is neither a folder here "
-        "nor in the cache of the hub, and a file has nothing fetched: expected a base that is "
-        "there; load it once by its name, or merge the adapter into it (merge_and_unload) and save"
+        "nor in the cache of the hub, and an adapter may not have it downloaded: expected a base "
+        "on this computer; load it once by its name, or merge the adapter into it "
+        "(merge_and_unload) and save"
     )
 
 

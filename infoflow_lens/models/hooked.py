@@ -70,7 +70,7 @@ class MixedHeadsCache(ActivationCache):
     """A cache of layers with different head counts: methods that assume one count are refused."""
 
     def stack_head_results(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+        """Refuse to stack heads' results, which takes one number of heads for all layers.
 
         Raises:
             InfoFlowError: always.
@@ -138,10 +138,22 @@ class HookedModel(_Base):
     What HookedTransformer offers beside loading and text works on it: run_with_cache,
     run_with_hooks, hooks, partial runs, stacked weights, the methods of ActivationCache, patching.
 
+    Options of the model are flags of `cfg`: ``use_attn_result``, ``use_split_qkv_input``,
+    ``use_attn_in`` and ``use_hook_mlp_in`` say which hook points fire (set each by its ``set_``
+    method), ``use_hook_tokens`` whether the input fires ``hook_tokens``, ``attn_only`` whether
+    blocks have no MLP, and ``normalization_type`` None whether there are no layer norms.
+
     Args:
         cfg: see :func:`make_config`.
-        embed: input to [batch, pos, d_model].
+        embed: a module from the input to [batch, pos, d_model].
         attention: an :class:`Attention` for each layer.
+
+    Attributes:
+        reads_vectors: whether the input is vector tokens, [batch, pos, d_token], and the output
+            is read at CLS; else the input is token ids, [batch, pos].
+        architecture: the sizes of the model, which save_model writes beside its weights.
+        tokenizer: None, as hosted models read no text.
+        blocks: the :class:`Block` of each layer.
     """
 
     reads_vectors = False  # else hook_tokens carries the input vectors, and CLS is read
@@ -194,12 +206,14 @@ class HookedModel(_Base):
             input: vector tokens [batch, pos, d_token]; or token ids [batch, pos], [pos] for one
                 sequence; with `start_at_layer`, the residual stream that enters that layer.
             return_type: "logits", or None for nothing.
-            start_at_layer: first layer to run, as in TransformerLens.
-            stop_at_layer: layer before which to stop; then the residual stream is returned.
+            start_at_layer: the first layer to run; None for all layers and the embedding.
+            stop_at_layer: the layer before which to stop, negative from the last backwards; then
+                the residual stream, [batch, pos, d_model], is returned.
             attention_mask: of token ids, 0 for padding, which is no key for any query; positions
                 count from the first token. With `start_at_layer`, give it again.
             past_kv_cache: None; earlier positions depend on later ones.
-            ignored: arguments of TransformerLens that are about text.
+            ignored: arguments of HookedTransformer that change nothing here: loss_per_token,
+                prepend_bos, padding_side, tokens, shortformer_pos_embed.
 
         Returns:
             For vector tokens the output read at CLS, [batch, d_output] (eq 2); for token ids the
@@ -250,7 +264,16 @@ class HookedModel(_Base):
     def embedded(
         self, x: Tensor, attention_mask: Tensor | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the residual stream that enters the first block."""
+        """Return the residual stream that enters the first block.
+
+        Args:
+            x: vector tokens [batch, pos, d_token]; or token ids [batch, pos], [pos] for one
+                sequence.
+            attention_mask: of token ids, [batch, pos], 0 for padding.
+
+        Raises:
+            InfoFlowError: for input of a wrong kind, shape or precision.
+        """
         if isinstance(x, Tensor) and x.ndim == 1 and not self.reads_vectors:
             x = x[None]
         self.check_input(x, attention_mask)
@@ -271,7 +294,14 @@ class HookedModel(_Base):
         stop: int | None = None,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the residual stream after the blocks from `start` up to, but not with, `stop`."""
+        """Return the residual stream after the blocks from `start` up to, but not with, `stop`.
+
+        Args:
+            residual: what enters block `start`.
+            start: the first block; None for 0.
+            stop: the block before which to stop, negative from the last backwards; None for all.
+            attention_mask: [batch, pos], 0 for padding, which is no key for any query.
+        """
         for block in list(self.blocks)[start:stop]:
             residual = block(residual, attention_mask)
         return residual
@@ -292,7 +322,15 @@ class HookedModel(_Base):
         remove_batch_dim: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run as TransformerLens does; layers of different head counts give a `MixedHeadsCache`."""
+        """Run as TransformerLens does, and return the output with a cache of activations.
+
+        Args:
+            model_args: the input, and what else :meth:`forward` takes by position.
+            return_cache_object: whether the cache is an ActivationCache, a `MixedHeadsCache` for
+                layers of different head counts; else it is a dict.
+            remove_batch_dim: whether activations of a batch of one sequence lose the first axis.
+            kwargs: names_filter and other options of TransformerLens; the rest goes to `forward`.
+        """
         # past HookedTransformer's own, which makes the same kind of cache for every model
         output, activations = HookedRootModule.run_with_cache(
             self, *model_args, remove_batch_dim=remove_batch_dim, **kwargs
@@ -316,6 +354,10 @@ class HookedModel(_Base):
     ) -> None:
         """Refuse hooks that would never fire.
 
+        Args:
+            hook_point_name: the hook point, whose flag in the config is asked.
+            hook_point, hook, dir, is_permanent, prepend: as HookedTransformer calls it; not read.
+
         Raises:
             InfoFlowError: for a hook point whose flag is not set.
         """
@@ -329,15 +371,15 @@ class HookedModel(_Base):
     # Device, precision, weights
 
     def to(self, *args: Any, print_details: bool = False, **kwargs: Any) -> Any:
-        """Move as ``nn.Module.to``; `print_details`, as of HookedTransformer, prints nothing."""
+        """Move as ``nn.Module.to``; `print_details` of HookedTransformer changes nothing."""
         return nn.Module.to(self, *args, **kwargs)
 
     def cuda(self, device: int | torch.device | None = None) -> Any:
-        """Move as ``nn.Module.cuda``."""
+        """Move to a GPU, as ``nn.Module.cuda``; None for the current one."""
         return nn.Module.cuda(self, device)
 
     def cpu(self) -> Any:
-        """Move as ``nn.Module.cpu``."""
+        """Move to the CPU, as ``nn.Module.cpu``."""
         return nn.Module.cpu(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,25 +390,33 @@ class HookedModel(_Base):
         return self
 
     def init_weights(self) -> None:
-        """Draw all weight matrices, in the order of the parameters; biases stay 0."""
+        """Draw all weight matrices by ``cfg.init_mode``, in parameters' order; biases stay 0.
+
+        ``cfg.initializer_range`` is the standard deviation for "gpt2", the gain for other modes.
+        """
         draw = _INITIALISATIONS[self.cfg.init_mode]
         for name, parameter in self.named_parameters():
             if "W_" in name:
                 draw(parameter, self.cfg.initializer_range)
 
     set_use_attn_result = _setter(
-        "use_attn_result", "Whether ``hook_result`` fires with what each head writes."
+        "use_attn_result",
+        "Set whether ``hook_result`` fires with what heads write, [batch, pos, head, d_model].",
     )
     set_use_split_qkv_input = _setter(
         "use_split_qkv_input",
-        "Whether queries, keys and values of each head have inputs of their own, with hooks.",
+        "Set whether queries, keys and values of each head have inputs of their own.\n\n"
+        "``hook_q_input``, ``hook_k_input`` and ``hook_v_input`` then fire with these, [batch, "
+        "pos, head, d_model].",
     )
     set_use_attn_in = _setter(
-        "use_attn_in", "Whether each head has an input of its own, with a hook."
+        "use_attn_in",
+        "Set whether each head has an input of its own.\n\n``hook_attn_in`` then fires with it, "
+        "[batch, pos, head, d_model]; with ``use_split_qkv_input`` its edits have no effect.",
     )
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Set whether ``hook_mlp_in`` fires.
+        """Set whether ``hook_mlp_in`` fires with what enters the MLP's norm, [batch, pos, d_model].
 
         Raises:
             InfoFlowError: for an attention-only model.
@@ -410,17 +460,17 @@ class HookedModel(_Base):
 
     @property
     def W_E_pos(self) -> Float[Tensor, "n d_model"]:
-        """Rows of W_E, then of W_pos."""
+        """Rows of W_E, then of W_pos, [d_vocab + n_ctx, d_model]; for vectors d_token + n_ctx."""
         return torch.cat([self.W_E, self.W_pos])
 
     @property
     def QK(self) -> FactoredMatrix:
-        """W_Q W_K^T of each layer and head."""
+        """W_Q W_K^T of each layer and head, in factors: [layer, head, d_model, d_model]."""
         return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
 
     @property
     def OV(self) -> FactoredMatrix:
-        """W_V W_O of each layer and head."""
+        """W_V W_O of each layer and head, in factors: [layer, head, d_model, d_model]."""
         return FactoredMatrix(self.W_V, self.W_O)
 
     def all_head_labels(self) -> list[str]:
@@ -435,7 +485,7 @@ class HookedModel(_Base):
     tokens_to_residual_directions = find_directions
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+        """Refuse texts, as the model has no tokenizer.
 
         Raises:
             InfoFlowError: always.
@@ -446,7 +496,7 @@ class HookedModel(_Base):
         )
 
     def to_single_token(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+        """Refuse a word, as the model has no tokenizer.
 
         Raises:
             InfoFlowError: always.

@@ -142,8 +142,8 @@ def load_any(
     """
     if backend == "bridge":
         raise InfoFlowError(
-            "backend is 'bridge', which is gone, as models are measured as transformers has them: "
-            "expected 'auto'; where you want a bridge, give one in memory, "
+            "backend is 'bridge', which was removed, as models are measured as transformers loads "
+            "them: expected 'auto'; to measure a bridge, give one in memory, "
             "TransformerBridge.boot_transformers(name)"
         )
     wanted_backend: Backend = check(backend, Backend, "backend")
@@ -204,8 +204,8 @@ def _load(
     # libraries read a folder of that name in the place of the hub
     if os.path.isdir(name) and "@" not in name:
         raise InfoFlowError(
-            f"hub:{name} is to come from the hub, and the libraries would read the folder "
-            f"{name!r}: run it from another folder, or give file:{name}"
+            f"hub:{name} names a model of the hub, but the libraries would read the folder "
+            f"{name!r} instead: run this from another folder, or give file:{name} for the folder"
         )
     if "@" in name:
         _refuse_backend(hooked, f"{name!r} names a revision")

@@ -507,8 +507,8 @@ class NamedModel(HookedRootModule):
         """
         if self.tokenizer is None:
             raise InfoFlowError(
-                f"the model has no tokenizer for {texts!r:.40}: expected one, or token ids; "
-                "open_model(model, tokenizer=...)"
+                f"the model has no tokenizer for {texts!r:.40}: expected token ids; or give a "
+                "tokenizer, open_model(model, tokenizer=...)"
             )
         many = [texts] if isinstance(texts, str) else list(texts)
         made = self.tokenizer(many, return_tensors="pt", padding=len(many) > 1, verbose=False)
@@ -549,7 +549,10 @@ class NamedModel(HookedRootModule):
             InfoFlowError: without a tokenizer.
         """
         if self.tokenizer is None:
-            raise InfoFlowError("the model has no tokenizer: expected one; open_model(model, ...)")
+            raise InfoFlowError(
+                "the model has no tokenizer to turn ids into text: give one, "
+                "open_model(model, tokenizer=...)"
+            )
         ids = torch.as_tensor(tokens)
         texts: list[str] = self.tokenizer.batch_decode(ids if ids.ndim > 1 else ids.reshape(1, -1))
         return texts if ids.ndim > 1 else texts[0]

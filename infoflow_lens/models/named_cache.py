@@ -252,6 +252,7 @@ class NamedCache(ActivationCache):
             more = f"; {lack[0]} is not shown: {lack[1]}" if lack else ""
             raise InfoFlowError(
                 f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} do not add up to "
-                f"{state} (off by {apart:.0%} of its size): expected a model whose parts do; here "
-                f"norms stand behind sums, parts are scaled, or a block adds more{more}"
+                f"{state} (off by {apart:.0%} of its size): expected a model whose states are sums "
+                "of their parts; in this one norms follow the sums, parts are scaled, or a block "
+                f"adds something else{more}"
             )

@@ -143,9 +143,9 @@ def config_of_gguf(path: Path) -> Any:
         ) from error
     if scaled:
         raise InfoFlowError(
-            f"{str(path)!r} scales rotary positions ({', '.join(scaled)}), and transformers reads "
-            "none of that, so that attention would be another: expected a file without, or the "
-            "folder of safetensors that it was made from"
+            f"{str(path)!r} scales rotary positions ({', '.join(scaled)}), which transformers does "
+            "not read from such a file, so that attention would be wrong: expected a file without "
+            "scaling, or the folder of safetensors that it was made from"
         )
     return config
 
@@ -329,7 +329,7 @@ def check_config(folder: Path, stored: Stored) -> None:
 
 @cache
 def _kinds_over_tokens() -> frozenset[str]:
-    """The kinds of models of which transformers has one with an output for tokens or a text."""
+    """List the kinds of models that transformers has with an output for tokens or a text."""
     from transformers.models.auto import modeling_auto
 
     heads = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION",
@@ -382,8 +382,8 @@ def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
     if isinstance(reads, type) and not isinstance(config, reads):
         raise InfoFlowError(
             f"config.json in {str(folder)!r} is of a {config.model_type}, and its architectures "
-            f"name {kind.__name__}, which reads another config and would take its own sizes: "
-            "expected a class of the same family; mend architectures"
+            f"name {kind.__name__}, which reads another kind of config and would take its own "
+            "sizes: expected a class of the same family; correct architectures in that file"
         )
     # made without memory, to compare its size with that of the file
     try:

@@ -155,9 +155,9 @@ def check_settings(
             raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
         if field in fixed.get(name, ()):
             raise InfoFlowError(
-                f"setting {name}.{field} is one that the comparison and the page of a run "
-                "build on: expected another; use the option of the whole run if there is one, "
-                f"or run_probes with a {able[0].__name__}"
+                f"setting {name}.{field} cannot be changed for one probe, as the comparison "
+                "and the page of a run rely on it: use the option of the whole run if there is "
+                f"one, or run_probes with a {able[0].__name__}"
             )
         refused = []
         for kind in able:
@@ -225,10 +225,10 @@ class ProbingConfig:
         "Column of texts or ids, or two of pairs, as premise,answer; default, found by its name.",
     ] = None
     n: Annotated[Count | None, "Largest number of sequences."] = None
-    max_length: Annotated[Count | None, "Cut sequences to so many tokens."] = None
+    max_length: Annotated[Count | None, "Cut sequences to this many tokens."] = None
     window: Annotated[
         Count | None,
-        "Join all texts and cut them into sequences of so many tokens; cut ids to that length.",
+        "Join all texts and cut them into sequences of this many tokens; cut ids to that length.",
     ] = None
     ranks: Annotated[Ranks, "Ranks of attended keys."] = (1, 2, 3, 4)
     without: Annotated[
@@ -244,9 +244,11 @@ class ProbingConfig:
     ] = 32
     sketch: Annotated[
         Index | None,
-        "Random directions that stand for recovery's targets; 0: exact; default by width.",
+        "Random directions in which recovery sees its targets; 0: exact; default by width.",
     ] = None
-    metric: Annotated[Metric | None, "Unit of the damage of labels; default by the output."] = None
+    metric: Annotated[
+        Metric | None, "How labels measure damage; default, kl for logits, nmse for vectors."
+    ] = None
     batch_size: Annotated[Count, "Sequences in a pass."] = 8
     shard: Annotated[
         Count,
@@ -281,8 +283,8 @@ class ProbingConfig:
         for name in self.probes or ():
             if name in GONE:
                 raise InfoFlowError(
-                    f"probes are {self.probes!r}, but {name!r} went with 0.4: expected "
-                    f"{GONE[name]!r}, which has its place"
+                    f"probes are {self.probes!r}, but {name!r} was removed in 0.4: expected "
+                    f"{GONE[name]!r} in its place"
                 )
             if name not in known:
                 raise InfoFlowError(

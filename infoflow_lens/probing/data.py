@@ -254,7 +254,7 @@ def _pieces(path: Path) -> Iterator[str]:
     if rest:
         yield rest
     if empty:
-        raise InfoFlowError(f"{str(path)!r} holds no text: expected some")
+        raise InfoFlowError(f"{str(path)!r} holds no text: expected a text that is not empty")
 
 
 def _parts(
@@ -651,8 +651,8 @@ def _from_hub(data: str) -> Any:
     if os.path.isdir(name) or name in _PACKAGED_DATASETS_MODULES:
         what = "the folder of that name" if os.path.isdir(name) else "all files of this folder"
         raise InfoFlowError(
-            f"{data!r} is to come from the hub, and the libraries would read {what}: give "
-            f"OWNER/NAME, run it from another folder, or give file:{name}"
+            f"{data!r} names a dataset of the hub, but the libraries would read {what} instead: "
+            f"give OWNER/NAME, run this from another folder, or give file:{name} for the folder"
         )
     try:
         return _without_media(datasets.load_dataset(name, config, split=split))

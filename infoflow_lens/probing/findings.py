@@ -130,9 +130,7 @@ class Findings:
 
     @property
     def last(self) -> dict[str, Explained]:
-        """The share of influence inside the sets of the last position in the last layer, by
-        rule.
-        """
+        """The share of influence inside the sets of the last position, last layer, by rule."""
         states = next((states for states, _ in self.explained), None)
         return {rule: found for (at, rule), found in self.explained.items() if at == states}
 

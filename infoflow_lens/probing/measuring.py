@@ -142,8 +142,8 @@ def _choose(
     if parts and not chosen:
         reasons = [lacking(name, part) for name, part in parts.items()]
         raise InfoFlowError(
-            f"nothing can be measured: {next(filter(None, reasons))}; expected a model and data of "
-            "which something can"
+            f"nothing can be measured: {next(filter(None, reasons))}; expected a model and data "
+            "for which at least one probe can run"
         )
     return chosen
 

@@ -100,8 +100,10 @@ def heads_table(result: Findings) -> Table | None:
 
 
 def examples(result: Findings) -> dict[str, list[list[float]]]:
-    """Find for each head, "layer.head", the queries of the shown sequences that attend most to one
-    key: (sequence, query, key, share of the weight), where keys are not the query itself."""
+    """Find the queries of the shown sequences that attend most to one key, by head "layer.head".
+
+    Each is (sequence, query, key, share of the weight), where the key is not the query itself.
+    """
     positions = result.found.get("influence_positions")
     if not isinstance(positions, PositionsResult) or not positions.concentration:
         return {}

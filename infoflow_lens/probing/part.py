@@ -109,7 +109,7 @@ class Part:
     kinds: ClassVar[Mapping[str, Sequence[type[Probe[Any]]]]] = {}
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Why this cannot be measured in a layer; empty if it can."""
+        """Say why this cannot be measured in a layer; empty if it can."""
         if layer.mixer:
             return f"it has no attention and runs {layer.mixer}"
         if lost := [point for point in self.edits if point not in layer.edits_reach]:

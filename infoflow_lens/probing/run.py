@@ -103,8 +103,7 @@ def run_identity(
 def sequences_identity(
     config: ProbingConfig, configuration: str, tokenizer: str | None
 ) -> dict[str, Any] | None:
-    """Return what tokenised sequences depend on, to know whether they can be reused; None if
-    unknown.
+    """Return what tokenised sequences depend on, which says when to reuse them; None if unknown.
 
     Args:
         config: the settings.

@@ -47,7 +47,7 @@ _LONG = 300.0  # seconds that must be left at that time
 
 @contextmanager
 def warn_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable[[int], None]]:
-    """After a minute of a block, say once how much time is left, if it is more than five minutes.
+    """Say once, after a minute of the block, how much time is left, if it is over five minutes.
 
     Args:
         say: called with the line, from another thread.
@@ -67,12 +67,12 @@ def warn_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable
     def warn() -> None:
         left = (time.monotonic() - begun) / done * (n - done) if done else None
         if left is None or left > _LONG:
-            how = "no batch of them has ended" if left is None else f"about {_duration(left)} left"
+            how = "no batch has ended" if left is None else f"about {_duration(left)} left"
             say(
                 f"{what}: {n} sequences of up to {longest} tokens, {how} after "
-                f"{_duration(_SOON)}; fewer (n, n_detail) or shorter ones (max_length) take less, "
-                "a smaller batch_size shows more often how far it is, and parts that are not named "
-                "in probes are left out"
+                f"{_duration(_SOON)}; fewer (n, n_detail) or shorter sequences (max_length) take "
+                "less time, a smaller batch_size shows progress more often, and probes= names the "
+                "parts to measure"
             )
 
     timer = threading.Timer(_SOON, warn)

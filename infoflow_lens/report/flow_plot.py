@@ -29,7 +29,7 @@ class StillPicture(mpl.Figure):
 
 
 def draw_flow(viewed: ViewedInput, rule: str, k: int, layer: int, position: int) -> mpl.Figure:
-    """States as a lattice, the paths by which tokens can reach one of them, and what they weigh.
+    """Draw states as a lattice, the paths by which tokens can reach one, and what they weigh.
 
     The strongest lines are drawn, the stronger the wider: a line has the strength of the best path
     through it, which is the product of the attention weights along it.
@@ -148,8 +148,10 @@ Segment = tuple[tuple[int, int], tuple[int, int]]
 def _paths(
     weights: list[Tensor], layer: int, position: int
 ) -> tuple[list[tuple[float, Segment]], list[Segment], set[tuple[int, int]]]:
-    """The strongest lines of heads towards a state with the strength of the best path through each,
-    the residual stream between them, and the nodes on both.
+    """Find the strongest lines of heads towards a state.
+
+    Returns these lines with the strength of the best path through each, the residual stream
+    between them, and the nodes on both.
     """
     n_pos = len(weights[0])
     # the strength of the best path from each state to the chosen one

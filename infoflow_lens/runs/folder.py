@@ -305,10 +305,10 @@ class RunFolder:
                 taken.append(target.name)
         if taken:
             raise InfoFlowError(
-                f"{str(self.path)!r} holds {', '.join(taken)}, which the run would write and which "
-                f"{MANIFEST}, where runs of this version name their files, does not name: expected "
-                "no files of others or of earlier versions there; move them away, or choose "
-                "another folder"
+                f"{str(self.path)!r} holds {', '.join(taken)}, which the run would overwrite, and "
+                f"which {MANIFEST}, the list of the run's own files, does not name: expected no "
+                "files of others or of earlier versions there; move them away, or choose another "
+                "folder"
             )
 
     # The manifest

@@ -497,7 +497,7 @@ def kth_largest_profile(depth: int) -> ComparisonProfile:
 
 
 def context_profile(name: str, block: int, query: int, dimension: int) -> ComparisonProfile:
-    """The profile of a query looked up among a context's pairs: a tuple for each pair [derived].
+    """Profile a query that is looked up among a context's pairs: a tuple for each pair [derived].
 
     Args:
         name: of the target.

@@ -106,8 +106,8 @@ class DigitCode:
     def __post_init__(self) -> None:
         if self.analog and self.n_coordinates <= self.n_latents:
             raise InfoFlowError(
-                f"{self.n_coordinates} coordinates fit in {self.n_latents} latents: expected more; "
-                "leave analog out"
+                f"{self.n_coordinates} coordinates fit in {self.n_latents} latents as they are: "
+                "expected more coordinates than latents; leave analog out"
             )
         if self.bits_per_latent > 24:
             raise InfoFlowError(
@@ -142,7 +142,7 @@ class DigitCode:
 
     @staticmethod
     def _bit_weights(bits: int, like: Tensor) -> Float[Tensor, "unit bit"]:
-        """Output weights that turn steps into bits: by how much a bit changes at each threshold."""
+        """Return output weights that turn steps into bits: each bit's change at every threshold."""
         numbers = torch.arange(2**bits, device=like.device)
         places = torch.arange(bits - 1, -1, -1, device=like.device)
         table = (numbers[:, None] >> places) & 1

@@ -111,7 +111,7 @@ def carry_over(documents: Sequence[Document], task: Any, shape: ModelShape) -> D
 
 
 def _longer(document: Document, n_tokens: int, shape: ModelShape) -> Iterator[Document]:
-    """A witness whose sequences become longer by copies of one token that it does not move."""
+    """Lengthen a witness's sequences by copies of one token that it does not move."""
     n, sequences = document["n_tokens"], ("input", "contexts")
     used = {*document.get("places", ()), *document.get("active", ())}
     used |= {place for row in document.get("tuples", ()) for place in row}

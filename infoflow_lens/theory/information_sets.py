@@ -230,7 +230,7 @@ def _sizes(
 def initial_sets(
     batch: int, n_pos: int, n_sources: int, device: torch.device | None = None
 ) -> Bool[Tensor, "batch pos source"]:
-    """I_t^(0): {t} for tokens [stated], empty for positions beyond them, CLS [derived, App. E]."""
+    """Make I_t^(0): {t} for tokens [stated], empty for CLS after them [derived, App. E]."""
     sets = torch.zeros(batch, n_pos, n_sources, dtype=torch.bool, device=device)
     tokens = torch.arange(n_sources, device=device)
     sets[:, tokens, tokens] = True

@@ -275,7 +275,10 @@ class Routed(Retrieval):
         """See :meth:`Job.check`."""
         super().check(n_components, for_tokens)
         if not for_tokens:
-            raise InfoFlowError("a routed job stands at CLS: expected it at tokens, whose queries")
+            raise InfoFlowError(
+                "a routed job stands at CLS: expected it at tokens, whose own content chooses the "
+                "role"
+            )
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
         """Return the best partner of each token, in the role that its own token takes."""
@@ -448,7 +451,9 @@ class Specific(FixedReads):
     def check(self, n_components: int, for_tokens: bool) -> None:
         """See :meth:`Job.check`."""
         if not for_tokens:
-            raise InfoFlowError("a layer gives CLS a fixed-position job: expected it at tokens")
+            raise InfoFlowError(
+                "a layer gives CLS a fixed-position job: expected such a job at tokens alone"
+            )
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
         """Return the blocks of a cover."""

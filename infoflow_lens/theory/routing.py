@@ -121,7 +121,7 @@ def measure_routing(
 
 
 def nmse_of(reached: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error over the variance of y, by the best affine function of what is reached."""
+    """Return the error over the variance of y of the best affine function of what is reached."""
     # [.., sequence, output]: without means, an affine fit has a slope alone
     reached = reached - reached.mean(dim=-2, keepdim=True)
     y = y - y.mean(dim=-2, keepdim=True)

@@ -125,7 +125,7 @@ class Samples:
         return None
 
     def largest_active(self) -> int:
-        """|I_F|: the most active tokens that an input was seen to have."""
+        """Return |I_F|: the most active tokens that an input was seen to have."""
         return int(self.task.active_index_set(self.sequences(_LOOKED_AT)).sum(dim=1).max())
 
     def component_values(self) -> Float[Tensor, "batch component"]:

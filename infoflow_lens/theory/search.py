@@ -526,7 +526,8 @@ def find(
     """
     if not components and not reads:
         raise InfoFlowError(
-            "the target retrieves no component and reads no position: expected something"
+            "the target retrieves no component and reads no position: expected at least one of "
+            "either"
         )
     if len(components) > _MOST_COMPONENTS:
         raise InfoFlowError(

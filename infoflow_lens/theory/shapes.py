@@ -173,7 +173,7 @@ def shape_of(model: Any) -> ModelShape:
     if _first(config, "layers") is not None:
         return _from_config(config, _name_of(config))
     raise InfoFlowError(
-        f"{type(model).__name__} tells no sizes of a Transformer: expected an Architecture, a "
+        f"{type(model).__name__} has no sizes of a Transformer: expected an Architecture, a "
         "config or model of TransformerLens or Hugging Face, or a folder with a config.json"
     )
 

@@ -44,7 +44,7 @@ class Plan:
     reads: tuple[Message, ...]
 
     def placements(self, n_heads: Sequence[int]) -> Iterator[Mapping[Message, int]]:
-        """Layers for all messages and reads that leave no layer with more than it has heads."""
+        """Find layers for all messages and reads in which none has more of them than heads."""
         last = len(n_heads) - 1
         left = {False: list(n_heads), True: list(n_heads)}
         at: dict[Message, int] = {}
@@ -71,7 +71,7 @@ class Plan:
 def plans(
     components: Sequence[Component], tokens: Float[Tensor, "sample d_token"]
 ) -> Iterator[Plan]:
-    """Plans for all components whose graphs are trees of two places or more, by choices of roots.
+    """Plan all components whose graphs are trees of two or more places, for each choice of roots.
 
     Args:
         components: what is retrieved.

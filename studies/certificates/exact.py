@@ -23,8 +23,7 @@ def exact_arithmetic() -> Any:
 
 
 def integer_kernel(matrix: Any, guess: NDArray[np.float64], positive: bool) -> list[int] | None:
-    """Return integers v near a multiple of `guess` with ``matrix v = 0``, exactly;
-    None if none is found.
+    """Return integers v near a multiple of `guess` with ``matrix v = 0`` exactly, or None.
 
     The unknowns that a pivoted Cholesky factorisation finds dependent keep their guess, in
     integers; the others follow from the normal equations, solved in rationals.

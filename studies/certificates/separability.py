@@ -144,7 +144,8 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
     # a DatasetDict has columns, too, but those of several datasets
     if isinstance(dataset, dict) and hasattr(dataset, "column_names"):
         raise InfoFlowError(
-            f"the dataset is a {type(dataset).__name__} of {list(dataset)}: expected one of them"
+            f"the dataset is a {type(dataset).__name__} of splits {list(dataset)}: expected one "
+            "split, such as dataset['train']"
         )
     if hasattr(dataset, "column_names") and not hasattr(dataset, "__len__"):
         raise InfoFlowError(

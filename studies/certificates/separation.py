@@ -221,8 +221,7 @@ class Multipliers:
 
 
 def _pair_matrix(problem: Problem, rows: Integers, columns: Integers) -> tuple[Any, Integers]:
-    """Return rows (e_y - e_c) x phi of pairs, sparse [pair, variable],
-    and the variables that occur.
+    """Return rows (e_y - e_c) x phi of pairs, sparse [pair, variable], and their variables.
 
     A variable is feature * n_classes + class.
     """
@@ -281,9 +280,7 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
 def _exact_multipliers(
     problem: Problem, rows: Integers, columns: Integers, guess: Floats
 ) -> Multipliers | None:
-    """Return integer multipliers on the support of a dual solution, checked;
-    None if none is found.
-    """
+    """Return checked integer multipliers on the support of a dual solution, or None."""
     # numbers near 0 may be noise of the solver, so several cuts are tried
     for threshold in (1e-9, 1e-7, 1e-5, 1e-3):
         kept = np.flatnonzero(guess > threshold * guess.max(initial=0))
@@ -327,9 +324,7 @@ def _sparser(problem: Problem, found: Multipliers, rows: Integers, columns: Inte
 
 
 def _class_order(problem: Problem, hinge: Floats) -> Integers:
-    """Return classes, most confused first: a pair,
-    then always the one most confused with those taken.
-    """
+    """Order classes: the most confused pair, then always the one most confused with those taken."""
     n = problem.n_classes
     chosen_by = sparse.csr_matrix(
         (np.ones(len(problem)), (problem.y, np.arange(len(problem)))), shape=(n, len(problem))

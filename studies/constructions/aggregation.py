@@ -48,7 +48,7 @@ def global_mean(task: GlobalMean) -> VectorTransformer:
 
 
 def _one_head(d: int, n_tokens: int, beta: float, positions: bool) -> VectorTransformer:
-    """A head that copies tokens to the last d coordinates, wherever it looks."""
+    """Make a head that copies tokens to the last d coordinates, wherever it looks."""
     model: Any = zero_model(
         Architecture(
             n_heads=(1,),

@@ -95,13 +95,13 @@ class Rows:
         return self.positions[-1]
 
     def units(self, rows: Sequence[int]) -> Float[Tensor, "d_model row"]:
-        """Unit vectors, a column for each of `rows`."""
+        """Return unit vectors, a column for each of `rows`."""
         units = torch.zeros(self.d_model, len(rows))
         units[list(rows), torch.arange(len(rows))] = 1
         return units
 
     def vector(self, rows: Sequence[int], values: Sequence[float]) -> Float[Tensor, "d_model 1"]:
-        """A column with `values` at `rows`; where a row comes twice, the sum."""
+        """Return a column with `values` at `rows`; where a row comes twice, their sum."""
         given = torch.tensor([*map(float, values)], dtype=torch.float64)
         column = torch.zeros(self.d_model, 1, dtype=torch.float64)
         column[:, 0].index_add_(0, torch.tensor(list(rows)), given)
@@ -136,14 +136,14 @@ class AttentionOnly:
     attention: AttentionKind = "relu"
 
     def columns(self, x: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch d_model pos"]:
-        """H^(0) of token ids (eq 3): one-hot token, one-hot position, zeros."""
+        """Return H^(0) of token ids (eq 3): one-hot token, one-hot position, zeros."""
         token = torch.nn.functional.one_hot(x, self.rows.d_vocab).to(self.classifier.dtype)
         position = torch.eye(self.rows.n_tokens).to(token).expand(len(x), -1, -1)
         padding = token.new_zeros(*x.shape, self.rows.padding)
         return torch.cat([token, position, padding], dim=-1).transpose(1, 2)
 
     def host(self) -> HookedModel:
-        """The same function as a hosted model, ``logits[:, -1]`` being the paper's o.
+        """Host the same function as a model whose ``logits[:, -1]`` is the paper's o.
 
         In float32, or in float64 where entries beyond 2^22 would be rounded. Layers with fewer
         heads than the largest have heads of zero weights on top, which move nothing: a
@@ -186,7 +186,7 @@ class AttentionOnly:
 def nearest_code_classifier(
     rows: Rows, codes: Float[Tensor, "label code"], at: Sequence[int]
 ) -> Float[Tensor, "label d_model"]:
-    """A classifier that finds the nearest of distinct codes: u.x - |u|^2 / 2.
+    """Make a classifier that finds the nearest of distinct codes: u.x - |u|^2 / 2.
 
     Exact for inputs that are codes, with margin |u - u'|^2 / 2. The bias sits on the position row
     of the response sign, which must be 1 there.

@@ -18,7 +18,7 @@ from infoflow_lens.theory.comparison import Component
 
 
 def _units(d: int, ffn: Product, eps: float) -> ProductUnits:
-    """The first layer's FFN: x.v of a state (x / 3, v, a, 1/2), within eps / 54."""
+    """Make the first layer's FFN: x.v of a state (x / 3, v, a, 1/2), within eps / 54."""
     places = torch.eye(2 * d + 2)
     return product_units(places[:, :d], places[:, d : 2 * d], ffn, eps / 54, radius=1 / 3)
 

@@ -57,7 +57,7 @@ def doubling_hops(hops: int) -> tuple[int, ...]:
 
 
 def _layout(task: NestedQA, blocks: int) -> tuple[Rows, list[torch.Tensor]]:
-    """Columns with padding in blocks of E rows; unit vectors of entities, then of blocks."""
+    """Lay out columns, padded, in blocks of E rows; unit vectors of entities, then of blocks."""
     n = task.n_entities
     rows = Rows(task.d_vocab, task.n_tokens, padding=blocks * n)
     starts = [0, *(rows.rest[i * n] for i in range(blocks))]

@@ -86,7 +86,7 @@ def constrained_attention(
 
 
 def _square(value: Any, name: str, n: int) -> Tensor:
-    """A tensor [n, n] of a tensor, an array or nested lists.
+    """Turn a tensor, an array or nested lists into a tensor [n, n].
 
     Raises:
         InfoFlowError: for what is none, or another shape.
@@ -121,5 +121,5 @@ def match_head(
 
 
 def _blind(task: TemplateMatching, rows: Rows) -> Float[Tensor, "label d_model"]:
-    """A classifier that has nothing to read."""
+    """Make a classifier that has nothing to read."""
     return nearest_code_classifier(rows, torch.zeros(task.n_labels, 1), [rows.last_position])

@@ -44,7 +44,7 @@ def product_units(
     eps: float = 0.0,
     radius: float = 1.0,
 ) -> ProductUnits:
-    """Units for sum_i (x_i . state) (y_i . state).
+    """Make units for sum_i (x_i . state) (y_i . state).
 
     "exact" takes the squares themselves, 2 units a coordinate. "tanh" takes z^2 from the second
     difference [tanh(b + h z) + tanh(b - h z) - 2 tanh(b)] / (h^2 tanh''(b)) at the b of largest

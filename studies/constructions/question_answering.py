@@ -30,7 +30,7 @@ def _copy_within_pairs(task: InContextQA) -> Float[Tensor, "source destination"]
 
 
 def _copy_then_match(task: InContextQA, beta: float) -> tuple[Rows, tuple[tuple[Head, ...], ...]]:
-    """The two layers of Theorem 3, scores multiplied by beta."""
+    """Make the two layers of Theorem 3, with scores multiplied by beta."""
     rows = Rows(task.d_vocab, task.n_tokens)
     everything = rows.units(range(rows.d_model))
     key, query = rows.score_positions(beta * _copy_within_pairs(task))

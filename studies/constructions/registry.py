@@ -66,12 +66,12 @@ def construction(source: str) -> Callable[[BuilderT], BuilderT]:
 
 
 def list_constructions() -> tuple[str, ...]:
-    """The names that :func:`build_construction` knows."""
+    """List the names that :func:`build_construction` knows."""
     return tuple(CONSTRUCTIONS)
 
 
 def build_construction(name: str, **parameters: Any) -> tuple[HookedModel, Task]:
-    """Weights set by hand, hosted, and the task that they solve.
+    """Build a hosted model with weights set by hand, and the task that it solves.
 
     Models over vector tokens answer as ``model(x)`` [batch, d_output]; models over token ids give
     logits [batch, pos, label], to be read at the last position, ``model(x)[:, -1]``. What a

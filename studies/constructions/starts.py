@@ -21,7 +21,7 @@ from infoflow_lens.tasks import Task
 def perturbed_construction(
     name: str, scale: NonNegative, seed: Seed = 0, **parameters: Any
 ) -> tuple[TokenTransformer, Task]:
-    """A construction over token ids, moved away from its weights, and its task.
+    """Build a construction over token ids, away from its weights, and its task.
 
     Every weight of the attention layers and of the classifier gets Gaussian noise of deviation
     `scale`, heads of zeros included, and can be trained; the one-hot embeddings are fixed.
@@ -93,7 +93,7 @@ def with_scores_of(
 
 
 def _copy_scores(attention: Any, constructed: Any) -> None:
-    """Query and key matrices with the same products W_Q W_K^T."""
+    """Make query and key matrices with the same products W_Q W_K^T."""
     d_head = attention.W_Q.shape[2]
     whole = not attention.W_K.requires_grad  # W_K is the identity, and W_Q holds W_QK^T
     if not whole and constructed.W_Q.shape[2] > d_head:

@@ -25,7 +25,7 @@ ContextForm = Literal["corrected", "printed"]
 
 
 def _same_class(task: TemplateMatching) -> Float[Tensor, "template pos pos"]:
-    """1 where two positions of a template have the same wildcard."""
+    """Return 1 where two positions of a template have the same wildcard."""
     patterns = torch.tensor(task.patterns)
     return (patterns[:, :, None] == patterns[:, None]).double()
 
@@ -221,7 +221,7 @@ def in_context_template_matching(
 
 
 def _copy_and_compare(task: InContextTemplateMatching) -> Float[Tensor, "source destination"]:
-    """Layer 2: answers to their block and to the sign, the query's words to every block's."""
+    """Make layer 2: answers to their block and to the sign, the query's words to every block's."""
     step, n = task.length + 2, task.n_tokens
     query = task.n_pairs * step
     alpha = torch.zeros(n, n)

@@ -41,7 +41,7 @@ def best_tree(
     matrices |= {(j, i): a.T for (i, j), a in matrices.items()}
 
     def order(place: int, parent: int | None) -> tuple[int, list[tuple[int, int, int]]]:
-        """The height of a place, and (height, place, parent) of those below it."""
+        """Return the height of a place, and (height, place, parent) of those below it."""
         below = [order(child, place) for child in graph.neighbours(place) if child != parent]
         height = max([1 + high for high, _ in below], default=0)
         own = [] if parent is None else [(height, place, parent)]
@@ -72,7 +72,7 @@ def best_tree(
     state, identity = torch.eye(result + 1), torch.eye(d)
 
     def messages(place: int, parent: int | None) -> list[int]:
-        """The coordinates that add up to the messages that a candidate for a place holds."""
+        """Return the coordinates that add up to the messages that a candidate for a place holds."""
         held = [places[child] + d for child in graph.neighbours(place) if child != parent]
         return [coordinate for first in held for coordinate in (first, first + 1)]
 

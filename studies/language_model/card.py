@@ -44,8 +44,7 @@ def read_models(folder: Path) -> dict[str, Any]:
 
 
 def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return models side by side, and the n-grams that count the same tokens,
-    as a table in Markdown.
+    """Compare models, and n-grams that count the same tokens, in a table in Markdown.
 
     Args:
         measured: by the model's name, what training wrote to measured.json; of the same text and

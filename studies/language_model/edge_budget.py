@@ -44,9 +44,7 @@ class EdgeBudget(LanguageModelStudy):
         return [{"n_context": min(self.longest(moment), self.lengths[preset])}]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Return rows of the curves, and of the edges that each method needs,
-        of one state and of all.
-        """
+        """Return rows of the curves and of the edges that methods need, of one state and of all."""
         model = load_snapshot(self.source_of(settings), device)
         n = settings["n_windows"]
         # mean patterns of the judged windows would know them

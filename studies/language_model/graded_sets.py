@@ -338,9 +338,7 @@ def _group_methods(rows: "pd.DataFrame") -> "list[tuple[Any, pd.DataFrame]]":
 
 
 def _choosing(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Return the rows that choose: graded sets in the last layer of trained models,
-    on the other text.
-    """
+    """Return the rows that choose: graded sets of trained models' last layer, on the other text."""
     rows = last_layer(final(results))
     rows = rows[(rows["on"] == "validation") & rows["method"].isin(list(_VARIANTS))]
     # a run of the random model alone still has to choose by something
@@ -515,9 +513,7 @@ def _has_mlp(model: nn.Module) -> bool:
 
 
 def _random(length: int, seed: int) -> nn.Module:
-    """Return a model of GPT-2's depth and heads, narrower,
-    with weights that keep lengths as they are.
-    """
+    """Return a narrower model with GPT-2's depth and heads, whose weights keep lengths."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     width = _SHAPE["n_embd"]

@@ -383,16 +383,18 @@ class _Circuit:
         return found
 
     def costs(self) -> dict[str, float]:
-        """The rise of the loss without the previous-token head, and without all induction heads, in
-        nats a token.
+        """Return how much the loss rises, in nats a token, without heads of the circuit.
+
+        These are the previous-token head, and all induction heads together.
         """
         jointly = float(self.together["induction_ablated"] - self.loss)
         alone = math.nan if self.previous is None else float(self.rises()[self.previous])
         return {_label(self.previous): alone, f"{len(self.induction)} induction heads": jointly}
 
     def lead(self) -> dict[str, float]:
-        """Return how much more the loss rises without a head of the circuit than without any
-        other head of its layer, in nats a token.
+        """Return by how many nats a token each head of the circuit leads the rest of its layer.
+
+        That is how much more the loss rises without it than without any other head.
         """
         rises, circuit = self.rises(), (self.previous, *self.induction)
         layers = rises.index.get_level_values("layer")

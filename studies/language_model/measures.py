@@ -79,8 +79,7 @@ def prefix_matching(
 def previous_token(
     pattern: Float[Tensor, "layer batch head query key"],
 ) -> Float[Tensor, "layer head"]:
-    """Return attention from a token to the one before it,
-    the mean over queries from the third token on.
+    """Return the mean attention from a token to the one before it, from the third token on.
 
     The second token is left out: before it stands <|endoftext|>, on which heads rest.
     """

@@ -52,8 +52,9 @@ class Reasons(OnRepeats):
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each part of the keys of each induction head; one without any, for a model
-        that has no induction head.
+        """Return a row for each part of the keys of each induction head.
+
+        A model without induction heads gives one row without a head.
         """
         source = self.source_of(settings)
         model = load_snapshot(source, device)
@@ -133,8 +134,9 @@ class Reasons(OnRepeats):
         )  # fmt: skip
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Rows with another earlier head in place of the previous-token head, or of the untrained
-        model.
+        """Return rows with another earlier head in the previous-token head's place.
+
+        The second control has the untrained model in place of the trained one.
         """
         other = results.copy()
         for _, own in groups(other[other["kind"] == TRAINED], ("model", "layer", "head", "seed")):
@@ -171,9 +173,7 @@ def _collect(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Num
 
 
 def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Return the cells of each induction head; for a model without one,
-    its largest prefix matching.
-    """
+    """Return the cells of each induction head; without one, the largest prefix matching."""
     lines = []
     for (model, step), rows in groups(results, ("model", "step")):
         found = [

@@ -236,9 +236,7 @@ class Roles(BesideUntrained):
         )  # fmt: skip
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Return rows with random directions for the first ones,
-        or untrained heads for trained ones.
-        """
+        """Return rows with random directions for the first, or untrained heads for trained ones."""
         own = results["kind"] == TRAINED
         first = results[~(own & (results["of"] == "first"))]
         drawn = results[own & (results["of"] == "random")].assign(of="first")

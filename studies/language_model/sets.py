@@ -118,9 +118,7 @@ class Sets(LanguageModelStudy):
         return rows
 
     def _windows(self, settings: Settings, seed: int, device: str) -> tuple[nn.Module, Tensor]:
-        """Return the model, and its windows: measured ones, donors of tokens,
-        and those for mechanisms.
-        """
+        """Return the model and its windows: measured, donors of tokens, and for mechanisms."""
         n = settings["n_windows"] + _DONORS + _CHOOSING
         if settings["weights"] == _CIRCUIT:
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
@@ -270,9 +268,7 @@ def _select(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _cell(rows: "pd.DataFrame") -> str | None:
-    """Return AUROC with its interval, influence inside,
-    and whether the sets are ahead by the rule.
-    """
+    """Return AUROC with its interval, influence inside, and whether the sets are ahead."""
     row: Any = rows.iloc[0]
     half = (row["auroc_high"] - row["auroc_low"]) / 2
     if math.isnan(row["auroc"]):

@@ -172,9 +172,7 @@ class Softness(BesideUntrained):
         ]
 
     def control_results(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Return rows with the first tempered head, or the untrained model,
-        in place of trained heads.
-        """
+        """Return rows with the first tempered head, or the untrained model, for trained heads."""
         drawn = results.assign(
             fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]
         )

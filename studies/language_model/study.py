@@ -170,9 +170,7 @@ class BesideUntrained(LanguageModelStudy):
     """A study that looks at the last snapshot of a model with random weights, too."""
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Return the rows of the snapshot;
-        for the last one those of the untrained model beside them.
-        """
+        """Return the rows of the snapshot; for the last one, also those of the untrained model."""
         source = self.source_of(settings)
         rows = self.measure_model(load_snapshot(source, device), settings, seed, TRAINED)
         if settings["final"]:
@@ -249,8 +247,7 @@ def last_layer(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def least_within(curve: "pd.DataFrame", by: str, tolerance: float) -> int | None:
-    """Return the least value of a column from which on the mean rise
-    of the loss is within a tolerance.
+    """Return the least value of a column from which on the mean rise of the loss is tolerated.
 
     None if there is no such value.
 

@@ -193,9 +193,7 @@ def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
 
 
 def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") -> Numbers:
-    """Return the least number over assignments, the random deals where none is named;
-    NaN without any.
-    """
+    """Return the least number over the named assignments, else over random deals; NaN if none."""
     rows = select_rows("kind", "assignment", results)
 
     def least(own: "pd.DataFrame") -> float:

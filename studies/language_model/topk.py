@@ -44,7 +44,7 @@ class TopK(LanguageModelStudy):
     }
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
-        """Double lengths up to the model's context; shorter and longest alone before the end."""
+        """List doubling lengths up to the model's context; before the end only both extremes."""
         longest = self.longest(moment)
         lengths = [t for t in self.lengths[preset] if t <= longest]
         # over training the ends of the range show whether k grows, at a third of the cost

@@ -46,5 +46,5 @@ def find_study(name: str) -> Study:
         InfoFlowError: for an unknown name, with the nearest known one.
     """
     if name not in STUDIES:
-        raise InfoFlowError(f"there is no experiment {name!r}{nearest(name, STUDIES)}")
+        raise InfoFlowError(f"there is no study {name!r}{nearest(name, STUDIES)}")
     return STUDIES[name]

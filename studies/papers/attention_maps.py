@@ -115,9 +115,7 @@ class AttentionMaps(tokens.TokenStudy):
         ]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Return a row for each operation and model, for each head,
-        and for each cell of two mean maps.
-        """
+        """Return rows for operations and models, for heads, and for cells of two mean maps."""
         run = tokens.train_run(self.name, settings, seed, device)
         about: Row = {"test_accuracy": evaluate_labels(run.model, (run.x, run.y)).accuracy}
         models: dict[str, TokenTransformer] = {

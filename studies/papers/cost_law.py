@@ -138,17 +138,16 @@ class CostLaw(Study):
         ]
 
     def memory(self, settings: Settings) -> int:
-        """Return bytes of the tokens in three copies and of the widest layer
-        where it is evaluated.
-        """
+        """Return the bytes of three copies of the tokens and of the widest layer's values."""
         rows = settings.get("n_train", 0) + _VALIDATION
         widest = max(_ENCODER, settings.get("units", 1) * settings["d_model"])
         numbers = 2 * settings["size"] * settings["d_token"]
         return 4 * (3 * rows * numbers + 2 * _VALIDATION * widest)
 
     def judges(self, settings: Settings) -> bool:
-        """Say whether the rule judges: it is about codes;
-        single decoders and Transformers are reported.
+        """Say whether the rule judges these settings.
+
+        It is about codes; numbers of single decoders and Transformers are only reported.
         """
         return settings["model"] in (_CODE, _TRAINED)
 

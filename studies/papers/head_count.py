@@ -197,9 +197,7 @@ class HeadCount(TrainedStudy):
 
 
 def _preset_of(table: str, length: int) -> str:
-    """Return the preset that runs the published cells of a table at a length,
-    by how long they take.
-    """
+    """Return the preset that runs a table's published cells of a length, by how long they take."""
     two_layers = table == "5"
     if two_layers and length == 128:
         return "largest"

@@ -342,9 +342,7 @@ def _owes(rows: "pd.DataFrame") -> bool:
 
 
 def _fewer(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
-    """Return the runs of each model with fewer heads than D in the first layer,
-    beside those of (D, D).
-    """
+    """Return the runs of each model with fewer first-layer heads than D, beside those of (D, D)."""
     runs = compare_with_enough(results, _CELL)
     fewer = groups(runs[~has_enough_heads(runs)], _CELL)
     return [(f"D = {d}, {kind}, {heads_shown(heads)}", rows) for (d, kind, heads), rows in fewer]
@@ -371,9 +369,7 @@ def roles(rows: "pd.DataFrame") -> int:
 
 
 def _floors(results: "pd.DataFrame", kind: str) -> "pd.DataFrame":
-    """Return the runs of a kind of matrices, (D, D) first;
-    with a floor where there are fewer heads.
-    """
+    """Return the runs of a kind of matrices, (D, D) first; fewer heads have a floor."""
     runs = runs_of(results[results["matrices"] == kind])
     # a floor of 0 has no place on a logarithmic axis
     floors = runs["floor"].clip(lower=1e-7).mask(has_enough_heads(runs))

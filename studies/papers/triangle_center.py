@@ -209,9 +209,7 @@ class TriangleCenterStudy(FreshStudy):
 
 
 def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
-    """Return the target over triples, or a control of the same tokens,
-    whose norms are clamped alike.
-    """
+    """Return the target over triples, or a control whose tokens have norms clamped alike."""
     triples = TriangleCenter(n_tokens=n_tokens, d_token=d_token)
     if target == _TRIPLES:
         return triples

@@ -125,9 +125,7 @@ class VaryingDepth(tokens.TokenStudy):
         )
 
     def plots(self) -> FigureSpec:
-        """Return accuracy and loss over epochs from the paper's start plus noise,
-        a line for each seed.
-        """
+        """Plot accuracy and loss over epochs from the paper's start plus noise, a line a seed."""
 
         def curves(what: str) -> list[Curves]:
             """Return curves, solid for validation and dotted for training."""

@@ -125,8 +125,9 @@ class VaryingHeads(tokens.TokenStudy):
         """Give epochs to .95 over the rate, and over the rate per head, a column for each task."""
 
         def curves(rate: str) -> list[Curves]:
-            """Return curves: solid, heads averaged; dotted, heads summed,
-            which each have the whole rate.
+            """Return curves of heads that are averaged (solid) and summed (dotted).
+
+            Each summed head has the whole rate.
             """
             return [
                 Curves(
@@ -220,9 +221,7 @@ _CELL = ("start", "task", "heads")
 
 
 def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Return a row for each run, with epochs to .95,
-    and its rate for each of the heads of a layer.
-    """
+    """Return a row for each run, with its epochs to .95 and its learning rate for each head."""
     runs = tokens.last_epochs(results).set_index("run", drop=False)
     averaged = runs["start"].isin(_AVERAGED)
     most = runs["heads"].map(lambda heads: max(map(int, str(heads).split())))
@@ -298,9 +297,7 @@ def _more_heads(results: "pd.DataFrame") -> Numbers:
 def _like_one_head(
     results: "pd.DataFrame", number: Callable[[float, "pd.DataFrame"], float]
 ) -> Numbers:
-    """Return a number of every model with the epochs of one head a layer, and its runs;
-    NaN without.
-    """
+    """Return a number of each model from the epochs of one head a layer and its runs, else NaN."""
     found = {}
     for task in dict.fromkeys(results["task"]):
         if task in (_MEMORY, _CONTEXTUAL):

@@ -64,10 +64,10 @@ def test_its_example(shown, monkeypatch):
     half = attention.mean(1) / 2 + torch.eye(len(ids[0])) / 2
     rollout, layer_1 = (half[1] @ half[0])[STATE], attention[1, :, STATE].amax(0)
     assert f"{share[held].sum():.0%} of the influence of other tokens lies inside" in OF_STATES
-    assert f"a random set of the same size would hold {n / STATE:.0%}, the tokens" in OF_STATES
+    assert f"A random set of the same size would hold {n / STATE:.0%}; as many tokens" in OF_STATES
     found = {f"{first(scores):.0%}" for scores in (rollout, layer_1, influence)}
     assert len(found) == 1
-    assert f"ranks first {found.pop()}, as much as any set of that size" in OF_STATES
+    assert f"ranks first hold {found.pop()}, the most that a set of that size can hold" in OF_STATES
     assert round(float(attention[1, :, STATE, PAREN].max()), 2) == 0.05
     assert round(float(attention[0, :, NAME, PAREN].max()), 2) == 0.99
     assert "(at most .05 of a head's attention)" in OF_STATES

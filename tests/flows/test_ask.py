@@ -149,9 +149,9 @@ def test_a_pair_of_texts_is_one_question():
         assert ask(model, text, instead=other, **given, quick=True).value == found.value
     likely = ask(model, pair, quick=True, progress=False)
     assert likely.guess == f"class {int(logits[0].argmax())}"
-    with pytest.raises(InfoFlowError, match="text and instead have other token_type_ids: expected"):
+    with pytest.raises(InfoFlowError, match="text and instead differ in token_type_ids: expected"):
         ask(model, pair, instead=("w5", "w6 w9 w8"), **given)
-    with pytest.raises(InfoFlowError, match="instead have other token_type_ids"):
+    with pytest.raises(InfoFlowError, match="instead differ in token_type_ids"):
         ask(model, pair, instead=made[1]["input_ids"][0], **given)
     with pytest.raises(
         InfoFlowError,
@@ -332,12 +332,12 @@ def test_the_folder_of_another_run_is_left_as_it_is(folder, tmp_path):
         ({"answer": "w9 w10", "against": "w9"}, "do not differ in any token"),
         ({"answer": ""}, "expected a word"),
         ({"instead": "w5 w6"}, "have 6 and 2 tokens"),
-        ({"instead": TEXT}, "the two texts are one"),
+        ({"instead": TEXT}, "the two texts have the same tokens"),
         ({"text": ""}, "text"),
         ({"answer": -9}, "the answer is -9: expected an id from 0 on"),
         ({"answer": 9, "against": 2300}, "expected ids from 0 to 49"),
         ({"batch_size": 0}, "batch_size"),
-        ({"readout": "w9"}, r"readout is 'w9': expected one such as LogitDifference\("),
+        ({"readout": "w9"}, r"readout is 'w9': expected a Readout such as LogitDifference\("),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused(folder, given, match):

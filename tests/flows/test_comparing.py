@@ -125,7 +125,7 @@ def test_what_cannot_stand_side_by_side_is_refused(model):
     top = quick(model, IDS, rule="top_k", k=2)
     with pytest.raises(InfoFlowError, match="'top_k' with k=2: expected the same"):
         compare_flows(one, top)
-    with pytest.raises(InfoFlowError, match="second is a str: expected what flow"):
+    with pytest.raises(InfoFlowError, match="second is a str: expected a Flow, as flow"):
         compare_flows(one, "no flow")
 
 

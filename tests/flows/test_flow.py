@@ -148,7 +148,9 @@ def test_rules(host):
     assert top.sets.members.equal(propagate(chosen.positions).members)
     assert (next(iter(top.view.rules)), top.view.k) == ("top_k", 2)
     (note,) = quick(host, TEXT, without=(0,)).notes
-    assert note == "no head passes on position 0, which is no candidate, as was asked"
+    assert (
+        note == "position 0 is left out, as was asked: no head passes it on, and it is no candidate"
+    )
     kept = quick(host, TEXT, without=(0,)).sets.members
     assert not kept[:, 0, 1:, 0].any()
 
@@ -444,7 +446,7 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         ({"rule": "argmx"}, "rule is 'argmx': expected one of max_position, top_k, mechanisms"),
         ({"influence": "exakt"}, "influence is 'exakt'.* did you mean 'exact'"),
         ({"rule": "top_k", "k": 9}, "k is 9: expected 1 to 7"),
-        ({"rule": "mechanisms"}, "over one its mean pattern is its pattern; expected at least 8"),
+        ({"rule": "mechanisms"}, "expected at least 8 inputs, as over one"),
         ({"rule": "mechanisms", "reference": ["w5"] * 8}, "have at most 2 tokens, the text 7"),
         ({"threshold": 0}, "threshold is 0: expected"),
         ({"n_directions": 1}, "n_directions is 1: expected an integer of at least 2"),

@@ -105,5 +105,5 @@ def test_models_are_named_by_the_same_grammar(here):
     with pytest.raises(InfoFlowError, match=r"the folder 'gpt2' is no model"):
         load_any("gpt2")
     assert read_shape("hub:gpt2").n_layers == 12
-    with pytest.raises(InfoFlowError, match=r"is to come from the hub, and .* the folder 'gpt2'"):
+    with pytest.raises(InfoFlowError, match=r"names a model of the hub, but .* the folder 'gpt2'"):
         load_any("hub:gpt2")

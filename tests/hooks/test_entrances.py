@@ -446,5 +446,5 @@ def test_weights_that_were_made_in_inference_mode_are_refused_where_derivatives_
         lambda: ask(model, ids, 7, 3, other, quick=True, progress=False),
         lambda: flow(model, ids, progress=False),
     ):
-        with pytest.raises(InfoFlowError, match="make or load the model outside of it"):
+        with pytest.raises(InfoFlowError, match="make or load the model outside of that block"):
             measure()

@@ -119,7 +119,7 @@ def test_a_previous_token_head_is_position_like_and_a_matching_head_is_not():
 
 def test_a_summary_needs_rank_1_and_a_query(model, inputs):
     (result,) = run_probes(model, inputs, [PositionsProbe((2,))], progress=False)
-    with pytest.raises(InfoFlowError, match="without 1"):
+    with pytest.raises(InfoFlowError, match="expected rank 1 among them"):
         result.summary()
     with pytest.raises(InfoFlowError, match="skip is 8"):
         result.summary(skip=8)

@@ -310,7 +310,7 @@ def test_names_that_every_probe_has_are_refused():
 
 
 def test_settings_that_no_record_would_know_are_refused(model):
-    with pytest.raises(InfoFlowError, match="Mine writes __init__"):
+    with pytest.raises(InfoFlowError, match="Mine defines __init__"):
         type("Mine", (PreviousToken,), {"__init__": lambda self, share: None})
     mine = type("Mine", (PreviousToken,), {"__annotations__": {"thing": object}})
     with pytest.raises(InfoFlowError, match="a setting is"):
@@ -338,7 +338,7 @@ def test_check_probe_takes_what_is_right(token_model, texts, model, inputs):
         (MeanOfMeans, "one token among others turns value into NaN"),
         (ChangesWhatIsKept, "asked for again"),
         (CountsALittle, "may count passes"),
-        (SometimesMore, "more is an array of one of them alone"),
+        (SometimesMore, "only one of the two results has the array more"),
         (Fails, "a text of one token alone ends in ZeroDivisionError"),
     ],
 )

@@ -63,7 +63,7 @@ def test_layers_without_attention_have_no_heads():
 def test_shares_and_chance_are_those_of_the_plain_model(name, relation):
     expected = by_hand(name, CASES[relation])
     if not expected:  # a decoder sees nothing that comes later
-        with pytest.raises(InfoFlowError, match="no query sees a key that is meant"):
+        with pytest.raises(InfoFlowError, match="no query sees both a key that relation"):
             find_heads(zoo.build(name), TEXTS, relation, progress=False)
         return
     found = find_heads(zoo.build(name), TEXTS, relation, progress=False)

@@ -833,7 +833,7 @@ def test_entries_that_size_nothing_may_be_large(tmp_path):
 def test_a_class_that_reads_another_config_is_refused_before_it_is_made(name, tmp_path):
     """It would take the sizes of its own default, which are those of a large model."""
     folder = with_config(zoo.save("gpt2", tmp_path / "gpt2"), architectures=[name])
-    with pytest.raises(InfoFlowError, match=f"name {name}, which reads another config"):
+    with pytest.raises(InfoFlowError, match=f"name {name}, which reads another kind of config"):
         load_any(folder)
 
 

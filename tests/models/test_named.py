@@ -458,7 +458,7 @@ def test_a_call_whose_attentions_do_not_fit_is_refused():
     model.model.layers[1].self_attn = Repeat(model.model.layers[1].self_attn)
     named.run_with_cache(IDS, use_cache=False)
     model.model.layers[1].self_attn.n = 2
-    with pytest.raises(InfoFlowError, match=r"block 1 .* has 2 softmaxes .*, and had 1 in the run"):
+    with pytest.raises(InfoFlowError, match=r"block 1 .* has 2 softmaxes .*, and had 1 then"):
         named.run_with_cache(IDS, use_cache=False)
     other = ["blocks.0.attn.hook_pattern"]  # of a block that fits
     named.run_with_cache(IDS, use_cache=False, names_filter=other)
@@ -601,7 +601,7 @@ def test_probes_on_a_decoder_read_its_own_tokens_and_mask(kind):
     attached = attach(decoder, PatternsProbe())
     with pytest.raises(InfoFlowError, match="the call has no decoder_input_ids"), attached:
         decoder(input_ids=IDS)
-    needs_own_call = "expected calls of your own inside attach"
+    needs_own_call = "call the model yourself inside attach"
     with pytest.raises(InfoFlowError, match=needs_own_call):
         run_probes(decoder, IDS, [PatternsProbe()], progress=False)
     # what runs the model anew
@@ -628,7 +628,7 @@ def test_an_encoder_whose_decoder_does_not_run_is_to_be_given_alone():
     needed = "expected decoder_input_ids beside the ids; or the encoder alone"
     with pytest.raises(InfoFlowError, match=needed):
         ask(open_model(model, stack="encoder"), IDS[0], 5, 7, progress=False)
-    with pytest.raises(InfoFlowError, match="expected calls of your own inside attach"):
+    with pytest.raises(InfoFlowError, match="call the model yourself inside attach"):
         ask(open_model(model, stack="decoder"), IDS[0], 5, 7, progress=False)
 
 
@@ -801,7 +801,7 @@ def test_what_is_no_model_of_ids_says_so():
     with pytest.raises(InfoFlowError, match="ViTModel has no vocabulary"):
         inspect_model(named)
     for given in (pixels, {"pixel_values": pixels}):
-        with pytest.raises(InfoFlowError, match="calls of your own, inside attach"):
+        with pytest.raises(InfoFlowError, match="call it yourself inside attach"):
             run_probes(named, given, [PatternsProbe()], progress=False)
 
 

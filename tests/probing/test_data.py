@@ -390,7 +390,7 @@ def test_what_is_said_to_be_on_the_hub_is_not_read_from_here(name, tmp_path, mon
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / name / "mine.csv").write_text("text\nw4 w5\n")
     for data in (f"hub:{name}", f"{name}:train"):
-        with pytest.raises(InfoFlowError, match=r"is to come from the hub, and .* would read"):
+        with pytest.raises(InfoFlowError, match=r"names a dataset of the hub, but .* would read"):
             read_texts(data)
 
 

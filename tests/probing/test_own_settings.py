@@ -73,7 +73,7 @@ def test_every_field_of_every_probe_can_be_set(make, token_inputs):
         ("recovery.ridg=gcv", "recovery has no setting 'ridg'.*did you mean 'ridge'"),
         ("recovery.ridge=-1", "recovery: ridge is -1"),
         ("recovery.maps=1", "recovery: maps is 1: expected True or False"),
-        ("positions.ranks=[1]", "positions.ranks is one that the comparison .* with a Positions"),
+        ("positions.ranks=[1]", "positions.ranks cannot be changed .* with a Positions"),
         ("recvery.ridge=gcv", "no probe of this run.*did you mean 'recovery'"),
         ("recovery.target=identity recovery.vocabulary=[9999]", "vocabulary holds 9999"),
         ("recovery.ridge=1 recovery.ridge=gcv", "recovery.ridge is given twice"),
@@ -137,7 +137,7 @@ def test_influence_is_measured_at_any_positions(kind, folder, ids, tmp_path):
 
 def test_what_the_comparison_builds_on_stays(folder, ids):
     for field, value in (("layers", "[1, 0]"), ("source_layer", "1")):
-        with pytest.raises(InfoFlowError, match=f"influence.{field} is one that the comparison"):
+        with pytest.raises(InfoFlowError, match=f"influence.{field} cannot be changed for"):
             probe(
                 folder, ids, probes=("influence",), setting=(f"influence.{field}={value}",),
                 progress=False,

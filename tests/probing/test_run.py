@@ -261,7 +261,7 @@ def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, confi
 
 @pytest.mark.parametrize("name", ["mechanisms", "sufficiency"])
 def test_parts_that_are_gone_are_refused_with_the_new_name(config, name):
-    with pytest.raises(InfoFlowError, match=f"'{name}' went with 0.4: expected 'labels'"):
+    with pytest.raises(InfoFlowError, match=f"'{name}' was removed in 0.4: expected 'labels'"):
         replace(config, probes=("positions", name))
 
 

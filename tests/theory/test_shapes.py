@@ -126,7 +126,7 @@ def test_one_table_of_what_a_configuration_can_learn():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (torch.nn.Linear(2, 2), "tells no sizes"),
+        (torch.nn.Linear(2, 2), "has no sizes"),
         ("no/such/folder", "there is no file"),
         ({"num_hidden_layers": 2}, "no heads and no width"),
         (Architecture((1,), 8, 2, 4, attention="relu"), "attention is 'relu'"),

@@ -934,7 +934,7 @@ def test_heads_look_from_where_a_classifier_and_an_embedding_are_read(kind):
     found = measure_answer(open_model(plain), clean, other, read, progress=False)
     if kind == "mean":
         assert not len(found.looks)
-        assert "reads 6 positions: it is not said where heads look" in " ".join(found.notes)
+        assert "reads 6 positions: where heads look is not shown" in " ".join(found.notes)
         return
     assert found.read_at == 0
     plain.set_attn_implementation("eager")
@@ -1208,7 +1208,7 @@ def test_blocks_that_have_positions_first_have_no_paths():
     ("change", "match"),
     [
         (lambda clean, other: (clean, other[:-1]), "have 6 and 5 tokens: expected as many"),
-        (lambda clean, other: (clean, clean.clone()), "the two texts are one"),
+        (lambda clean, other: (clean, clean.clone()), "the two texts have the same tokens"),
     ],
 )
 def test_texts_that_cannot_be_compared_are_refused(change, match):
@@ -1298,7 +1298,9 @@ def test_several_writers_have_a_verb_in_the_plural(reader, kind, one, two):
 def test_a_readout_that_is_no_number_is_refused_at_once():
     """It gave a whole answer of NaN, without a word."""
     nothing = FunctionOfOutput(lambda output: logits_of(output)[:, -1, 0] * math.nan)
-    with pytest.raises(InfoFlowError, match="the readout is nan in this text: expected a number"):
+    with pytest.raises(
+        InfoFlowError, match="readout is nan in this text: expected a finite number"
+    ):
         measured(nothing)
 
 

@@ -470,7 +470,7 @@ def test_means_that_do_not_fit_are_refused():
     (short,) = run_probes(model, tokens[:, :4], [MeanPatternsProbe()], progress=False)
     cases = [
         (HeadIdeals(short), "means are of at most 4 positions, and a sequence has 6"),
-        (HeadIdeals(), "'ablated', 'position', 'offset' are means, and there are none"),
+        (HeadIdeals(), "'ablated', 'position', 'offset' need mean patterns, and none are given"),
         (HeadIdeals(ideals=("own",), heads=((0, 9),)), "there is no head 9 in layer 0"),
         (AllHeads(None, {"x": {(3, 0): "own"}}), "there is no head 0 in layer 3"),
     ]
@@ -624,7 +624,7 @@ def test_the_same_numbers_of_sequences_are_refused_by_a_merge():
 
 
 def test_a_metric_beside_a_readout_is_refused():
-    with pytest.raises(InfoFlowError, match="stand beside a readout"):
+    with pytest.raises(InfoFlowError, match="are given with a readout"):
         LooksAtFirst(readout=LogitDifference(3, 5), metric="kl")
 
 

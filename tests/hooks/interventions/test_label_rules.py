@@ -141,9 +141,9 @@ def test_keys_of_longer_texts_and_in_the_other_order_are_refused(circuit):
     with pytest.raises(InfoFlowError, match="at most 8 positions, these sequences have 9"):
         short.rules(attended, positions)
     twice = [torch.cat([keys, keys], dim=1) for keys in attended.positions]  # another model's
-    with pytest.raises(InfoFlowError, match=r"attended keys of \[2, 2\]: expected those of one m"):
+    with pytest.raises(InfoFlowError, match=r"keys of layers with \[2, 2\]: expected both"):
         found.rules(twice, positions)
-    with pytest.raises(InfoFlowError, match=r"chosen keys of .*: expected those of one model"):
+    with pytest.raises(InfoFlowError, match=r"chosen keys of .*: expected both of one model"):
         found.rules(attended, positions.positions[:1])
 
 

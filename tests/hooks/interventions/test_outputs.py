@@ -89,7 +89,7 @@ def test_outputs_that_are_no_distribution_are_compared_as_vectors(kind):
     with pytest.raises(InfoFlowError, match=message):
         measure(plain, readout=LogProbability(0))
     if kind == "one number":
-        with pytest.raises(InfoFlowError, match="one number, and so its own mean"):
+        with pytest.raises(InfoFlowError, match="one number, which minus the mean"):
             measure(plain, readout=LogitDifference(0))
 
 
@@ -142,7 +142,7 @@ def test_why_an_answer_begins_at_a_place():
     assert heads["1.1"] == pytest.approx(
         float(edited[3] - edited[5] - one[3] + one[5]), rel=1e-3, abs=1e-6
     )
-    with pytest.raises(InfoFlowError, match="places of the text apart"):
+    with pytest.raises(InfoFlowError, match="are positions of the text"):
         ask(plain, text, "Paris", progress=False)
 
 

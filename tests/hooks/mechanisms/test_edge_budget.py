@@ -431,8 +431,8 @@ def test_models_whose_rows_or_norms_are_others(name):
         ({"budgets": (1.5,)}, "expected whole numbers of edges"),
         ({"read": (-1,)}, "position -1: expected one with a next token .*use metric 'kl'"),
         ({"methods": ("flow",)}, "methods"),
-        ({"methods": ()}, "expected one that chooses edges, or draws of chance"),
-        ({"methods": ("chance",), "draws": 0}, "expected one that chooses edges, or draws"),
+        ({"methods": ()}, "expected a method that chooses edges, or at least"),
+        ({"methods": ("chance",), "draws": 0}, "expected a method that chooses edges, or at"),
     ],
 )
 def test_what_makes_no_sense_is_refused(model, tokens, options, message):

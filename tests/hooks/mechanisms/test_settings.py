@@ -194,7 +194,7 @@ def test_what_another_run_has_measured_is_refused(name, token_model, token_input
     with pytest.raises(InfoFlowError, match="resume is of another run"):
         measure(model, mine, *more, **settings, resume={"bare": expected.bare}, progress=False)
     model.add_hook("blocks.0.hook_resid_pre", lambda activation, hook: activation * 2)
-    with pytest.raises(InfoFlowError, match="hooks of your own stand on the model"):
+    with pytest.raises(InfoFlowError, match="the model has hooks of your own"):
         measure(model, mine, *more, **settings, resume=kept[-1], progress=False)
     model.reset_hooks()
     first = next(model.parameters())
@@ -244,7 +244,7 @@ def test_a_resume_that_lacks_what_is_kept_together_is_refused(missing, token_mod
     label_heads(token_model, inputs, batch_size=2, after=kept.append, progress=False)
     whole = next(state for state in kept if missing in state)
     part = {name: value for name, value in whole.items() if name != missing}
-    with pytest.raises(InfoFlowError, match=f"resume lacks '{missing}': expected all that after"):
+    with pytest.raises(InfoFlowError, match=f"resume lacks '{missing}': expected all entries"):
         label_heads(token_model, inputs, batch_size=2, resume=part, progress=False)
 
 

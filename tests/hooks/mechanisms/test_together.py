@@ -156,7 +156,7 @@ def test_other_assignments_and_heads_that_they_leave_alone(model, tokens, mechan
         expected = plain_loss(model, tokens[6:])
     torch.testing.assert_close(rows["one"], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rows["none"], found.bare, rtol=1e-6, atol=1e-6)
-    with pytest.raises(InfoFlowError, match="names that are not taken"):
+    with pytest.raises(InfoFlowError, match="expected other names"):
         measure_sufficiency(model, tokens, mechanisms, others={MEAN: {}}, progress=False)
 
 

@@ -247,7 +247,7 @@ def test_what_cannot_be_shown_is_refused_before_the_first_forward(model_of):
 
 
 def test_what_shows_no_attention_is_refused_with_the_reason():
-    refused(families.build("longformer"), "takes softmaxes .* that no product reads so")
+    refused(families.build("longformer"), "takes softmaxes, but none is multiplied by values")
     refused(families.build("fnet"), "no attention was seen in FNetForMaskedLM")
     refused(families.build("gpt2"), "does not run on an example with src", {"src": torch.ones(2)})
 

@@ -115,7 +115,7 @@ def test_hooks_of_other_code_are_others(model):
         model.add_hook("blocks.0.hook_resid_pre", lambda value, hook, f=factor: f * value)
         if not kept:
             top_k(model, after=kept.append)
-    with pytest.raises(InfoFlowError, match="hooks of your own stand on the model"):
+    with pytest.raises(InfoFlowError, match="the model has hooks of your own"):
         top_k(model, resume=kept[-1])
     model.reset_hooks()
     with pytest.raises(InfoFlowError, match="resume is of another run: hooks = "):

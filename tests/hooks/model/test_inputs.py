@@ -247,7 +247,7 @@ def transposed():
         (datasets.DatasetDict(train=TABLE, test=TABLE), {}, "with train, test: expected one split"),
         (transposed(), {}, r"one for each position.*with_format\('torch'\)"),
         ((row.tolist() for row in ONES), {}, "gave list of int: expected batches"),
-        (iter([ONES]), {"attention_mask": ONES}, "is a loader with an attention_mask"),
+        (iter([ONES]), {"attention_mask": ONES}, "is a loader, and an attention_mask"),
         (["a"], {"attention_mask": [[1]]}, "no tokenizer"),
         (ONES, {"attention_mask": 1}, "attention_mask of inputs is int"),
         (ONES, {"attention_mask": ONES[:1]}, r"shapes \[\[3\]\], the ids"),

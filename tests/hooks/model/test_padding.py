@@ -45,7 +45,7 @@ def test_padded_calls_are_refused_and_sequences_run_by_their_length(model):
     named = open_model(model)
     assert not accepts_padding(named)
     ids, mask = padded()
-    message = rf"{type(model).__name__} shows something else .*batch_size=1"
+    message = rf"{type(model).__name__} gives other activations .*batch_size=1"
     with attach(named, PatternsProbe()), pytest.raises(InfoFlowError, match=message):
         named(ids, attention_mask=mask)
     (together,) = run_probes(model, rows(), [PatternsProbe()], progress=False)

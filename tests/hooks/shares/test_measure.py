@@ -96,7 +96,7 @@ def test_shares_add_up_on_every_family(name, ids):
     found = measure_shares(model, ids, LogitDifference(7, 3, position=4))
     if name in ("bert", "gemma2"):  # an activation before the logits; a soft cap on them
         assert 1e-4 < misses(found) < 0.5
-        assert f"{found.distance:+.3g} is no share: " in found.summary()
+        assert f"{found.distance:+.3g} is left over, " in found.summary()
     else:
         assert misses(found) < 1e-4
     heads = [i for i, writer in enumerate(found.writers) if writer in found.heads]
@@ -185,7 +185,7 @@ def test_a_table_says_from_which_token_a_head_took_its_share(ids, tmp_path):
         (LogitDifference("w5 w6"), "is 2 tokens .*expected one"),
         (LogitDifference(()), "the answer is empty"),
         (LogitDifference(7, position=9), "position is 9, and there are 9"),
-        (None, r"readout is None: expected one such as LogitDifference\("),
+        (None, r"readout is None: expected a Readout such as LogitDifference\("),
         (FunctionOfOutput(lambda output: 3), "gives int: expected a tensor with a number for each"),
     ],
 )

@@ -409,8 +409,8 @@ def test_a_sink_is_no_second_key_unless_it_is_asked_for(monkeypatch, token_model
         ({"head": 4}, "head is 4, but there are 4 heads"),
         ({"query": 9}, "query is 9, but there are 9 positions"),
         ({"query": 0}, "position 0 has 1 keys"),
-        ({"query": 3, "keys": (1, 5)}, "does not see 5"),
-        ({"keys": (1, 1)}, "they are one"),
+        ({"query": 3, "keys": (1, 5)}, "does not see key 5"),
+        ({"keys": (1, 1)}, "they are the same key"),
         ({"keys": (1, 9)}, "keys is 9"),
     ],
 )

@@ -523,7 +523,7 @@ def test_equal_sequences_with_different_labels_are_called_a_mistake_in_the_data(
         ((["a b ?", "b a ?"], [0, 1]), r"x\[0\] is 'a b \?'"),
         ((5, 6), "x is 5"),
         ((torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)), "x holds"),
-        (datasets.DatasetDict({"train": dataset(x=[[1]], y=[0])}), "expected one of them"),
+        (datasets.DatasetDict({"train": dataset(x=[[1]], y=[0])}), "expected one split"),
     ],
 )
 def test_what_is_no_set_of_sequences_is_named(data, message):
