@@ -101,7 +101,7 @@ class LogitDifference(Readout):
             InfoFlowError: for words that are no single tokens, a model that gives states, and one
                 that gives one number, which is its own mean.
         """
-        _check_logits(model, self)
+        check_logits(model, str(self))
         if self.against is None and gives_one_number(model):
             raise InfoFlowError(
                 f"{self} is asked of a model whose output is one number, and so its own mean: "
@@ -161,7 +161,7 @@ class LogProbability(Readout):
             InfoFlowError: for words that are no single tokens, a model that gives states, and one
                 whose logits are of no distribution.
         """
-        _check_logits(model, self)
+        check_logits(model, str(self))
         if why := explain_no_chances(model):
             raise InfoFlowError(
                 f"{self} is asked of a model whose {why}: expected one of its logits, "
@@ -392,7 +392,7 @@ def _as_ids(answer: Answer) -> Sequence[int]:
     return [int(one) for one in given]
 
 
-def _check_logits(model: nn.Module, readout: Readout) -> None:
+def check_logits(model: nn.Module, asked: str) -> None:
     """Refuse a model whose output is states, in which an id would take any number.
 
     Raises:
@@ -400,8 +400,9 @@ def _check_logits(model: nn.Module, readout: Readout) -> None:
     """
     if hasattr(model, "anatomy") and not gives_logits(model):
         raise InfoFlowError(
-            f"{readout} is asked of a model without a head, whose output is states and no logits: "
-            "expected EmbeddingCosine or FunctionOfOutput; or the model with its head"
+            f"{asked} is asked of a model without a head, whose output is states and no logits: "
+            "expected readout=EmbeddingCosine(...) or FunctionOfOutput(...), from Python; or the "
+            "model with its head"
         )
 
 

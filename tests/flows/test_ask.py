@@ -607,10 +607,9 @@ def test_units_that_are_none_are_refused(folder, units):
 
 
 def test_states_are_no_words():
-    """A sentence encoder said its first dimension as a word."""
+    """A sentence encoder said its first dimension as a word, and then, in an error, two of them."""
     config = zoo.build("bert").config
     model = open_model(transformers.BertModel(config).eval(), zoo.tokenizer(begins=False))
-    with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
-        ask(model, "w5 w6 w7 w8", "w5", "w6", progress=False)
-    with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
-        ask(model, "w5 w6 w7 w8", progress=False)
+    for answers in (("w5", "w6"), ()):
+        with pytest.raises(InfoFlowError, match=r"^an answer .* expected readout=EmbeddingCosine"):
+            ask(model, "w5 w6 w7 w8", *answers, progress=False)
