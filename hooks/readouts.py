@@ -125,7 +125,13 @@ class LogitDifference(Readout):
             names = [name_choice(model, one) for one in _as_ids(answer)]
             return " or ".join(map(repr, names) if is_word else names)
 
-        return name(self.answer), name(self.against)
+        one, other = name(self.answer), name(self.against)
+        # parts of a character, and numbers that the tokenizer does not know, are written alike
+        if one == other and self.against is not None:
+            ids = (" or ".join(map(str, _as_ids(side))) for side in (self.answer, self.against))
+            kind = "token" if is_word else "class"
+            one, other = (f"{one} ({kind} {number})" for number in ids)
+        return one, other
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""
