@@ -102,7 +102,7 @@ class LogitDifference(Readout):
             InfoFlowError: for words that are no single tokens, a model that gives states, and one
                 that gives one number, which is its own mean.
         """
-        _check_logits(model, self)
+        check_logits(model, str(self))
         if self.against is None and gives_one_number(model):
             raise InfoFlowError(
                 f"{self} is asked of a model whose output is one number, which minus the mean over "
@@ -126,7 +126,13 @@ class LogitDifference(Readout):
             names = [name_choice(model, one) for one in _as_ids(answer)]
             return " or ".join(map(repr, names) if is_word else names)
 
-        return name(self.answer), name(self.against)
+        one, other = name(self.answer), name(self.against)
+        # parts of a character, and numbers that the tokenizer does not know, are written alike
+        if one == other and self.against is not None:
+            ids = (" or ".join(map(str, _as_ids(side))) for side in (self.answer, self.against))
+            kind = "token" if is_word else "class"
+            one, other = (f"{one} ({kind} {number})" for number in ids)
+        return one, other
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the difference."""
@@ -162,7 +168,7 @@ class LogProbability(Readout):
             InfoFlowError: for words that are no single tokens, a model that gives states, and one
                 whose logits are of no distribution.
         """
-        _check_logits(model, self)
+        check_logits(model, str(self))
         if why := explain_no_chances(model):
             raise InfoFlowError(
                 f"{self} is asked of a model whose {why}: expected one of its logits, "
@@ -393,7 +399,7 @@ def _as_ids(answer: Answer) -> Sequence[int]:
     return [int(one) for one in given]
 
 
-def _check_logits(model: nn.Module, readout: Readout) -> None:
+def check_logits(model: nn.Module, asked: str) -> None:
     """Refuse a model whose output is states, in which an id would take any number.
 
     Raises:
@@ -401,8 +407,9 @@ def _check_logits(model: nn.Module, readout: Readout) -> None:
     """
     if hasattr(model, "anatomy") and not gives_logits(model):
         raise InfoFlowError(
-            f"{readout} is asked of a model without a head, whose output is states and no logits: "
-            "expected EmbeddingCosine or FunctionOfOutput; or the model with its head"
+            f"{asked} is asked of a model without a head, whose output is states and no logits: "
+            "expected readout=EmbeddingCosine(...) or FunctionOfOutput(...), from Python; or the "
+            "model with its head"
         )
 
 

@@ -136,6 +136,16 @@ class AnswerNumbers(Result):
         return self.value - self.other_value
 
     @property
+    def wanted(self) -> str:
+        """Name what speaks for the score: the answer, or where nothing is answered, its size."""
+        return "the answer" if self.answers else "a high score"
+
+    @property
+    def goal(self) -> str:
+        """Name where paths end: the answer, or the score where nothing is answered."""
+        return "the answer" if self.answers else "the score"
+
+    @property
     def changed(self) -> tuple[int, ...]:
         """The positions at which the texts differ."""
         # by ids: parts of a character are shown alike
@@ -299,7 +309,7 @@ class AnswerNumbers(Result):
         return {
             "writer": [_name(place[:3]) for place in places],
             "from": [self._word(place[2]) for place in places],
-            "reader": ["the answer" if place[3] < 0 else _name(place[3:6]) for place in places],
+            "reader": [self.goal if place[3] < 0 else _name(place[3:6]) for place in places],
             "to": ["" if place[3] < 0 else self._word(place[5]) for place in places],
             "input": [KINDS[place[6]] for place in places],
             "effect": self.path_effect.tolist(),
@@ -412,7 +422,8 @@ class AnswerNumbers(Result):
             source = f"{writers} at {source}"
         several = "," in writers
         if first[3] < 0:
-            return f"{source} {describe_kind(KINDS[first[6]], several=several)}"
+            does = describe_kind(KINDS[first[6]], several=several)
+            return f"{source} {does.replace('the answer', self.goal)}"
         names = self._name_most([tuple(p[3:6]) for p in places], group)
         does = describe_kind(KINDS[first[6]], names, several=several)
         return f"{source} {does} at {self._unit(first[5])}"
@@ -487,12 +498,12 @@ class AnswerNumbers(Result):
         )
         lower = int((self.replacement_effects[order[0]] < 0).sum())
         is_open = (
-            "whether it speaks for the answer is open "
+            f"whether it speaks for {self.wanted} is open "
             f"({lower} of {self.n_replacements[order[0]]} words lower the score)"
         )
         speaks = {
-            -1: "and speaks for the answer",
-            1: "and speaks against the answer",
+            -1: f"and speaks for {self.wanted}",
+            1: f"and speaks against {self.wanted}",
             0: f"but {is_open}",
         }[self.find_direction(first)]
         larger = ""

@@ -28,6 +28,7 @@ from infoflow_lens.hooks.readouts import (
     LogitDifference,
     Readout,
     bind_readout,
+    check_logits,
     logits_of,
     tokens_of_answer,
 )
@@ -220,6 +221,7 @@ def ask(
     prefix: list[int] = []
     start = len(ids)
     if readout is None:
+        check_logits(opened, "an answer")
         alone = Batch(ids[None], None, {name: column[None] for name, column in columns.items()})
         one, other, prefix = _answers(opened, alone, answer, against)
         read_at = _place(opened, alone)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infoflow_lens.foundation.display import strip_word
-from infoflow_lens.hooks.answer.result import AnswerNumbers
+from infoflow_lens.hooks.answer.result import ORDERS, AnswerNumbers
 from infoflow_lens.report.assets import add_policy, templates
 from infoflow_lens.report.charts import Table, render_chart
 from infoflow_lens.report.strips import choose_lines, draw_strips
@@ -97,6 +97,8 @@ def render_answer(
     units = _tabulate(answer, "heads").drop(columns=["layer", "head"], errors="ignore")
     largest = units.head(_LARGEST).drop(columns="estimated change", errors="ignore").dropna()
     small = max(abs(answer.value), abs(answer.gap)) < 1  # such as cosines
+    is_predicted = bool(answer.token_predicted[:2].isfinite().any())
+    words = _tabulate(answer, "tokens")
     environment = templates()
     # answers may be line breaks and blanks, of which a browser shows one
     environment.filters["dots"] = lambda said: re.sub(" {2,}", lambda b: "·" * len(b[0]), said)
@@ -116,7 +118,8 @@ def render_answer(
         strips=draw_strips(answer) if len(answer.strips) else None,
         tokens=_tokens(answer),
         n_words=_WORDS,
-        words=Table.from_frame(_tabulate(answer, "tokens")),
+        is_predicted=is_predicted,
+        words=Table.from_frame(words if is_predicted else words.drop(columns=[*ORDERS[:2]])),
         replacements=Table.from_frame(_tabulate(answer, "replacements"), most=1000),
         heads=Table.from_frame(units.head(_HEADS)),
         largest=Table.from_frame(largest) if len(largest) else None,
@@ -240,10 +243,10 @@ def _looks(answer: AnswerNumbers) -> Table | None:
         rows.append(row)
     columns = {
         "head": "layer and number",
-        "works": "for the answer or against it",
+        "works": f"for {answer.wanted} or against it",
         "change of score": "with the other text's output, at all positions",
         "looks at": "the key with the largest weight",
-        "writes": "a part of the score, from that key, directly: plus for the answer",
+        "writes": f"a part of the score, from that key, directly: plus for {answer.wanted}",
         "other text: looks at": "the key with the largest weight there",
         "other text: writes": "a part of the score there, from that key, directly",
     }

@@ -121,7 +121,8 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     # a legend of the inputs by which paths enter heads
     keys = "".join(
         f'<span class="item"><svg class="swatch" width="14" height="4"><g class="s{kind}">'
-        f'<circle cx="7" cy="2" r="7"/></g></svg>{describe_kind(KINDS[kind])}: '
+        f'<circle cx="7" cy="2" r="7"/></g></svg>'
+        f"{describe_kind(KINDS[kind]).replace('the answer', answer.goal)}: "
         f"{_MEANINGS[KINDS[kind]]}</span>"
         for kind in kinds
     )

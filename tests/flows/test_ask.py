@@ -26,7 +26,7 @@ from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
 from tests.conftest import make_token_model
-from tests.reference import zoo
+from tests.reference import families, zoo
 
 TEXT, OTHER = "w7 w34 w29 w47 w30 w5", "w7 w34 w36 w47 w30 w5"
 
@@ -608,10 +608,17 @@ def test_units_that_are_none_are_refused(folder, units):
 
 
 def test_states_are_no_words():
-    """A sentence encoder said its first dimension as a word."""
+    """A sentence encoder said its first dimension as a word, and then, in an error, two of them."""
     config = zoo.build("bert").config
     model = open_model(transformers.BertModel(config).eval(), zoo.tokenizer(begins=False))
-    with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
-        ask(model, "w5 w6 w7 w8", "w5", "w6", progress=False)
-    with pytest.raises(InfoFlowError, match="expected EmbeddingCosine or FunctionOfOutput"):
-        ask(model, "w5 w6 w7 w8", progress=False)
+    for answers in (("w5", "w6"), ()):
+        with pytest.raises(InfoFlowError, match=r"^an answer .* expected readout=EmbeddingCosine"):
+            ask(model, "w5 w6 w7 w8", *answers, progress=False)
+
+
+def test_two_answers_never_have_one_name():
+    """As parts of two emoji, and numbers behind the tokenizer's words, of which nothing is read."""
+    model = open_model(families.build("llama"), zoo.tokenizer(begins=False))
+    found = ask(model, "w5 w6 w7 w8", 60, 70, quick=True, progress=False)
+    assert found.answers == ("'' (token 60)", "'' (token 70)")
+    assert "'' (token 60) against '' (token 70), is" in found.summary()

@@ -70,6 +70,19 @@ def test_the_page_has_one_sign_and_one_name_for_the_score(show, found):
     assert page.locator(".warning").count() == 0
 
 
+def test_a_page_of_a_score_without_answers_speaks_of_none(found):
+    """Such as that of a cosine; what predicts an order of words is explained, where it is shown."""
+    none = {"answers": (), "answer_chances": torch.zeros(2, 0).double(), "guess": "", "notes": ()}
+    page = render_answer(replace(found, **none, readout="a cosine"))
+    said = re.sub("<style>.*?</style>|<pre>.*?</pre>|<[^>]*>", " ", page, flags=re.DOTALL)
+    assert "the answer" not in said  # a kind of input of a path is called so
+    assert "writes the score" in said
+    assert "for a high score" in said
+    assert "Contributions in squares, and best paths, are predicted" in said
+    unsaid = torch.full_like(found.token_predicted, math.nan)
+    assert "best paths" not in render_answer(replace(found, token_predicted=unsaid))
+
+
 def test_a_press_on_a_line_leads_to_its_row(show, found):
     page = show(render_answer(found))
     number = len(found.bundles())
