@@ -262,7 +262,11 @@ def test_public_names_are_those_that_type_checkers_see():
     ("imports", "heavy"),
     [
         ("import infoflow_lens", ("torch", "transformer_lens", "datasets", "pandas")),
-        ("from infoflow_lens import run_probes", ("torch._dynamo", "datasets", "pandas")),
+        pytest.param(
+            "from infoflow_lens import run_probes",
+            ("torch._dynamo", "datasets", "pandas"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_importing_the_package_loads_nothing_heavy(imports, heavy):

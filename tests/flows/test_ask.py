@@ -43,6 +43,12 @@ def found(folder):
     return ask(folder, TEXT, "w9", "w23", OTHER, progress=False)
 
 
+@pytest.fixture(scope="module")
+def guessed(folder):
+    """Asked with a text alone."""
+    return ask(folder, TEXT, quick=True, progress=False)
+
+
 def logits_of(text):
     ids = torch.tensor([zoo.words().index(word) for word in text.split()])
     with torch.no_grad():
@@ -79,8 +85,8 @@ def test_a_hosted_model_is_asked_too(folder):
     assert found.value == pytest.approx(float(logits[3] - logits[7]), abs=1e-5)
 
 
-def test_by_default_the_two_likeliest_are_compared(folder):
-    found = ask(folder, TEXT, quick=True, progress=False)
+def test_by_default_the_two_likeliest_are_compared(guessed):
+    found = guessed
     first, second = logits_of(TEXT).topk(2).indices.tolist()
     words = zoo.words()
     assert found.readout == f"{words[first]!r} against {words[second]!r}"
@@ -503,8 +509,8 @@ def test_the_picture_has_every_strip_and_every_bundle(found):
         assert f'fill-opacity="{share:.3f}"' in picture
 
 
-def test_lines_are_cut_at_once_by_their_numbers(folder):
-    found = ask(folder, TEXT, quick=True, progress=False)
+def test_lines_are_cut_at_once_by_their_numbers(folder, guessed):
+    found = guessed
     bundles = found.bundles()
     number, group = next((n, g) for n, (_, g) in enumerate(bundles, 1) if len(g) == 1)
     effect = cut_lines(folder, found, [number])

@@ -419,6 +419,7 @@ def test_a_proof_is_of_one_verdict(asked, option, tmp_path):
     assert "give the proof of one verdict" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
 def test_output_without_room_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:

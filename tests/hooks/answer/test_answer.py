@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ from infoflow_lens.hooks.readouts import (
 from infoflow_lens.hooks.shares.measure import measure_shares
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import open_model
-from tests.conftest import some_of
+from tests.conftest import some_of, spread
 from tests.reference import contributions, families, zoo
 from tests.reference.path_patching import TwoTexts
 from tests.versions import needs_version_4
@@ -730,8 +731,13 @@ def test_weights_that_lack_rounding_to_1_have_no_sink(other):
             torch.testing.assert_close(found, z, atol=1e-3 * float(run.z.abs().max()), rtol=1e-3)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+PRECISIONS, ATTENTION = (torch.float16, torch.bfloat16, torch.float64), ("eager", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention"),
+    some_of(list(product(PRECISIONS, ATTENTION)), *spread(PRECISIONS, ATTENTION)),
+)
 def test_other_precisions_have_paths(dtype, attention):
     """A derivative in half precision is no multiple of a key to 1e-4."""
     plain = zoo.build("llama").to(dtype)

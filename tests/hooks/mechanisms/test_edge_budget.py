@@ -13,7 +13,7 @@ from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.hooks.mechanisms.edge_budget import _count_kept
 from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, rank_edges
-from tests.conftest import make_token_model, redraw_weights
+from tests.conftest import make_token_model, redraw_weights, some_of, spread
 from tests.reference import families, zoo
 from tests.reference.induction import induction_model, repeated_segments
 
@@ -158,9 +158,12 @@ def means_of(cache):
     return [cache[f"blocks.{i}.attn.hook_pattern"][6:].double().mean(dim=0) for i in range(LAYERS)]
 
 
-@pytest.mark.parametrize("read", [None, (2,)])
+KINDS = ("product", "weakest", "product x norm", "rollout", "contributions")
+READ = (None, (2,))
+
+
 @pytest.mark.parametrize(
-    "kind", ["product", "weakest", "product x norm", "rollout", "contributions"]
+    ("kind", "read"), some_of(list(product(KINDS, READ)), *spread(KINDS, READ))
 )
 def test_the_best_edges_of_all_paths_kept_by_plain_hooks(model, tokens, cache, kind, read):
     """Scores by enumerating paths, patterns edited by hand: the same losses."""
