@@ -96,9 +96,9 @@ class Shares(Result):
             return f"{sentence}; it is not linear, so these shares of its linear part do not add up"
         if abs(self.distance) > _SMALL * float(self.values.abs().sum()):
             sentence += (
-                f"; {self.distance:+.3g} is no share: more than sums and norms stands behind what "
-                "is written, such as a soft cap, an activation before the logits, or a part that "
-                "is not shown, and shares go through it"
+                f"; {self.distance:+.3g} is no share: half precision rounds so much, or more than "
+                "sums and norms stands behind what is written, such as a soft cap, an activation "
+                "before the logits, or a part that is not shown, and shares go through it"
             )
         return sentence
 
