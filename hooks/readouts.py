@@ -135,8 +135,8 @@ class LogitDifference(Readout):
         return one, other
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
-        """Read the difference."""
-        logits = _take_position(logits_of(output), self.position)
+        """Read the difference, in float32 or more."""
+        logits = _widen(_take_position(logits_of(output), self.position))
         against = logits if self.against is None else take_ids(logits, self.against)
         return take_ids(logits, self.answer).mean(-1) - against.mean(-1)
 
@@ -179,9 +179,8 @@ class LogProbability(Readout):
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
         """Read the logarithm, in float32 or more."""
-        logits = _take_position(logits_of(output), self.position)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        return take_ids(wide, self.answer).logsumexp(-1)
+        logits = _widen(_take_position(logits_of(output), self.position))
+        return take_ids(logits.log_softmax(-1), self.answer).logsumexp(-1)
 
     def __str__(self) -> str:
         return f"log-probability of {self.answer!r}"
@@ -221,12 +220,12 @@ class EmbeddingCosine(Readout):
         return replace(self, pooling=self.pooling or getattr(model, "pooling", None))
 
     def read(self, output: Any) -> Float[Tensor, " batch"]:
-        """Read the cosine off last states [batch, pos, d_model].
+        """Read the cosine off last states [batch, pos, d_model], in float32 or more.
 
         Raises:
             InfoFlowError: if the other vector has another width.
         """
-        states = logits_of(getattr(output, "last_hidden_state", output))
+        states = _widen(logits_of(getattr(output, "last_hidden_state", output)))
         embedding = _POOLED[self.pooling or "mean"](states)
         if embedding.shape[-1] != len(self.to):
             raise InfoFlowError(
@@ -426,6 +425,11 @@ def take_ids(logits: Float[Tensor, "batch choice"], answer: Answer) -> Float[Ten
             "model gives logits of"
         )
     return logits[:, ids]
+
+
+def _widen(values: Tensor) -> Tensor:
+    """Give float32 or more: sums in half precision round away what an exchange changes."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _take_position(

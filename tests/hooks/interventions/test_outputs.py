@@ -10,6 +10,7 @@ from torch import nn
 from infoflow_lens import InfoFlowError, ask, run_probes
 from infoflow_lens.hooks import (
     EditsOfPass,
+    EmbeddingCosine,
     FunctionOfOutput,
     LogitDifference,
     LogProbability,
@@ -176,3 +177,20 @@ def test_an_embedding_is_no_distribution_and_as_many_classes_are_one():
     with pytest.raises(InfoFlowError, match="output is a vector"):
         measure(Pooled(), metric="kl")
     assert measure(families.build("bert", auto=CLASSIFIER, num_labels=32)).metric == "kl"
+
+
+@pytest.mark.parametrize(
+    "readout",
+    [
+        LogitDifference((3, 5, 9), 7),
+        LogitDifference(3),
+        LogProbability((3, 5)),
+        EmbeddingCosine(torch.linspace(-1, 1, 40)),
+    ],
+    ids=str,
+)
+def test_half_precision_is_read_as_wide_as_the_same_numbers_in_double(readout):
+    output = (6 * torch.randn(8, 5, 40, generator=torch.Generator().manual_seed(0))).bfloat16()
+    torch.testing.assert_close(
+        readout.read(output).double(), readout.read(output.double()), rtol=1e-5, atol=1e-5
+    )

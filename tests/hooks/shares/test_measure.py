@@ -166,6 +166,14 @@ def test_what_is_not_linear_says_so(ids):
     assert "shares of its linear part do not add up" in found.summary()
 
 
+def test_what_half_precision_rounds_is_laid_on_it(ids):
+    model = open_model(families.build("llama").to(torch.bfloat16))  # has no soft cap
+    assert (
+        "half precision rounds so much"
+        in measure_shares(model, ids, LogitDifference(5, 7)).summary()
+    )
+
+
 def test_a_table_says_from_which_token_a_head_took_its_share(ids, tmp_path):
     found = measure_shares(load_any(zoo.build("llama")), ids, LogitDifference(7))
     table = found.table()
