@@ -98,8 +98,8 @@ class Shares(Result):
             return f"{sentence}; it is not linear, so these shares of its linear part do not add up"
         if abs(self.distance) > _SMALL * float(self.values.abs().sum()):
             sentence += (
-                f"; {self.distance:+.3g} is left over: half precision rounds so much, or the model "
-                "does more than sums and norms with what is written, such as a soft cap, an "
+                f"; {self.distance:+.3g} is left over, as half precision rounds so much or the "
+                "model does more than sums and norms with what is written: a soft cap, an "
                 "activation before the logits, or a part that is not shown"
             )
         return sentence
