@@ -68,19 +68,27 @@ def predict_tokens(
     last = position % n_pos
     scores = torch.full((len(ORDERS), n_pos), torch.nan, dtype=torch.float64)
     notes: list[str] = []
+    missing: dict[str, list[str]] = {}  # orders that are not predicted, by the reason
     probes = PowerRollout(positions=(last,)), GradedSetsProbe(positions=(last,))
     for row, probe in enumerate(probes):
         try:
             (found,) = run_probes(model, text, [probe], progress=False)
         except InfoFlowError as error:
-            notes.append(f"the order of tokens by {ORDERS[row]} is not predicted: {error}")
+            missing.setdefault(_reason(error), []).append(ORDERS[row])
             continue
         scores[row] = found.values[-1, 0, 0].double().cpu()
         notes += [note for note in found.notes if note not in notes]
+    for reason, orders in missing.items():
+        notes.append(f"the order of tokens by {' or by '.join(orders)} is not predicted: {reason}")
     scores[2] = -(last - torch.arange(n_pos)).abs()
     # nearness alone says nothing of what a state sees, so the two others decide
     sees = scores[:2].nan_to_num(0).amax(dim=0) > 0
     return scores.masked_fill(~sees, torch.nan), notes
+
+
+def _reason(error: InfoFlowError) -> str:
+    """Take the reason from an error: what it expects is nothing that a reader can give here."""
+    return str(error).partition(": expected")[0]
 
 
 _PLACES, _FIRST = 4, 3  # places whose tokens move the readout most, and guesses at each
@@ -304,7 +312,7 @@ def measure_answer(
                         f"part of it{remedy}"
                     )
             except InfoFlowError as error:
-                notes.append(f"no paths are drawn: {error}")
+                notes.append(f"no paths are drawn: {_reason(error)}")
         looked, looks, writes = _measure_looks(question, units, circuit, quick)
         if len(question.ends) != 1:
             notes.append(
@@ -493,9 +501,8 @@ def _no_paths(question: Question) -> str:
     if not isinstance(question.readout, LogitDifference):
         return ""
     if abs(question.gap) < LEAST_GAP:
-        return (
-            f"the readout differs by {question.gap:.2f} between the texts, less than {LEAST_GAP:g}"
-        )
+        gap = abs(question.gap)
+        return f"the readout differs by {gap:.2f} between the texts, less than {LEAST_GAP:g}"
     if question.clean.value < 0:
         return "the model does not prefer the answer in this text"
     return ""
