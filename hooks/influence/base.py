@@ -34,6 +34,7 @@ from infoflow_lens.hooks.model.points import (
 from infoflow_lens.hooks.model.semantics import state_hooks, state_sum
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, mark_existing
+from infoflow_lens.hooks.states import combined, either
 from infoflow_lens.theory.information_sets import InformationSets
 
 Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
@@ -231,6 +232,7 @@ _SMALL = 0.01  # change of a source, relative to it, that a derivative would for
 # what all layers compute from the sources, and so must have derivatives by them
 _COMPUTED = (".hook_v", ".hook_z", ".hook_attn_out", ".hook_mixer_out", ".hook_mlp_out",
              ".hook_extra_out", ".hook_resid_post")  # fmt: skip
+_HALF = (torch.float16, torch.bfloat16)
 _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -255,6 +257,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     watch: Callable[[float], None] | None = field(default=None, init=False, compare=False)
     differentiates: ClassVar[bool] = False  # and so needs operations that have derivatives
     kind: ClassVar[type[StateScores]] = InfluenceResult
+    rounding: ClassVar[float] = _ROUNDING
+    floor_of: ClassVar[str] = "influence below {} of the largest on the same state"
 
     _: KW_ONLY
     state: StateName = "post_attention"
@@ -262,6 +266,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     chunk_size: Count | None = field(default=None, compare=False)
     through_hooks: bool = False
     layers: Layers | None = None
+
+    coarse = combined(either)  # the half precision of the states; empty in others
 
     _work, _worked = 0, 0
     _is_checked = False  # for operations of the model without derivatives
@@ -353,7 +359,17 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in expected])
         largest = influence.amax(dim=-1, keepdim=True)
         influence = influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)
+        half = next((s.dtype for s in expected if s.dtype in _HALF), None)
+        more = {**more, "coarse": str(half or "").removeprefix("torch.")}
         return self.parts(influence, place, lengths, layers, n_pos) | more
+
+    def notes(self) -> tuple[str, ...]:
+        """Say, in half precision, how large the influence is that counts as rounding."""
+        if not self.coarse:
+            return super().notes()
+        floor = f"{self.rounding * torch.finfo(getattr(torch, self.coarse)).eps:.1%}"
+        note = f"in {self.coarse}, {self.floor_of.format(floor)} is rounding, and counts as 0"
+        return (*super().notes(), f"{note}; load the model in float32 to see smaller influence")
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
         """Refuse hooks that edit the sources: repeated passes begin with the edited values.
@@ -501,5 +517,5 @@ def enters_again(
 
 def tolerance(state: Tensor) -> float:
     """Return how far a state may differ between two passes, relative to its norm."""
-    half = state.dtype in (torch.float16, torch.bfloat16)
+    half = state.dtype in _HALF
     return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -69,6 +69,8 @@ class ResampleInfluence(StateInfluence):
     aggregate: Literal["median", "mean"] | Share = "median"
     _: KW_ONLY
     replacement: Literal["each", "mean"] = "each"
+    rounding: ClassVar[float] = _ROUNDING
+    floor_of: ClassVar[str] = "a change of a state below {} of its size"
 
     _donated: Tensor | None = field(default=None, init=False)
 
