@@ -33,8 +33,9 @@ class Damage:
     one vector.
 
     Args:
-        name: "nmse", the squared change over the output's variance; "kl", the divergence of the new
-            distribution from the old; "loss", the rise of the next-token loss, where it rises.
+        name: "nmse", the squared change over the output's variance; "kl", the divergence
+            KL(old || new) of distributions, in nats; "loss", the rise of the next-token loss,
+            where it rises.
         read: the positions whose logits count; None for all.
         chooses: whether the output is a number for each position: a choice among these by "kl", a
             vector of one number at each by "nmse".

@@ -111,8 +111,8 @@ class InterventionResult(Result):
     """What the output loses by each edit.
 
     Attributes:
-        metric: "nmse", the squared change of the output over its variance; "kl", the divergence of
-            the new next-token distribution from the old one, in nats; "loss", the rise of the
+        metric: "nmse", the squared change of the output over its variance; "kl", the divergence
+            KL(old || new) of the next-token distributions, in nats; "loss", the rise of the
             next-token loss where it rises; or a readout in words, whose change it is.
         edits: the names of the edits.
         sequences: which sequences of all were measured.

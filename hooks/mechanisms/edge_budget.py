@@ -85,9 +85,9 @@ class EdgeBudgetResult(NextTokenResult):
     """The loss with some edges kept, and the rest of every pattern replaced by its mean.
 
     Attributes:
-        metric: "loss", the next-token loss; "kl", the divergence of the next-token distribution
-            from that of the model as it is, for which `bare` is 0. Nats, summed over the states
-            that are read, `n_tokens` of each sequence.
+        metric: "loss", the next-token loss; "kl", the divergence of the next-token distribution p
+            of the model as it is from the new one q, KL(p || q), for which `bare` is 0. Nats,
+            summed over the states that are read, `n_tokens` of each sequence.
         methods: the methods that choose edges, in the order of the first axis; "chance 0", ... are
             several draws.
         budgets: the budgets, rising: shares of a sequence's open edges, or numbers.

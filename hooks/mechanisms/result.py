@@ -26,7 +26,7 @@ class MechanismsResult(Result):
     Attributes:
         ideals: the idealisations, cheapest first, in the order of the last axis.
         metric: "nmse", the squared change of the output over the variance of the output; "kl", the
-            divergence of the new next-token distribution from the old one, in nats; "loss", the
+            divergence KL(old || new) of the next-token distributions, in nats; "loss", the
             rise of the next-token loss where it rises, in nats. All are means over positions, of
             which each counts at least 0: a gain at one does not make up for a loss at another.
         threshold: the damage up to which an idealisation counts as enough.

@@ -60,7 +60,7 @@ class LabelsPart(Part):
         """Say what the columns of the table are."""
         what = {
             "nmse": "the squared change of the output, over its variance",
-            "kl": "the divergence of the new distribution from the old one, in nats",
+            "kl": "the divergence KL(old || new) of the distributions, in nats",
             "loss": "the rise of the loss of the next token where it rises, in nats",
         }[result.metric]
         return (
