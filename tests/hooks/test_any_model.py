@@ -297,7 +297,6 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
 MIXING = {
     "falcon_h1": ([0, 1], "self_attn.o_proj"),
     "convbert": ([0, 1], ""),
-    "nystromformer": ([0, 1], ""),
     "zamba2": ([1], ""),
     "llama": ([], "self_attn.o_proj"),
     "jamba": ([], ""),
