@@ -122,7 +122,7 @@ def test_a_classifier_is_asked_for_its_classes():
         assert found.guess == names[first]
         assert found.answers == (names[first], names[second])
         assert found.value == pytest.approx(float(logits[first] - logits[second]), abs=1e-5)
-    with pytest.raises(InfoFlowError, match=r"expected one of 'bad', 'class 1', 'good', or a class's num"):
+    with pytest.raises(InfoFlowError, match=r"one of 'bad', 'class 1', 'good', or a class's num"):
         ask(model, "w5 w6 w7 w8", "fine", **given)
     config.num_labels = 1
     one = transformers.BertForSequenceClassification(config).eval()

@@ -445,7 +445,7 @@ def open_record():
         ),
         (
             lambda plain: [Edit("x", {"hook_embed": lambda value, hook: value})],
-            r"'x' at hook_embed takes \(value, hook\) .*expected a function of the activation alone",
+            r"'x' at hook_embed takes \(value, hook\) .*a function of the activation alone",
         ),
     ],
 )
