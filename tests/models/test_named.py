@@ -193,6 +193,15 @@ REFUSED = [
     ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
     ("doge", lambda cache: cache.decompose_resid(), "up to blocks.1.hook_resid_post .* is no sum"),
     ("gpt2", lambda cache: cache.decompose_resid(mode="heads"), "mode is 'heads': expected one of"),
+    ("gpt2", lambda cache: cache.decompose_resid(3, mode="mlp"), "^layer is 3: expected 0 to 2"),
+    ("gpt2", lambda cache: cache.decompose_resid(mlp_input=True), "layer is None: expected 0 to 1"),
+    # heads and neurons are not all that writes
+    (
+        "falcon_h1",
+        lambda cache: cache.get_full_resid_decomposition(expand_neurons=False),
+        "another mixer's output",
+    ),
+    ("jamba", lambda cache: cache.get_full_resid_decomposition(), "hook_z .* it runs mamba"),
     ("jamba", lambda cache: measure_why(cache.model, IDS[:1], 0, 0), r"with attention \(here 1\)"),
     ("bitnet", lambda cache: cache.model.blocks[0].attn.W_O, "blocks.0.attn has no W_O"),
 ]
