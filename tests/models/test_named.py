@@ -22,7 +22,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
-from infoflow_lens.hooks import PatternsProbe, measure_mechanisms, measure_why
+from infoflow_lens.hooks import PatternsProbe, PowerRollout, measure_mechanisms, measure_why
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
 from tests.reference import families, zoo
@@ -195,6 +195,11 @@ REFUSED = [
     ("gpt2", lambda cache: cache.decompose_resid(mode="heads"), "mode is 'heads': expected one of"),
     ("gpt2", lambda cache: cache.decompose_resid(3, mode="mlp"), "^layer is 3: expected 0 to 2"),
     ("gpt2", lambda cache: cache.decompose_resid(mlp_input=True), "layer is None: expected 0 to 1"),
+    (
+        "falcon_h1",
+        lambda cache: run_probes(cache.model, IDS, [PowerRollout()], progress=False),
+        r"'blocks.0.hook_attn_out' \(another mixer's output is added .*\): expected",
+    ),
     # heads and neurons are not all that writes
     (
         "falcon_h1",
