@@ -335,6 +335,13 @@ def test_neither_a_large_first_state_nor_a_short_text_hides_what_mixes(first, n)
     assert layers_that_mix_elsewhere(open_model(plain), batch) == [0, 1]
 
 
+def test_a_model_that_writes_in_place_is_not_laid_on_hooks_alone():
+    """As the convolution of Nystromformer is added to what heads give."""
+    model = open_model(families.build("nystromformer"))
+    with pytest.raises(InfoFlowError, match=r"expected hooks .*, and a model that does so"):
+        inspect_model(model, families.tokens()[:1])
+
+
 def test_flow_says_what_no_predicted_set_holds():
     found = flow(open_model(families.build("falcon_h1")), families.tokens()[:1], progress=False)
     (note,) = [note for note in found.notes if "more than attention" in note]
