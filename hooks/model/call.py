@@ -196,7 +196,7 @@ class Caught:
                 raise InfoFlowError(
                     f"{name} was written in place after its hooks had run, so what was seen there "
                     "is no longer what the model had: expected hooks that return a new tensor "
-                    "(activation + v in the place of activation += v)"
+                    "(activation + v in the place of activation += v), and a model that does so"
                 )
 
 

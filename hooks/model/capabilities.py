@@ -347,7 +347,8 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
     ]
     if not layers or batch.tokens.shape[1] < 2:
         return []
-    place = batch.tokens.shape[1] // 2
+    place = (batch.tokens.shape[1] - 1) // 2
+    others = torch.arange(batch.tokens.shape[1]) != place
     silent = [(n, lambda z, hook: torch.zeros_like(z)) for n in known if n.endswith(".hook_z")]
     enter, leave = ([f"blocks.{n}.hook_resid_{s}" for n in layers] for s in ("pre", "post"))
 
@@ -356,14 +357,20 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
         found = call(model, batch, leave, edit=[*silent, *pinned]).activations
         return [found[name].float() for name in leave]
 
+    def change(state: Tensor) -> Tensor:
+        # as large as before: what some models write at the first position, say, is so large that
+        # all else would seem to be rounding
+        mean = torch.nn.functional.normalize(state[:, others].float(), dim=-1).mean(dim=1)
+        size = state[:, place].float().norm(dim=-1, keepdim=True)
+        changed = state.clone()
+        changed[:, place] = (torch.nn.functional.normalize(mean, dim=-1) * size).to(state.dtype)
+        return changed
+
     with eval_mode(model), without_user_hooks(model):
         given = call(model, batch, enter).activations
-        # what another position has is a state as the layer is used to
-        changed = {n: state.index_copy(1, torch.tensor([place], device=state.device), state[:, :1])
-                   for n, state in given.items()}  # fmt: skip
+        changed = {name: change(state) for name, state in given.items()}
         pairs = zip(layers, leaving(given), leaving(changed), strict=True)
         moved = {layer: (two - one).norm(dim=-1)[0] for layer, one, two in pairs}
-    others = torch.arange(batch.tokens.shape[1]) != place
     return [n for n, gap in moved.items() if gap[others].max() > _MOVED * gap[place]]
 
 

@@ -193,7 +193,8 @@ def hook_name(model: nn.Module, name: str) -> str:
     """Return `name`, if the model has that hook point.
 
     Raises:
-        InfoFlowError: if not, with the hook points that this layer does have.
+        InfoFlowError: if not, with the reason of an opened model, and the hook points that this
+            layer does have.
     """
     known = hook_points(model)
     if name in known:
@@ -201,8 +202,10 @@ def hook_name(model: nn.Module, name: str) -> str:
     check_is_attention(model, name)
     block = name.rsplit(".hook_", 1)[0]
     siblings = sorted(other for other in known if other.startswith(block + "."))
+    lacks: Any = getattr(model, "lacks", dict[str, str])
+    why = f" ({reason})" if (reason := lacks().get(name)) else ""
     raise InfoFlowError(
-        f"the model has no hook point {name!r}: expected a TransformerLens model with that "
+        f"the model has no hook point {name!r}{why}: expected a TransformerLens model with that "
         f"activation; it has {', '.join(siblings) or 'no hook point there'}"
     )
 

@@ -51,7 +51,8 @@ class NamedCache(ActivationCache):
             [part, batch, pos, d_model], and the labels where they are asked for.
 
         Raises:
-            InfoFlowError: if all parts do not add up to the state, or the mode is another one.
+            InfoFlowError: if all parts do not add up to the state, for another mode, and for a
+                layer that is not there.
         """
         kinds = {"all": _SUBLAYERS, "mlp": ("mlp_out",), "attn": ("attn_out",)}
         if mode not in kinds:
@@ -63,8 +64,8 @@ class NamedCache(ActivationCache):
         names = [n for n in points if incl_embeds or n.startswith("blocks.")]
         if not names:
             raise InfoFlowError(
-                f"mode is {mode!r}, and no layer below has hook_{kinds[mode][0]}: expected parts "
-                "that the model shows, mode 'all'"
+                f"mode is {mode!r}, and no layer below has hook_{' or hook_'.join(kinds[mode])}: "
+                "expected parts that the model shows; take mode 'all', or a later layer"
             )
         pos = pos_slice if isinstance(pos_slice, Slice) else Slice(pos_slice)
         parts = torch.stack([pos.apply(self.cache_dict[name], dim=-2) for name in names])
@@ -79,9 +80,13 @@ class NamedCache(ActivationCache):
         """Decompose a state into heads, neurons, embeddings and biases as TransformerLens does.
 
         Raises:
-            InfoFlowError: if its parts do not add up to it.
+            InfoFlowError: if its parts do not add up to it, such as where another mixer, or a third
+                sublayer, writes to it; and for a layer that is not there.
         """
-        self._check_sum(layer, mlp_input)
+        model: Any = self.model
+        for below in range(self._last(layer, mlp_input) + mlp_input):
+            check_is_attention(model, f"blocks.{below}.attn.hook_z")
+        self._check_sum(layer, mlp_input, ("attn_out", "mlp_out"))  # which heads and neurons make
         return super().get_full_resid_decomposition(layer, mlp_input, *args, **kwargs)
 
     def compute_head_results(self) -> None:
@@ -180,24 +185,38 @@ class NamedCache(ActivationCache):
     ) -> list[str]:
         """List the hook points whose activations are to make a state, in the order of the pass."""
         model: Any = self.model
-        last = model.cfg.n_layers if layer in (None, -1) else int(layer or 0)
-        names = [EMBED, POS_EMBED]
+        last, names = self._last(layer, mlp_input), [EMBED, POS_EMBED]
         # the input of an MLP holds the attention of its own block, and not yet the MLP
         for below in range(last + mlp_input):
             some = kinds if below < last else [k for k in kinds if k in ("attn_out", "mixer_out")]
             names += [f"blocks.{below}.hook_{kind}" for kind in some]
         return [name for name in names if name in model.hook_dict]
 
-    def _check_sum(self, layer: int | None, mlp_input: bool) -> None:
+    def _last(self, layer: int | None, mlp_input: bool) -> int:
+        """Find the layer whose input is meant: by default, what leaves the last one.
+
+        Raises:
+            InfoFlowError: for a layer that is not there.
+        """
         model: Any = self.model
         n_layers = model.cfg.n_layers
-        last = n_layers if layer in (None, -1) else int(layer or 0)
+        last: int = n_layers if layer is None or layer == -1 else layer
+        if not 0 <= last + mlp_input <= n_layers:
+            of = "mlp_input, and layer is" if mlp_input else "layer is"
+            raise InfoFlowError(f"{of} {layer}: expected 0 to {n_layers - mlp_input}")
+        return last
+
+    def _check_sum(
+        self, layer: int | None, mlp_input: bool, kinds: Sequence[str] = _SUBLAYERS
+    ) -> None:
+        model: Any = self.model
+        last, n_layers = self._last(layer, mlp_input), model.cfg.n_layers
         point = "hook_resid_mid" if mlp_input else "hook_resid_pre"
         # behind the last block there is no further one to name the state by
         state = f"blocks.{last}.{point}"
         if last == n_layers:
             state = f"blocks.{last - 1}.hook_resid_post"
-        names = self._points(layer, mlp_input)
+        names = self._points(layer, mlp_input, kinds)
         missing = [name for name in (*names, state) if name not in self.cache_dict]
         if missing:
             raise InfoFlowError(

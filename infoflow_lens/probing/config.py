@@ -117,7 +117,8 @@ def apply_settings(
     for name in dict.fromkeys(setting.name for setting in settings if setting.name in probes):
         probe: Any = probes[name]  # a dataclass, as every probe is
         own = {each.field: each.value for each in settings if each.name == name}
-        check_settings(settings, {name: (type(probe),)}, fixed)
+        for field in own:
+            _find_able(name, field, (type(probe),), fixed)
         try:
             # all fields at once, as one alone may not fit the others of before
             made[name] = dataclasses.replace(probe, **own)
@@ -144,21 +145,7 @@ def check_settings(
     for name, field, value in settings:
         if name not in kinds:
             continue
-        # fields that are computed cannot be set; those that no class has are of none
-        having = {
-            kind: [item.name for item in dataclasses.fields(cast(Any, kind)) if item.init]
-            for kind in kinds[name]
-        }
-        able = [kind for kind, known in having.items() if field in known]
-        if not able:
-            known = [each for fields in having.values() for each in fields]
-            raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
-        if field in fixed.get(name, ()):
-            raise InfoFlowError(
-                f"setting {name}.{field} cannot be changed for one probe, as the comparison "
-                "and the page of a run rely on it: use the option of the whole run if there is "
-                f"one, or run_probes with a {able[0].__name__}"
-            )
+        able = _find_able(name, field, kinds[name], fixed)
         refused = []
         for kind in able:
             try:
@@ -167,6 +154,35 @@ def check_settings(
                 refused.append(error)
         if len(refused) == len(able):
             raise InfoFlowError(f"{name}: {refused[0]}") from refused[0]
+
+
+def _find_able(
+    name: str,
+    field: str,
+    kinds: "Sequence[type[Probe[Any]]]",
+    fixed: Mapping[str, Sequence[str]],
+) -> "list[type[Probe[Any]]]":
+    """Find the classes that have a setting which may be changed.
+
+    Raises:
+        InfoFlowError: where no class has it, and for one that is fixed.
+    """
+    # fields that are computed cannot be set
+    having = {
+        kind: [item.name for item in dataclasses.fields(cast(Any, kind)) if item.init]
+        for kind in kinds
+    }
+    able = [kind for kind, known in having.items() if field in known]
+    if not able:
+        known = [each for fields in having.values() for each in fields]
+        raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
+    if field in fixed.get(name, ()):
+        raise InfoFlowError(
+            f"setting {name}.{field} cannot be changed for one probe, as the comparison and the "
+            "page of a run rely on it: use the option of the whole run if there is one, or "
+            f"run_probes with a {able[0].__name__}"
+        )
+    return able
 
 
 def check_names(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None:

@@ -17,7 +17,6 @@ from infoflow_lens.probing.config import (
     ProbingConfig,
     apply_settings,
     check_names,
-    check_settings,
     part_names,
 )
 from infoflow_lens.probing.part import Part, RunContext, Say, load_part
@@ -70,7 +69,7 @@ def check_own_settings(config: ProbingConfig) -> None:
     """
     parts, given = _load_parts(config), config.single_settings()
     for part in parts.values():
-        check_settings(given, part.kinds, part.fixed)
+        part.check_settings(given)
     # parts of other packages need not say which probes they have
     if all(part.kinds or name in PARTS for name, part in parts.items()):
         check_names(given, [name for part in parts.values() for name in part.kinds])

@@ -19,7 +19,16 @@ from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE, config_value
-from infoflow_lens.probing.config import GROUP, PARTS, ProbingConfig, part_names, registered
+from infoflow_lens.probing.config import (
+    GROUP,
+    PARTS,
+    OwnSetting,
+    ProbingConfig,
+    apply_settings,
+    check_settings,
+    part_names,
+    registered,
+)
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Executor
 
@@ -108,6 +117,20 @@ class Part:
     fixed: ClassVar[Mapping[str, Sequence[str]]] = {}
     kinds: ClassVar[Mapping[str, Sequence[type[Probe[Any]]]]] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take what a class above says of its probes for those alone."""
+        super().__init_subclass__(**options)
+        if "probes" in vars(cls) and "kinds" not in vars(cls):
+            cls.kinds = {}
+
+    def check_settings(self, settings: Sequence[OwnSetting]) -> None:
+        """Refuse settings of its probes so far as that needs no model.
+
+        Raises:
+            InfoFlowError: for what no class in `kinds` has or allows.
+        """
+        check_settings(settings, self.kinds, self.fixed)
+
     def lacking(self, layer: LayerCapabilities) -> str:
         """Say why this cannot be measured in a layer; empty if it can."""
         if layer.mixer:
@@ -188,6 +211,10 @@ class ProbePart(Part):
         self.kinds = {self.name: (type(probe),)}  # type: ignore[misc]
         first, _, rest = (inspect.getdoc(type(probe)) or self.name).partition("\n")
         self.title, self.text = first.rstrip("."), rest.strip()  # type: ignore[misc]
+
+    def check_settings(self, settings: Sequence[OwnSetting]) -> None:
+        """Refuse what the probe itself refuses, which may make of values what it needs."""
+        apply_settings({self.name: self._probe}, settings, self.fixed)
 
     def check(self, context: RunContext) -> None:
         """Refuse a model that does not show what the probe reads, and an incomplete probe."""

@@ -52,7 +52,7 @@ class Samples:
         """Prepare samples at T or `at`, at 64 where that is long; None if they cannot be drawn.
 
         Raises:
-            InfoFlowError: for tokens so large that a few sequences of them fit in no memory.
+            InfoFlowError: for tokens so large that the sequences that are run fit in no memory.
         """
         n_tokens = task.n_tokens if at is None else at
         resized = resize(task, n_tokens if n_tokens <= _LARGEST_RUN else _RUN_AT)
@@ -60,11 +60,15 @@ class Samples:
             return None
         found = cls(resized or task, n, seed)
         d_token = getattr(found.task, "d_token", 1) or 1
-        needed = max(n, _LOOKED_AT) * found.task.n_tokens * d_token * _BYTES
+        # however many are asked for, no more are run
+        most = min(n, _MOST_SCORES // max(1, found.task.n_tokens + found.n_scores))
+        drawn = max(most, _LOOKED_AT)
+        needed = drawn * found.task.n_tokens * d_token * _BYTES
         if (free := free_memory()) is not None and needed > free:
             raise InfoFlowError(
-                f"d_token is {d_token}: {n} inputs of the task need about {format_bytes(needed)} "
-                f"of memory, but {format_bytes(free)} is free: expected fewer numbers in a token"
+                f"d_token is {d_token}: {drawn} inputs of the task need about "
+                f"{format_bytes(needed)} of memory, but {format_bytes(free)} is free: expected "
+                "fewer numbers in a token"
             )
         return found
 

@@ -28,6 +28,8 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     measure_shares,
 )
+from infoflow_lens.hooks.model.capabilities import layers_that_mix_elsewhere
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.probing import measuring
 from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
@@ -321,6 +323,23 @@ def test_what_mixes_positions_beside_attention_is_said(kind, layers, output):
             other[0, 2] = (other[0, 2] + 9) % 50 + 4
             moved = (plain(ids).logits - plain(other).logits).abs().amax(-1)[0]
         assert bool(moved[3:].max() > 1e-4) == bool(layers)
+
+
+@pytest.mark.parametrize(("first", "n"), [(5, 9), (6, 2)])
+def test_neither_a_large_first_state_nor_a_short_text_hides_what_mixes(first, n):
+    """Trained models write so much at the first token that all else beside it is small."""
+    plain = families.build("falcon_h1")
+    with torch.no_grad():
+        plain.model.embed_tokens.weight[5] *= 3000
+    batch = Batch(torch.arange(first, first + n)[None])
+    assert layers_that_mix_elsewhere(open_model(plain), batch) == [0, 1]
+
+
+def test_a_model_that_writes_in_place_is_not_laid_on_hooks_alone():
+    """As the convolution of Nystromformer is added to what heads give."""
+    model = open_model(families.build("nystromformer"))
+    with pytest.raises(InfoFlowError, match=r"expected hooks .*, and a model that does so"):
+        inspect_model(model, families.tokens()[:1])
 
 
 def test_flow_says_what_no_predicted_set_holds():

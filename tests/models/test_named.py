@@ -22,7 +22,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
-from infoflow_lens.hooks import PatternsProbe, measure_mechanisms, measure_why
+from infoflow_lens.hooks import PatternsProbe, PowerRollout, measure_mechanisms, measure_why
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
 from tests.reference import families, zoo
@@ -193,6 +193,20 @@ REFUSED = [
     ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
     ("doge", lambda cache: cache.decompose_resid(), "up to blocks.1.hook_resid_post .* is no sum"),
     ("gpt2", lambda cache: cache.decompose_resid(mode="heads"), "mode is 'heads': expected one of"),
+    ("gpt2", lambda cache: cache.decompose_resid(3, mode="mlp"), "^layer is 3: expected 0 to 2"),
+    ("gpt2", lambda cache: cache.decompose_resid(mlp_input=True), "layer is None: expected 0 to 1"),
+    (
+        "falcon_h1",
+        lambda cache: run_probes(cache.model, IDS, [PowerRollout()], progress=False),
+        r"'blocks.0.hook_attn_out' \(another mixer's output is added .*\): expected",
+    ),
+    # heads and neurons are not all that writes
+    (
+        "falcon_h1",
+        lambda cache: cache.get_full_resid_decomposition(expand_neurons=False),
+        "another mixer's output",
+    ),
+    ("jamba", lambda cache: cache.get_full_resid_decomposition(), "hook_z .* it runs mamba"),
     ("jamba", lambda cache: measure_why(cache.model, IDS[:1], 0, 0), r"with attention \(here 1\)"),
     ("bitnet", lambda cache: cache.model.blocks[0].attn.W_O, "blocks.0.attn has no W_O"),
 ]

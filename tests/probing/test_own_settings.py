@@ -14,11 +14,18 @@ from infoflow_lens import (
     probe,
     run_probes,
 )
-from infoflow_lens.hooks import Probe
+from infoflow_lens.hooks import PositionsProbe, Probe
 from infoflow_lens.hooks.model.capabilities import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.probing.config import OwnSetting, ProbingConfig, apply_settings
-from infoflow_lens.probing.part import RunContext, load_part, name_of
+from infoflow_lens.probing.config import (
+    OwnSetting,
+    ProbingConfig,
+    apply_settings,
+    register_parts,
+)
+from infoflow_lens.probing.measuring import check_own_settings
+from infoflow_lens.probing.part import ProbePart, RunContext, load_part, name_of
+from infoflow_lens.probing.parts.tokens import PositionsPart
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo
 
@@ -101,6 +108,38 @@ def test_settings_hold_in_any_order_and_for_probes_of_ones_own(folder, ids, tmp_
     name = name_of(own)
     found = probe(folder, ids, probes=(own,), setting=(f"{name}.ranks=[1]",), progress=False)
     assert found.found[name].ranks == (1,)
+
+
+class InPercent(PositionsProbe):
+    """Takes a share as a text, too."""
+
+    share: float = 0.1
+
+    def __post_init__(self):
+        if isinstance(self.share, str):
+            self.share = float(self.share.rstrip("%")) / 100
+        super().__post_init__()
+
+
+class TwoOfThem(PositionsPart):
+    """Has other probes than the part that it is made from."""
+
+    name = "two"
+
+    def probes(self, context):
+        return {"positions": InPercent(), "more": InPercent()}
+
+
+@pytest.mark.parametrize(
+    ("part", "names"), [(TwoOfThem(), ("positions", "more")), (ProbePart(InPercent(), "p"), ("p",))]
+)
+def test_probes_of_ones_own_judge_their_settings_themselves(part, names):
+    for name in names:
+        with register_parts({"mine": part}):
+            config = ProbingConfig("", "", probes=("mine",), setting=(f"{name}.share=20%",))
+            check_own_settings(config)
+        made = apply_settings({name: InPercent()}, config.single_settings(), {})
+        assert made[name].share == 0.2
 
 
 @pytest.mark.parametrize("name", ["influence", "positions", "recovery"])
