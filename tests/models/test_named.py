@@ -191,6 +191,7 @@ REFUSED = [
     ("gpt2", lambda cache: cache.decompose_resid(apply_ln=True, layer=1), "norms of layer 1 are"),
     ("cohere", lambda cache: cache.model.tokens_to_residual_directions(5), "scales or caps what"),
     ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
+    ("falcon_h1", lambda cache: cache.stack_head_results(), r"out is not shown \(another mixer"),
     ("doge", lambda cache: cache.decompose_resid(), "up to blocks.1.hook_resid_post .* is no sum"),
     ("gpt2", lambda cache: cache.decompose_resid(mode="heads"), "mode is 'heads': expected one of"),
     ("jamba", lambda cache: measure_why(cache.model, IDS[:1], 0, 0), r"with attention \(here 1\)"),
