@@ -324,6 +324,18 @@ def test_what_mixes_positions_beside_attention_is_said(kind, layers, output):
         assert bool(moved[3:].max() > 1e-4) == bool(layers)
 
 
+def test_a_layer_that_only_mixes_names_what_can_be_asked_for():
+    """The remedies were a TransformerLens model, and a rule that flow does not take."""
+    model, ids = open_model(families.build("nemotron_h")), families.tokens()[:1]
+    with pytest.raises(InfoFlowError, match=r"layer 0 shows no state .* state='resid_post'"):
+        run_probes(model, ids, [JacobianInfluence()], progress=False)
+    last = JacobianInfluence(state="resid_post", positions=(-1,))
+    found, positions = run_probes(model, ids, [last, PositionsProbe()], progress=False)
+    assert found.influence.isfinite().all()
+    with pytest.raises(InfoFlowError, match=r"layer 0 has no heads.* ask\(\) and Jac"):
+        propagate(positions)
+
+
 def test_flow_says_what_no_predicted_set_holds():
     found = flow(open_model(families.build("falcon_h1")), families.tokens()[:1], progress=False)
     (note,) = [note for note in found.notes if "more than attention" in note]
