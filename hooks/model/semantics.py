@@ -260,6 +260,11 @@ def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
     middle = f"blocks.{layer}.{_MIDDLE}"
     if has_own_attention(model) and middle in known:
         return (middle,)
+    if f"blocks.{layer}.hook_mixer_out" in known:
+        raise InfoFlowError(
+            f"layer {layer} shows no state behind its mixer, hook_resid_mid: expected one; give "
+            "state='resid_post', what leaves the layer"
+        )
     attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
     # with a norm in between, attention's own output is the state
     adds = hook_semantics(model).layers_add[layer]

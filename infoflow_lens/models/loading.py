@@ -598,11 +598,14 @@ def _why(name: str, error: BaseException) -> str:
         )
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return f"{name!r} does not fit into memory: try dtype bfloat16, or another device"
-    return (
-        f"{name!r} cannot be loaded ({type(error).__name__}: {first_line(error)}): expected a "
-        "model of a class that transformers has, with whole files; look at its config.json and "
-        "weights"
+    expected = (
+        "expected a whole GGUF file of a kind that transformers reads from such files; give the "
+        "folder of safetensors that it was made from"
+        if name.endswith(GGUF)
+        else "expected a model of a class that transformers has, with whole files; look at its "
+        "config.json and weights"
     )
+    return f"{name!r} cannot be loaded ({type(error).__name__}: {first_line(error)}): {expected}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

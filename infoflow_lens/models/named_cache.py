@@ -239,6 +239,12 @@ class NamedCache(ActivationCache):
             total = torch.einsum("...hd,hdm->...m", z, block.attn.W_O) + block.attn.b_O
             if name in self.cache_dict:
                 self._check(["heads"], total, name)
+            elif name not in model.hook_dict:
+                raise InfoFlowError(
+                    f"{name} is not shown{self._reason(name)}: expected what attention adds, to "
+                    "which heads are to add up, as it may scale them; measure_shares() has all "
+                    "that adds to the stream"
+                )
 
     def _check_neurons(self, layer: int) -> None:
         model: Any = self.model

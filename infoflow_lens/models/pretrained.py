@@ -63,9 +63,12 @@ _LEFT_OUT = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention.sliding_window": "sliding_window",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
 }
 _EPSILONS = ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "rms_norm_eps")
-_LAYERS_OF_27B = 46  # of Gemma 2
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 _loading = threading.RLock()
 
 
@@ -160,13 +163,15 @@ def _read_what_is_left_out(path: Path, config: Any) -> list[str]:
         name.removeprefix(f"{kind}."): field.contents() for name, field in reader.fields.items()
     }
     for name, own in _LEFT_OUT.items():
-        if name in head and hasattr(config, own):
+        # the keys of Gemma 4 are those of its full attention alone
+        if name in head and hasattr(config, own) and (kind, own) != ("gemma4", "head_dim"):
             setattr(config, own, head[name])
     for own in _EPSILONS:
         if hasattr(config, own):
             epsilon = head.get("attention.layer_norm_epsilon", getattr(config, own))
             setattr(config, own, head.get("attention.layer_norm_rms_epsilon", epsilon))
     rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # that of windows is the same in all files
     if "rope_theta" in rope and "rope.freq_base" in head:
         rope["rope_theta"] = float(head["rope.freq_base"])
     if "partial_rotary_factor" in rope and "rope.dimension_count" in head:
@@ -176,8 +181,8 @@ def _read_what_is_left_out(path: Path, config: Any) -> list[str]:
     # files of the kind llama have no windows, also where transformers takes them for Mistral's
     if kind == "llama" and hasattr(config, "sliding_window"):
         config.sliding_window = head.get("attention.sliding_window")
-    if kind == "gemma2":  # no head says it: llama.cpp knows the one of 27B by its layers
-        is_27b = config.num_hidden_layers == _LAYERS_OF_27B
+    if kind in _LAYERS_OF_27B:  # no head says it: llama.cpp knows the one of 27B by its layers
+        is_27b = config.num_hidden_layers == _LAYERS_OF_27B[kind]
         width = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = width if is_27b else config.head_dim
     if kind == "gpt-oss":  # of which transformers reads the scale

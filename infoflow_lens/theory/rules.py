@@ -149,8 +149,9 @@ class MaxPosition(Rule):
         if not self.positions.shape[1]:
             raise InfoFlowError(
                 f"layer {layer} has no heads: expected attention in every layer, as something else "
-                "moves information there; give GlobalAggregation for a state space or linear "
-                "attention that reads all it sees"
+                "moves information there, of which flow() knows no rule; ask() and "
+                "JacobianInfluence take such models, and propagate() a GlobalAggregation in the "
+                "place of these positions, for what reads all it sees"
             )
         if self.positions.numel():
             lowest, highest = torch.aminmax(self.positions)

@@ -299,6 +299,7 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
 MIXING = {
     "falcon_h1": ([0, 1], "self_attn.o_proj"),
     "convbert": ([0, 1], ""),
+    "nystromformer": ([0, 1], ""),
     "zamba2": ([1], ""),
     "llama": ([], "self_attn.o_proj"),
     "jamba": ([], ""),
@@ -335,11 +336,16 @@ def test_neither_a_large_first_state_nor_a_short_text_hides_what_mixes(first, n)
     assert layers_that_mix_elsewhere(open_model(plain), batch) == [0, 1]
 
 
-def test_a_model_that_writes_in_place_is_not_laid_on_hooks_alone():
-    """As the convolution of Nystromformer is added to what heads give."""
-    model = open_model(families.build("nystromformer"))
-    with pytest.raises(InfoFlowError, match=r"expected hooks .*, and a model that does so"):
-        inspect_model(model, families.tokens()[:1])
+def test_a_layer_that_only_mixes_names_what_can_be_asked_for():
+    """The remedies were a TransformerLens model, and a rule that flow does not take."""
+    model, ids = open_model(families.build("nemotron_h")), families.tokens()[:1]
+    with pytest.raises(InfoFlowError, match=r"layer 0 shows no state .* state='resid_post'"):
+        run_probes(model, ids, [JacobianInfluence()], progress=False)
+    last = JacobianInfluence(state="resid_post", positions=(-1,))
+    found, positions = run_probes(model, ids, [last, PositionsProbe()], progress=False)
+    assert found.influence.isfinite().all()
+    with pytest.raises(InfoFlowError, match=r"layer 0 has no heads.* ask\(\) and Jac"):
+        propagate(positions)
 
 
 def test_flow_says_what_no_predicted_set_holds():

@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, probe, run_probes
 from infoflow_lens.foundation.errors import InfoFlowWarning
@@ -117,7 +118,7 @@ def test_a_file_is_the_model_that_was_written(file):
 
 def write_plain(path, model, head):
     """A file of a family whose weights llama.cpp leaves as they are, but for the names."""
-    config, kind = model.config, model.config.model_type
+    config, kind = model.config, model.config.model_type.removesuffix("_text")
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, kind)
@@ -125,17 +126,20 @@ def write_plain(path, model, head):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "num_key_value_heads"):
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_vocab_size(config.vocab_size)
     for name, value in head.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{kind}.{name}", value)
     for name, weight in model.state_dict().items():
         base, _, end = name.rpartition(".")
-        if kind == "nemotron" and "norm" in name and end == "weight":
+        if kind in ("nemotron", "gemma3") and "norm" in name and end == "weight":
             weight = weight + 1
+        if kind == "gpt2" and ".h." in name and weight.ndim == 2:
+            weight = weight.T.contiguous()
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             writer.add_tensor(f"{names.get_name(base)}.{end}", weight.numpy())
     writer.write_header_to_file()
@@ -165,11 +169,51 @@ def test_positions_and_norms_are_those_of_the_file(kind, head, settings, tmp_pat
         "stablelm": {"partial_rotary_factor": 0.25},
     }
     rope = {"rope_type": "default", "rope_theta": 1e4, **usual.get(kind, {}), **rope}
-    large = {"starcoder2": 49152, "phi3": 32064}  # which transformers takes for granted
+    large = {"phi3": 32064}  # of which transformers takes a token for padding
     alone = families.build(
         kind, rope_parameters=rope, vocab_size=large.get(kind, 101), sliding_window=None, **own
     )
     found, ids = load_any(write_plain(tmp_path / "tiny.gguf", alone, head)).model, zoo.tokens(3, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids), alone(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("gpt2", {}),  # of other than 1024 positions
+        ("qwen3", {"attention.key_length": 8}),  # of heads that are not 128 wide
+    ],
+)
+def test_sizes_are_those_of_the_file(kind, head, tmp_path):
+    """Transformers took its own, and the weights did not fit."""
+    alone, ids = families.build(kind), zoo.tokens(3, 9)
+    file = write_plain(tmp_path / "tiny.gguf", alone, head)
+    with torch.no_grad():
+        found = load_any(file).model(ids)
+        torch.testing.assert_close(found, alone(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_27b", [False, True])
+def test_positions_and_scales_of_gemma_3_are_those_of_the_file(is_27b, tmp_path, monkeypatch):
+    """Both were those of the usual sizes, in silence."""
+    monkeypatch.setitem(pretrained._LAYERS_OF_27B, "gemma3", 6 if is_27b else 62)
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    config = transformers.Gemma3TextConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=48, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
+        max_position_embeddings=64, query_pre_attn_scalar=16 if is_27b else 8,
+        rope_parameters={"full_attention": plain | {"rope_theta": 1e2}, "sliding_attention": plain},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    alone, ids = transformers.Gemma3ForCausalLM(config).eval(), zoo.tokens(3, 9)
+    for parameter in alone.parameters():
+        parameter.requires_grad_(False).mul_(4 if parameter.ndim > 1 else 1)
+    head = {
+        "rope.freq_base": 1e2, "attention.key_length": 8, "attention.sliding_window": 4,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    found = load_any(write_plain(tmp_path / "tiny.gguf", alone, head)).model
     with torch.no_grad():
         torch.testing.assert_close(found(ids), alone(ids).logits, rtol=1e-4, atol=1e-4)
 
@@ -184,7 +228,7 @@ def test_a_file_of_llama_that_is_named_mistral_has_no_window(tmp_path):
 @pytest.mark.parametrize("is_27b", [False, True])
 def test_caps_and_scales_of_gemma_2_are_those_of_the_file(is_27b, tmp_path, monkeypatch):
     """They were 50, 30 and 256 in silence; llama.cpp knows the scale of 27B by its layers."""
-    monkeypatch.setattr(pretrained, "_LAYERS_OF_27B", zoo.N_LAYERS if is_27b else 46)
+    monkeypatch.setitem(pretrained._LAYERS_OF_27B, "gemma2", zoo.N_LAYERS if is_27b else 46)
     alone, ids = zoo.build("gemma2"), zoo.tokens(3, 9)
     config = alone.config
     config._attn_implementation, config.head_dim = "eager", 2 * zoo.D_HEAD
@@ -256,6 +300,9 @@ def test_what_cannot_be_read_is_named(file, tmp_path, monkeypatch):
             load_any(file, backend="hooked")
     with pytest.raises(InfoFlowError, match="is missing: expected a folder with a model"):
         load_any("not-there.gguf")
+    wide = families.build("gpt2", n_inner=48)
+    with pytest.raises(InfoFlowError, match=r"a kind that transformers reads from such files; giv"):
+        load_any(write_plain(tmp_path / "wide.gguf", wide, {}))
     large = write(tmp_path / "large.gguf", zoo.build("llama"), n_layers=10**6)
     with pytest.raises(InfoFlowError, match=r"the head of .* says num_hidden_layers 1000000"):
         load_any(large)

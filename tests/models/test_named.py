@@ -191,6 +191,7 @@ REFUSED = [
     ("gpt2", lambda cache: cache.decompose_resid(apply_ln=True, layer=1), "norms of layer 1 are"),
     ("cohere", lambda cache: cache.model.tokens_to_residual_directions(5), "scales or caps what"),
     ("jamba", lambda cache: cache.stack_head_results(), "blocks.0.attn.hook_z .* it runs mamba"),
+    ("falcon_h1", lambda cache: cache.stack_head_results(), r"out is not shown \(another mixer"),
     ("doge", lambda cache: cache.decompose_resid(), "up to blocks.1.hook_resid_post .* is no sum"),
     ("gpt2", lambda cache: cache.decompose_resid(mode="heads"), "mode is 'heads': expected one of"),
     ("gpt2", lambda cache: cache.decompose_resid(3, mode="mlp"), "^layer is 3: expected 0 to 2"),
