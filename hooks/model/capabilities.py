@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from infoflow_lens.hooks.model.log import first_tensor, tensors_in
 from infoflow_lens.hooks.model.parts import Block
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
+    cache_by_mode,
     check_inputs,
     devices_of,
     hook_points,
@@ -321,11 +322,26 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
     return tuple(layers)
 
 
-def note_other_mixing(model: nn.Module, batch: Batch) -> list[str]:
-    """Say in which layers more than attention mixes positions; nothing where none does."""
-    layers = layers_that_mix_elsewhere(model, batch)
+def note_other_mixing(model: nn.Module, batch: Batch) -> str:
+    """Say in which layers more than attention mixes positions; empty where none does.
+
+    A model is tried once, on the first batch of several tokens, by its longest sequence.
+    """
+    known = _other_mixing(model)
+    if not known and batch.tokens.shape[1] > 1:
+        lengths = batch.lengths
+        row = 0 if lengths is None else int(lengths.argmax())
+        longest = batch.take(slice(row, row + 1))
+        known.append(layers_that_mix_elsewhere(model, replace(longest, lengths=None)))
+    layers = known[0] if known else []
     plural = "s" if len(layers) > 1 else ""
-    return [f"layer{plural} {_numbers(layers)}: {_MIXES_ELSEWHERE}"] if layers else []
+    return f"layer{plural} {_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
+
+
+@cache_by_mode
+def _other_mixing(model: nn.Module) -> list[list[int]]:
+    """Hold what has been found of a model."""
+    return []
 
 
 def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:

@@ -1028,6 +1028,7 @@ def call_columns(
         name: values.expand(size)
         for name, values in named.items()
         if name in find_pass_columns(model) and isinstance(values, Tensor) and values.ndim == 2
+        if values is not tokens  # which models of one's own call as they like
         if values.shape in (size, (1, size[1]))
     }
     mask = named.get(MASKS[0])

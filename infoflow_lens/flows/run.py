@@ -42,7 +42,6 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.influence.base import StateInfluence, Threshold
 from infoflow_lens.hooks.influence.resample import donors_from
-from infoflow_lens.hooks.model.capabilities import note_other_mixing
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import config_value, key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens
@@ -584,7 +583,6 @@ def flow(
         }
     )
     notes = [*unknown, *_notes(made, loaded, without), *note_same_tokens(measure, rows)]
-    notes += note_other_mixing(host, next(inputs.batches(1)))
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))

@@ -124,10 +124,13 @@ def test_first_choices_are_those_of_the_model_alone(model, ids):
 
 
 def test_calls_of_the_object_itself_are_measured_while_probes_are_attached(model, ids):
-    probes = [PositionsProbe((1, 2)), RecoveryProbe((1,))]
-    expected = run_probes(model, ids, [PositionsProbe((1, 2)), RecoveryProbe((1,))], progress=False)
+    def probes():
+        influence = JacobianInfluence("resid_post", positions=(-1,))  # by passes of its own
+        return [PositionsProbe((1, 2)), RecoveryProbe((1,)), influence]
+
+    expected = run_probes(model, ids, probes(), progress=False)
     before = model(ids)
-    with torch.no_grad(), attach(model, *probes) as attached:
+    with torch.no_grad(), attach(model, *probes()) as attached:
         for part in ids.split(5):
             model(part)
         found = attached.results()
@@ -136,6 +139,7 @@ def test_calls_of_the_object_itself_are_measured_while_probes_are_attached(model
     for ours, theirs in zip(found[0].positions, expected[0].positions, strict=True):
         assert ours.equal(theirs)
     assert found[1].fvu[0].equal(expected[1].fvu[0])
+    assert torch.allclose(found[2].influence, expected[2].influence, atol=1e-5)
     assert "forward" not in vars(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     after = model(ids)
@@ -348,10 +352,12 @@ def test_a_layer_that_only_mixes_names_what_can_be_asked_for():
         propagate(positions)
 
 
-def test_flow_says_what_no_predicted_set_holds():
-    found = flow(open_model(families.build("falcon_h1")), families.tokens()[:1], progress=False)
-    (note,) = [note for note in found.notes if "more than attention" in note]
-    assert note.startswith("layers 0-1: ")
+def test_positions_and_flow_say_what_no_predicted_set_holds():
+    model, ids = open_model(families.build("falcon_h1")), families.tokens()[:1]
+    (positions,) = run_probes(model, [ids[0, :1], ids[0]], [PositionsProbe()], progress=False)
+    for notes in (flow(model, ids, progress=False).notes, positions.notes):
+        (note,) = [note for note in notes if "more than attention" in note]
+        assert note.startswith("layers 0-1: ")
 
 
 REFUSED = ("longformer", "fnet", "funnel")
