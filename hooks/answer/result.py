@@ -136,7 +136,7 @@ class AnswerNumbers(Result):
         return self.value - self.other_value
 
     @property
-    def wanted(self) -> str:
+    def side(self) -> str:
         """Name what speaks for the score: the answer, or where nothing is answered, its size."""
         return "the answer" if self.answers else "a high score"
 
@@ -498,12 +498,12 @@ class AnswerNumbers(Result):
         )
         lower = int((self.replacement_effects[order[0]] < 0).sum())
         is_open = (
-            f"whether it speaks for {self.wanted} is open "
+            f"whether it speaks for {self.side} is open "
             f"({lower} of {self.n_replacements[order[0]]} words lower the score)"
         )
         speaks = {
-            -1: f"and speaks for {self.wanted}",
-            1: f"and speaks against {self.wanted}",
+            -1: f"and speaks for {self.side}",
+            1: f"and speaks against {self.side}",
             0: f"but {is_open}",
         }[self.find_direction(first)]
         larger = ""

@@ -156,7 +156,7 @@ def _print(found: Any) -> None:
     said = [f"{name} {effect:+.2f}" for name, effect in pairs]
     print_lines("Heads and MLPs: change with the other text's output", [", ".join(said)])
     if against := found.describe_opposition():
-        show(f"    against {found.wanted}: {against}")
+        show(f"    against {found.side}: {against}")
     print_lines(
         "Where they look from the end of the text",
         [found.look(i) for i in range(len(found.looked))],

@@ -16,7 +16,7 @@ from infoflow_lens.commands.common import (
     say_json,
     task_by_options,
 )
-from infoflow_lens.commands.options import options_of, refuse_unused
+from infoflow_lens.commands.options import options_of, refuse_needless
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def design(config: Callable[[], Question], as_json: AsJson = False, quiet: Quiet
 
         asked = config()
         if not asked.verify:
-            refuse_unused(asked, ("seeds", "epochs"), "nothing is trained without --verify")
+            refuse_needless(asked, ("seeds", "epochs"), "nothing is trained without --verify")
         # only tasks of ours take a seed
         seed = asked.seed if asked.task in list_tasks() else None
         target = task_by_options(asked.task, None, asked.d_token, asked.components, seed)

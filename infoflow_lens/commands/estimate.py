@@ -19,7 +19,7 @@ from infoflow_lens.commands.common import (
     say_json,
     task_by_options,
 )
-from infoflow_lens.commands.options import options_of, refuse_unused
+from infoflow_lens.commands.options import options_of, refuse_needless
 
 _SIGNS = {
     "excluded, proved": "[red]X[/]",
@@ -104,7 +104,7 @@ def estimate(
                 "--witness and --out give the proof of one verdict: expected one task and no "
                 "--sweep; leave them out, or ask for one architecture"
             )
-        _refuse_unused(asked)
+        _refuse_needless(asked)
         if asked.task == "all":
             _survey(asked, as_json)
             return
@@ -137,13 +137,13 @@ def estimate(
     _print_estimate(result)
 
 
-def _refuse_unused(asked: Question) -> None:
+def _refuse_needless(asked: Question) -> None:
     by_all = ("sweep", "d_token", "components", "trees") if asked.task == "all" else ()
     by_like = ("d_model", "positions", "encoder") if asked.like is not None else ()
-    refuse_unused(asked, by_all, "'all' asks every task, at several D and T")
-    refuse_unused(asked, by_like, "--like takes it from the model")
+    refuse_needless(asked, by_all, "'all' asks every task, at several D and T")
+    refuse_needless(asked, by_like, "--like takes it from the model")
     if asked.sweep is not None:
-        refuse_unused(asked, ("encoder",), "--sweep judges heads of one role")
+        refuse_needless(asked, ("encoder",), "--sweep judges heads of one role")
 
 
 def _load(asked: Question) -> Any:

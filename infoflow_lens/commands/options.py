@@ -121,7 +121,7 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def refuse_unused(config: Any, names: Sequence[str], reason: str) -> None:
+def refuse_needless(config: Any, names: Sequence[str], reason: str) -> None:
     """Refuse options that would change nothing, where they are not as by default.
 
     Raises:

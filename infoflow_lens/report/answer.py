@@ -243,10 +243,10 @@ def _looks(answer: AnswerNumbers) -> Table | None:
         rows.append(row)
     columns = {
         "head": "layer and number",
-        "works": f"for {answer.wanted} or against it",
+        "works": f"for {answer.side} or against it",
         "change of score": "with the other text's output, at all positions",
         "looks at": "the key with the largest weight",
-        "writes": f"a part of the score, from that key, directly: plus for {answer.wanted}",
+        "writes": f"a part of the score, from that key, directly: plus for {answer.side}",
         "other text: looks at": "the key with the largest weight there",
         "other text: writes": "a part of the score there, from that key, directly",
     }
