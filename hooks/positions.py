@@ -383,8 +383,14 @@ class PositionsProbe(Probe[PositionsResult]):
             **by_name,
             "lengths": seen.lengths_of(ranked[0].positions.shape[2]),
             "is_relu": attention_kind(seen.model) == "relu",
-            "mixing": "" if seen.batch is None else note_other_mixing(seen.model, seen.batch),
+            "mixing": self._note_mixing(seen),
         }
+
+    def _note_mixing(self, seen: Pass) -> str:
+        # in a loop of the user's, whose calls may have more than a batch holds, no other passes run
+        if self.is_attached or seen.batch is None:
+            return ""
+        return note_other_mixing(seen.model, seen.batch)
 
     def compute(self) -> PositionsResult:
         """Join all batches."""

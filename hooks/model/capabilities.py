@@ -361,10 +361,8 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
         for layer in (layers_with_attention(model) if hasattr(model, "anatomy") else ())
         if {f"blocks.{layer}.hook_resid_{state}" for state in ("pre", "post")} <= known.keys()
     ]
-    if not layers or batch.tokens.shape[1] < 2:
+    if not layers:
         return []
-    place = (batch.tokens.shape[1] - 1) // 2
-    others = torch.arange(batch.tokens.shape[1]) != place
     silent = [(n, lambda z, hook: torch.zeros_like(z)) for n in known if n.endswith(".hook_z")]
     enter, leave = ([f"blocks.{n}.hook_resid_{s}" for n in layers] for s in ("pre", "post"))
 
@@ -373,7 +371,7 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
         found = call(model, batch, leave, edit=[*silent, *pinned]).activations
         return [found[name].float() for name in leave]
 
-    def change(state: Tensor) -> Tensor:
+    def change(state: Tensor, place: int, others: Bool[Tensor, " pos"]) -> Tensor:
         # as large as before: what some models write at the first position, say, is so large that
         # all else would seem to be rounding
         mean = torch.nn.functional.normalize(state[:, others].float(), dim=-1).mean(dim=1)
@@ -384,7 +382,12 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
 
     with eval_mode(model), without_user_hooks(model):
         given = call(model, batch, enter).activations
-        changed = {name: change(state) for name, state in given.items()}
+        n_pos = next(iter(given.values())).shape[1]  # of patches and frames fewer than were given
+        if n_pos < 2:
+            return []
+        place = (n_pos - 1) // 2
+        others = torch.arange(n_pos) != place
+        changed = {name: change(state, place, others) for name, state in given.items()}
         pairs = zip(layers, leaving(given), leaving(changed), strict=True)
         moved = {layer: (two - one).norm(dim=-1)[0] for layer, one, two in pairs}
     return [n for n, gap in moved.items() if gap[others].max() > _MOVED * gap[place]]

@@ -147,6 +147,43 @@ def test_calls_of_the_object_itself_are_measured_while_probes_are_attached(model
         assert one.equal(other)
 
 
+class Flagged(Plain):
+    """What its calls have beside ids is in no batch."""
+
+    def forward(self, ids, flag):
+        assert flag
+        return super().forward(ids)
+
+
+ATTACHED = {
+    "decoder": lambda: (
+        open_model(families.build("t5"), stack="decoder"),
+        {"input_ids": families.tokens(), "decoder_input_ids": families.tokens()[:, :5]},
+    ),
+    "pictures": lambda: (
+        open_model(families.build("vit"), example={"pixel_values": torch.ones(2, 3, 8, 8)}),
+        {"pixel_values": torch.ones(3, 3, 8, 8)},
+    ),
+    "flag": lambda: (Flagged(), {"ids": families.tokens() % 67, "flag": True}),
+}
+
+
+@pytest.mark.parametrize("make", ATTACHED.values(), ids=ATTACHED)
+def test_an_attached_probe_of_positions_runs_no_pass_of_its_own(make):
+    model, given = make()
+    opened, calls = model, []
+    if isinstance(model, Flagged):
+        opened = open_model(model, example=given)
+    else:
+        model = model.original_model
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad(), attach(opened, PositionsProbe()) as probes:
+        opened(**given)
+    handle.remove()
+    assert len(calls) == 1
+    assert len(probes.results()[0].positions[0]) == len(next(iter(given.values())))
+
+
 def _tensors(output):
     return (
         [output]
