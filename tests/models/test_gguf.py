@@ -301,7 +301,9 @@ def test_what_cannot_be_read_is_named(file, tmp_path, monkeypatch):
     with pytest.raises(InfoFlowError, match="is missing: expected a folder with a model"):
         load_any("not-there.gguf")
     wide = families.build("gpt2", n_inner=48)
-    with pytest.raises(InfoFlowError, match=r"a kind that transformers reads from such files; giv"):
+    # transformers 5.20 takes weights of another shape, and no pass runs then
+    refusal = r"a kind that transformers reads from such files; give|does not run on an example"
+    with pytest.raises(InfoFlowError, match=refusal):
         load_any(write_plain(tmp_path / "wide.gguf", wide, {}))
     large = write(tmp_path / "large.gguf", zoo.build("llama"), n_layers=10**6)
     with pytest.raises(InfoFlowError, match=r"the head of .* says num_hidden_layers 1000000"):
