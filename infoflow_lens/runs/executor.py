@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -70,6 +70,7 @@ class Executor:
     scheduler: str | None = None
     n_threads: int = 1
     again: str = "the same call"
+    _workers: "_Processes | None" = field(default=None, repr=False, compare=False)
 
     def check(self, what: str) -> None:
         """Refuse workers that cannot be had, before work starts.
@@ -94,6 +95,18 @@ class Executor:
         return self.jobs == 1 and self.scheduler is None
 
     @contextmanager
+    def keep_processes(self) -> Iterator["Executor"]:
+        """Yield an executor of which all calls of `start_workers` share their processes.
+
+        A process takes seconds to start and to load a model, once for the length of this block.
+        """
+        if self.is_one_process or self.scheduler is not None:
+            yield self
+            return
+        with closing(_Processes(self.jobs, self.n_threads)) as workers:
+            yield replace(self, _workers=workers)
+
+    @contextmanager
     def start_workers(self, kept: str) -> Iterator[Run]:
         """Start the workers for the length of a block; they end with this process, even by kill -9.
 
@@ -115,6 +128,9 @@ class Executor:
         try:
             if self.is_one_process:
                 yield partial(_run_locally, self.n_threads)
+                return
+            if self._workers is not None:
+                yield partial(run_in_workers, self._workers)
                 return
             with closing(
                 _Processes(self.jobs, self.n_threads)

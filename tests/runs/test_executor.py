@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import joblib
+import psutil
 import pytest
 import torch
 from joblib.externals.loky import process_executor
@@ -44,6 +45,21 @@ def test_every_call_is_made_once_with_so_many_threads(jobs, n_threads):
 
 def _threads(value):
     return torch.get_num_threads()
+
+
+def test_processes_are_kept_from_one_block_to_the_next():
+    with Executor(2).keep_processes() as executor:
+        found = []
+        for _ in range(2):
+            with executor.start_workers("runs are kept") as run:
+                found.append(set(run(_process, units(range(4)))))
+    assert found[0] | found[1] == found[0]
+    assert os.getpid() not in found[0]
+    assert not any(psutil.pid_exists(pid) for pid in found[0])
+
+
+def _process(value):
+    return os.getpid()
 
 
 @pytest.mark.slow
