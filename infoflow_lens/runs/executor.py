@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 import torch
 from annotated_types import Interval
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
@@ -271,6 +273,9 @@ class _Processes:
 def _initialize_worker(parent: int) -> None:
     """Prepare a worker process: its parent handles Ctrl-C, and it ends together with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # bars take a lock between processes, of which the system says that it has leaked where a worker
+    # is killed; nobody shares those of a worker
+    tqdm.set_lock(threading.RLock())
     exit_with_parent(parent)
 
 

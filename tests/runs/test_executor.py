@@ -15,8 +15,10 @@ import psutil
 import pytest
 import torch
 from joblib.externals.loky import process_executor
+from tqdm import auto, tqdm
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.runs import executor as module
 from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from tests.conftest import some_of
@@ -86,6 +88,17 @@ def test_workers_that_hold_locks_end_without_a_word():
     """Progress bars hold one; of a worker that is killed the system says that it has leaked."""
     ended = subprocess.run([sys.executable, "-c", _LOCKS], capture_output=True, text=True)
     assert (ended.stdout.strip(), ended.stderr) == ("[0, 1, 2, 3]", "")
+
+
+def test_bars_of_a_worker_hold_no_lock_between_processes():
+    """Killed by Ctrl-C, a worker that had shown one said that semaphores had leaked."""
+    with start_workers() as run:
+        assert list(run(_kinds_of_locks, units(range(1)))) == [{"_thread"}]
+
+
+def _kinds_of_locks(value):
+    with progress_bar("some", 2, show=False):
+        return {type(lock).__module__ for lock in (tqdm.get_lock(), auto.tqdm.get_lock())}
 
 
 def hold_a_lock(value, held=[]):  # noqa: B006  # for as long as the process lives
