@@ -45,7 +45,7 @@ from infoflow_lens.hooks.model.sites import SiteRun
 
 _MIXES_ELSEWHERE = (
     "more than attention moves information between positions, such as a state space or a "
-    "convolution beside it: predicted sets are of what heads move alone, and too small"
+    "convolution beside it: sets and scores that follow heads leave that out, so sets are too small"
 )
 _MOVED = 1e-2  # of the change at the position that is changed; rounding is less [chosen]
 _SCORES, _PATTERN = "attn.hook_attn_scores", "attn.hook_pattern"

@@ -23,6 +23,10 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import (
     AttendedProbe,
+    AttentionFlow,
+    AttentionRollout,
+    AttentionWeight,
+    GradedSetsProbe,
     LogProbability,
     PatternsProbe,
     measure_mechanisms,
@@ -169,7 +173,7 @@ ATTACHED = {
 
 
 @pytest.mark.parametrize("make", ATTACHED.values(), ids=ATTACHED)
-def test_an_attached_probe_of_positions_runs_no_pass_of_its_own(make):
+def test_attached_probes_of_attention_run_no_passes_of_their_own(make):
     model, given = make()
     opened, calls = model, []
     if isinstance(model, Flagged):
@@ -177,7 +181,7 @@ def test_an_attached_probe_of_positions_runs_no_pass_of_its_own(make):
     else:
         model = model.original_model
     handle = model.register_forward_hook(lambda *_: calls.append(1))
-    with torch.no_grad(), attach(opened, PositionsProbe()) as probes:
+    with torch.no_grad(), attach(opened, PositionsProbe(), AttendedProbe()) as probes:
         opened(**given)
     handle.remove()
     assert len(calls) == 1
@@ -389,12 +393,22 @@ def test_a_layer_that_only_mixes_names_what_can_be_asked_for():
         propagate(positions)
 
 
-def test_positions_and_flow_say_what_no_predicted_set_holds():
+def test_whatever_follows_attention_says_what_else_mixes_positions():
     model, ids = open_model(families.build("falcon_h1")), families.tokens()[:1]
-    (positions,) = run_probes(model, [ids[0, :1], ids[0]], [PositionsProbe()], progress=False)
-    for notes in (flow(model, ids, progress=False).notes, positions.notes):
-        (note,) = [note for note in notes if "more than attention" in note]
+    follow = [PositionsProbe(), AttendedProbe(), GradedSetsProbe(), AttentionWeight(),
+              AttentionRollout(), AttentionFlow()]  # fmt: skip
+    probes = [*follow, PatternsProbe()]
+    results = run_probes(model, [ids[0, :1], ids[0]], probes, progress=False)
+    sets = [propagate(results[0]), propagate(results[1]), results[2].graded().at()]
+    for found in (*results[:-1], *sets, flow(model, ids, progress=False)):
+        (note,) = [note for note in found.notes if "more than attention" in note]
         assert note.startswith("layers 0-1: ")
+    assert not results[-1].notes  # patterns are themselves, whatever else there is
+    # what two processes have measured, one of them of a single token
+    one, two = probes[1], AttendedProbe()
+    run_probes(model, ids[:, :1], [two], progress=False)
+    two.load_state_dict({**two.state_dict(), "mixing": ""})
+    assert two.merge(one).result().notes == one.result().notes
 
 
 REFUSED = ("longformer", "fnet", "funnel")
