@@ -19,7 +19,7 @@ from infoflow_lens.probing.config import (
     check_names,
     part_names,
 )
-from infoflow_lens.probing.part import Part, RunContext, Say, load_part
+from infoflow_lens.probing.part import Part, RunContext, Say, load_part, where_lacking
 from infoflow_lens.probing.shard import load_in_worker
 from infoflow_lens.probing.shards import run_in_shards, warn_if_long
 from infoflow_lens.probing.store import StoredSequences
@@ -149,14 +149,10 @@ def _choose(
 
 def _why_not(name: str, part: Part, capabilities: ModelCapabilities) -> str:
     """Say why a part cannot be measured on a model; empty if it can."""
-    where, reason = "on", part.lacking_of_model(capabilities)
-    if not reason:
-        reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
-        lacking = [layer for layer, reason in reasons.items() if reason]
-        where = f"in layer{'s' * (len(lacking) > 1)} {', '.join(lacking)} of"
-        reason = reasons[lacking[0]] if lacking else ""
-    what = f"{name} cannot be measured {where} this {capabilities.kind}: {reason}"
-    return what if reason else ""
+    reason = part.lacking_of_model(capabilities)
+    where = f"on this {capabilities.kind}: {reason}" if reason else ""
+    where = where or where_lacking(capabilities, part.lacking)
+    return f"{name} cannot be measured {where}" if where else ""
 
 
 def measure_parts(

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.model.capabilities import layers_that_mix_elsewhere
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.probing import measuring
+from infoflow_lens.probing.part import load_part
 from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
 from tests.reference import families
@@ -329,7 +331,7 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
         with pytest.raises(InfoFlowError, match=reason):
             model.run_with_hooks(families.tokens(), fwd_hooks=[(f"blocks.0.{name}", print)])
     left_out = [line.split()[2] for line in said if "layer 0 of" in line and "runs mamba" in line]
-    assert left_out == ["labels", "influence", "recovery", "routes"]
+    assert left_out == ["labels", "recovery", "routes"]
     why = r"labels cannot be measured in layer 0 of .* runs mamba"
     with pytest.raises(InfoFlowError, match=rf"^{why}"):
         probe(model, families.tokens(), probes=("labels",), progress=False)
@@ -338,6 +340,26 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
         probe(model, families.tokens(), progress=False)
     assert [layer.mixer for layer in inspect_model(model).layers] == [
         "mamba (JambaMambaMixer)", None]  # fmt: skip
+
+
+def test_a_run_measures_influence_where_layers_lack_attention(tmp_path):
+    """It was refused with what is predicted beside it, though influence needs no heads."""
+    model, ids = open_model(families.build("jamba")), families.tokens()
+    for out in (tmp_path / "run", tmp_path / "run"):  # and again, from what is kept
+        found = probe(model, ids, out, probes=("positions", "influence"), progress=False)
+        assert list(found.found) == ["positions", "influence"]
+    exact = JacobianInfluence("resid_post", seed=found.config.seed)
+    (alone,) = run_probes(model, ids, [exact], progress=False)
+    torch.testing.assert_close(found.influence.influence, alone.influence)
+    (sentence,) = found.findings()
+    assert "measured alone, as sets are predicted from heads of every layer" in sentence
+    assert "in layer 0 of this JambaForCausalLM: it has no attention and runs mamba" in sentence
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert sentence[1:] in page
+    assert load_part("influence").title in page
+    assert len(pd.read_csv(tmp_path / "run" / "influence.csv")) == alone.influence.numel()
+    assert not found.agreement
+    assert found.curve is None
 
 
 # by the layers in which something mixes positions besides attention, and where attention is added
