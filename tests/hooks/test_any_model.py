@@ -30,6 +30,7 @@ from infoflow_lens.hooks import (
     GradedSetsProbe,
     LogProbability,
     PatternsProbe,
+    ResampleInfluence,
     measure_mechanisms,
     measure_shares,
 )
@@ -413,6 +414,28 @@ def test_a_layer_that_only_mixes_names_what_can_be_asked_for():
     assert found.influence.isfinite().all()
     with pytest.raises(InfoFlowError, match=r"layer 0 has no heads.* ask\(\) and Jac"):
         propagate(positions)
+
+
+def test_sources_that_hold_several_tokens_are_said():
+    """What enters MobileBERT holds both neighbours of a token, whose influence it was called."""
+    for kind, mixes in {"mobilebert": True, "bert": False}.items():
+        plain, ids = families.build(kind), families.tokens()[:1]
+        enters = next(m for n, m in plain.named_modules() if n.endswith("embeddings"))
+        other = ids.clone()
+        other[0, 2] += 1
+        moved = (enters(ids) - enters(other)).abs().sum(-1)[0] > 1e-6
+        assert moved.nonzero().flatten().tolist() == ([1, 2, 3] if mixes else [2])
+        model = open_model(plain)
+        resample = ResampleInfluence(ids + 1, state="resid_post")
+        probes = [
+            PositionsProbe(), AttentionRollout(), JacobianInfluence("resid_post"), resample
+        ]  # fmt: skip
+        batch = [ids[0, :1], ids[0]]  # of one token nothing can be told
+        for result in [*run_probes(model, batch, probes, progress=False), flow(model, ids)]:
+            said = [note for note in result.notes if note.startswith("what enters layer 0 holds")]
+            assert len(said) == mixes
+    within = JacobianInfluence("resid_post", source_layer=1)  # sources are states by their name
+    assert not run_probes(open_model(families.build("mobilebert")), ids, [within])[0].notes
 
 
 def test_whatever_follows_attention_says_what_else_mixes_positions():
