@@ -15,6 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
 from infoflow_lens.hooks.model.call import (
+    block_starts,
     call,
     catching,
     restore_module_tensors,
@@ -345,6 +346,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             self._check_start(seen, start)
         place = self.place(lengths, n_source, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
+        if self.source_layer and hasattr(model, "anatomy"):
+            block_starts(model)  # found by a pass that draws tokens, which forward mode refuses
         # hooks of the user would edit each repeated pass once more, unless they take part
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:

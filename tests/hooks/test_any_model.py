@@ -438,6 +438,13 @@ def test_sources_that_hold_several_tokens_are_said():
     assert not run_probes(open_model(families.build("mobilebert")), ids, [within])[0].notes
 
 
+def test_influence_on_a_layer_of_a_new_model_is_found_by_forward_mode():
+    """The first pass that leaves out blocks drew tokens, and all was slow, with a wrong reason."""
+    model, ids = open_model(families.build("llama")), families.tokens()[:1]
+    (found,) = run_probes(model, ids, [JacobianInfluence(source_layer=1)], progress=False)
+    assert found.notes == ()
+
+
 def test_whatever_follows_attention_says_what_else_mixes_positions():
     model, ids = open_model(families.build("falcon_h1")), families.tokens()[:1]
     follow = [PositionsProbe(), AttendedProbe(), GradedSetsProbe(), AttentionWeight(),
