@@ -500,7 +500,7 @@ class Probe(ABC, Generic[ResultT]):
         if self._record is not None and self._record.model_fingerprint != fingerprint:
             raise InfoFlowError(
                 f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
-                f"is {fingerprint} (other weights): use a new probe for each model"
+                f"is {fingerprint} (other weights or adapters): use a new probe for each model"
             )
 
     def growing_bytes(self) -> int:
