@@ -480,7 +480,8 @@ class Probe(ABC, Generic[ResultT]):
         if not self.n_sequences:
             raise NothingMeasuredError(
                 f"{name} has measured nothing: run the model on at least one batch while the probe "
-                "is attached"
+                "is attached, by calls of the very object that it is attached to; the generate of "
+                "an opened model calls the model inside, so attach to that"
             )
         # plain arrays get names on their axes
         found = self.compute()

@@ -154,6 +154,21 @@ def test_calls_of_the_object_itself_are_measured_while_probes_are_attached(model
         assert one.equal(other)
 
 
+def test_generation_is_measured_of_the_model_that_is_called_without_a_cache():
+    """The remedies were an argument of another library, and a batch, which had run."""
+    model, ids = families.build("llama"), families.tokens()
+    with attach(model, PositionsProbe()), pytest.raises(InfoFlowError, match="use_cache=False"):
+        model.generate(ids, max_new_tokens=3)
+    with attach(model, PositionsProbe()) as probes:
+        model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+    assert probes.results()[0].lengths.tolist() == [n for n in (7, 8, 9) for _ in ids]
+    opened = open_model(model)
+    with attach(opened, PositionsProbe()) as probes:
+        opened.generate(ids, max_new_tokens=1)
+    with pytest.raises(InfoFlowError, match="calls the model inside, so attach to that"):
+        probes.results()
+
+
 class Flagged(Plain):
     """What its calls have beside ids is in no batch."""
 
