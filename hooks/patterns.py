@@ -179,6 +179,7 @@ class AttendedProbe(Probe[AttendedResult]):
     share: Share = 0.01
 
     reads: ClassVar = ("pattern",)
+    follows_attention: ClassVar[bool] = True
     attended = concatenated(2, 3)
     lengths = concatenated()
 

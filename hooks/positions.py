@@ -13,7 +13,6 @@ from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.modules import to_host
 from infoflow_lens.foundation.settings import BothEnds, Ranks
-from infoflow_lens.hooks.model.capabilities import note_other_mixing
 from infoflow_lens.hooks.model.points import attention_kind, layers_with_attention
 from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -25,7 +24,7 @@ from infoflow_lens.hooks.result import (
     note_layers_without_heads,
 )
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
-from infoflow_lens.hooks.states import combined, concatenated, either, latest, summed
+from infoflow_lens.hooks.states import combined, concatenated, latest, summed
 
 _COUNTS_AT_ONCE = 2**26  # numbers; more layers than these hold are counted in several rounds
 # what stands at queries beyond the end of a sequence
@@ -342,6 +341,7 @@ class PositionsProbe(Probe[PositionsResult]):
     spread: bool = False
 
     sharded: ClassVar = ShardedPositions
+    follows_attention: ClassVar[bool] = True
     positions = concatenated(2, fill=FILL["positions"])
     margins = concatenated(2, fill=FILL["margins"])
     ties = concatenated(2, fill=FILL["ties"])
@@ -349,7 +349,6 @@ class PositionsProbe(Probe[PositionsResult]):
     concentration = concatenated(2, fill=FILL["concentration"])
     lengths = concatenated()
     is_relu = combined(latest)
-    mixing = combined(either)  # what moves information besides attention, in words
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks that the data do not allow; see :meth:`Probe.check`."""
@@ -383,14 +382,7 @@ class PositionsProbe(Probe[PositionsResult]):
             **by_name,
             "lengths": seen.lengths_of(ranked[0].positions.shape[2]),
             "is_relu": attention_kind(seen.model) == "relu",
-            "mixing": self._note_mixing(seen),
         }
-
-    def _note_mixing(self, seen: Pass) -> str:
-        # in a loop of the user's, whose calls may have more than a batch holds, no other passes run
-        if self.is_attached or seen.batch is None:
-            return ""
-        return note_other_mixing(seen.model, seen.batch)
 
     def compute(self) -> PositionsResult:
         """Join all batches."""
@@ -402,8 +394,6 @@ class PositionsProbe(Probe[PositionsResult]):
         """Say what a reader must know: ranks without keys, and attention that has no argmax."""
         if self.is_relu:
             yield _RELU_NOTE
-        if self.mixing:
-            yield self.mixing
         yield from note_layers_without_heads(positions)
         for layer, chosen in enumerate(positions):
             for column, rank in enumerate(self.ranks):

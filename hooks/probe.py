@@ -18,6 +18,7 @@ from infoflow_lens.foundation.record import RunRecord, code_digest, fingerprint,
 from infoflow_lens.foundation.saving import convert, state_from_bytes, state_to_bytes
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
 from infoflow_lens.hooks.model.call import NamedHook
+from infoflow_lens.hooks.model.capabilities import note_other_mixing
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -119,6 +120,8 @@ class Probe(ABC, Generic[ResultT]):
         sharded: the kind of result that keeps parts on disk, for what grows with every sequence.
         by_index: whether the place of a sequence among all decides something, as which ones are
             held out; another order may then give other numbers.
+        follows_attention: whether what it gives is followed as if attention alone moved information
+            between positions; notes then name the layers in which more than that does.
         n_sequences: how many it has measured.
         pending: takes in what plain hooks have collected so far.
         kept: what the declared states hold, by name.
@@ -128,6 +131,7 @@ class Probe(ABC, Generic[ResultT]):
     dims: ClassVar[Sequence[str] | Mapping[str, Sequence[str]]] = ()
     sharded: ClassVar[type[ShardedResult[Any]] | None] = None
     by_index: ClassVar[bool] = False
+    follows_attention: ClassVar[bool] = False
     _states: ClassVar[dict[str, State]] = {}
 
     n_sequences: int
@@ -139,6 +143,7 @@ class Probe(ABC, Generic[ResultT]):
     _refused: str
     _n_partial: int
     _missing: tuple[str, ...]
+    _mixing: str
     _is_reduced: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -179,7 +184,7 @@ class Probe(ABC, Generic[ResultT]):
         probe.n_sequences, probe.pending, probe.kept = 0, None, {}
         probe.is_attached = False
         probe._points, probe._record, probe._refused = (), None, ""
-        probe._n_partial, probe._missing, probe._is_reduced = 0, (), False
+        probe._n_partial, probe._missing, probe._mixing, probe._is_reduced = 0, (), "", False
         return probe
 
     def __post_init__(self) -> None:
@@ -297,6 +302,9 @@ class Probe(ABC, Generic[ResultT]):
             part = self.update(
                 seen.renumber(indices, split.held_out(indices), split.turns(indices))
             )
+            # in a loop of the user's, whose calls may have more than a batch holds, no passes run
+            if self.follows_attention and not self.is_attached and seen.batch is not None:
+                self._mixing = self._mixing or note_other_mixing(seen.model, seen.batch)
             self.add(part, len(seen))
 
     def add(self, part: Mapping[str, Any], n: int) -> None:
@@ -361,6 +369,7 @@ class Probe(ABC, Generic[ResultT]):
         self.n_sequences += other.n_sequences
         self._n_partial += other._n_partial
         self._missing = self._missing or other._missing
+        self._mixing = self._mixing or other._mixing
         return self
 
     def all_reduce_(self: ProbeT) -> ProbeT:
@@ -405,6 +414,7 @@ class Probe(ABC, Generic[ResultT]):
             "n_sequences": self.n_sequences,
             "n_partial": self._n_partial,
             "missing": list(self._missing),
+            "mixing": self._mixing,
             "record": None if self._record is None else self._record.to_dict(),
             "is_reduced": self._is_reduced,
             "measured": copy_values(self.kept),
@@ -433,7 +443,7 @@ class Probe(ABC, Generic[ResultT]):
         try:
             record = convert(state["record"], RunRecord | None, "record")
             counts = int(state["n_sequences"]), int(state["n_partial"])
-            seen = tuple(state["missing"]), bool(state["is_reduced"])
+            seen = tuple(state["missing"]), str(state.get("mixing", "")), bool(state["is_reduced"])
             # copied: the state belongs to the caller, who may load it again
             measured = copy_values(state["measured"])
             if (measured or counts[0]) and measured.keys() != self._states.keys():
@@ -450,7 +460,7 @@ class Probe(ABC, Generic[ResultT]):
         # set at the end, so that a state which cannot be read changes nothing
         self._record, self.kept = record, kept
         self.n_sequences, self._n_partial = counts
-        self._missing, self._is_reduced = seen
+        self._missing, self._mixing, self._is_reduced = seen
 
     def result(self) -> ResultT:
         """Return what was measured so far; the probe may go on afterwards.
@@ -470,7 +480,8 @@ class Probe(ABC, Generic[ResultT]):
         if not self.n_sequences:
             raise NothingMeasuredError(
                 f"{name} has measured nothing: run the model on at least one batch while the probe "
-                "is attached"
+                "is attached, by calls of the very object that it is attached to; the generate of "
+                "an opened model calls the model inside, so attach to that"
             )
         # plain arrays get names on their axes
         found = self.compute()
@@ -490,7 +501,7 @@ class Probe(ABC, Generic[ResultT]):
         if self._record is not None and self._record.model_fingerprint != fingerprint:
             raise InfoFlowError(
                 f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
-                f"is {fingerprint} (other weights): use a new probe for each model"
+                f"is {fingerprint} (other weights or adapters): use a new probe for each model"
             )
 
     def growing_bytes(self) -> int:
@@ -531,11 +542,13 @@ class Probe(ABC, Generic[ResultT]):
 
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of the result must know."""
+        mixing = (self._mixing,) if self._mixing else ()
         if not self._n_partial:
-            return ()
+            return mixing
         return (
             f"{self._n_partial} incomplete forward pass(es) left out "
             f"({', '.join(self._missing)} had not fired)",
+            *mixing,
         )
 
     def _check_declarations(self) -> None:

@@ -15,11 +15,13 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
 from infoflow_lens.hooks.model.call import (
+    block_starts,
     call,
     catching,
     restore_module_tensors,
     without_user_hooks,
 )
+from infoflow_lens.hooks.model.capabilities import note_mixed_tokens
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, has_positions_first
 from infoflow_lens.hooks.model.points import (
     config_value,
@@ -268,6 +270,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     layers: Layers | None = None
 
     coarse = combined(either)  # the half precision of the states; empty in others
+    mixed = combined(either)  # what is to be said of sources that hold several tokens
 
     _work, _worked = 0, 0
     _is_checked = False  # for operations of the model without derivatives
@@ -343,6 +346,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             self._check_start(seen, start)
         place = self.place(lengths, n_source, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.state, seen.batch)
+        if self.source_layer and hasattr(model, "anatomy"):
+            block_starts(model)  # found by a pass that draws tokens, which forward mode refuses
         # hooks of the user would edit each repeated pass once more, unless they take part
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
@@ -360,16 +365,19 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         largest = influence.amax(dim=-1, keepdim=True)
         influence = influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)
         half = next((s.dtype for s in expected if s.dtype in _HALF), None)
-        more = {**more, "coarse": str(half or "").removeprefix("torch.")}
+        more = {**more, "coarse": str(half or "").removeprefix("torch."), "mixed": ""}
+        if self.source_layer is None and seen.batch is not None:
+            more["mixed"] = note_mixed_tokens(model, seen.batch)
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def notes(self) -> tuple[str, ...]:
         """Say, in half precision, how large the influence is that counts as rounding."""
+        notes = (*super().notes(), *filter(None, [self.mixed]))
         if not self.coarse:
-            return super().notes()
+            return notes
         floor = f"{self.rounding * torch.finfo(getattr(torch, self.coarse)).eps:.1%}"
         note = f"in {self.coarse}, {self.floor_of.format(floor)} is rounding, and counts as 0"
-        return (*super().notes(), f"{note}; load the model in float32 to see smaller influence")
+        return (*notes, f"{note}; load the model in float32 to see smaller influence")
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
         """Refuse hooks that edit the sources: repeated passes begin with the edited values.

@@ -45,7 +45,11 @@ from infoflow_lens.hooks.model.sites import SiteRun
 
 _MIXES_ELSEWHERE = (
     "more than attention moves information between positions, such as a state space or a "
-    "convolution beside it: predicted sets are of what heads move alone, and too small"
+    "convolution beside it: sets and scores that follow heads leave that out, so sets are too small"
+)
+_MIXED_BEFORE = (
+    "what enters layer 0 holds more than a position's own token, as the embeddings mix neighbours: "
+    "a source is all that enters there"
 )
 _MOVED = 1e-2  # of the change at the position that is changed; rounding is less [chosen]
 _SCORES, _PATTERN = "attn.hook_attn_scores", "attn.hook_pattern"
@@ -323,19 +327,53 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
 
 
 def note_other_mixing(model: nn.Module, batch: Batch) -> str:
-    """Say in which layers more than attention mixes positions; empty where none does.
+    """Say where more than attention mixes positions, also before layer 0; empty if nowhere.
 
     A model is tried once, on the first batch of several tokens, by its longest sequence.
     """
     known = _other_mixing(model)
     if not known and batch.tokens.shape[1] > 1:
-        lengths = batch.lengths
-        row = 0 if lengths is None else int(lengths.argmax())
-        longest = batch.take(slice(row, row + 1))
-        known.append(layers_that_mix_elsewhere(model, replace(longest, lengths=None)))
+        known.append(layers_that_mix_elsewhere(model, _longest_of(batch)))
     layers = known[0] if known else []
     plural = "s" if len(layers) > 1 else ""
-    return f"layer{plural} {_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
+    inside = f"layer{plural} {_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
+    return "; ".join(filter(None, [note_mixed_tokens(model, batch), inside]))
+
+
+def note_mixed_tokens(model: nn.Module, batch: Batch) -> str:
+    """Say whether what enters layer 0 at a position holds other tokens; empty if it does not.
+
+    A model over token ids that was opened is tried once, on the first batch with two tokens that
+    differ: one takes the place of the other.
+    """
+    known, point = _mixed_tokens(model), "blocks.0.hook_resid_pre"
+    longest = _longest_of(batch)
+    ids = longest.tokens
+    if known or not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
+        return "".join(known)
+    place = int((ids[0] != ids[0, 0]).int().argmax())
+    if not place or point not in hook_points(model):
+        return ""
+    changed = ids.clone()
+    changed[0, 0] = ids[0, place]
+    with eval_mode(model), without_user_hooks(model):
+        pair = [replace(longest, tokens=each) for each in (ids, changed)]
+        before, after = (call(model, each, [point]).activations[point] for each in pair)
+    moved = (after - before).float().norm(dim=-1)[0]
+    known.append(_MIXED_BEFORE if moved[1:].max() > _MOVED * moved[0] else "")
+    return known[0]
+
+
+def _longest_of(batch: Batch) -> Batch:
+    """Return the longest sequence of a batch, which has no padding."""
+    row = 0 if batch.lengths is None else int(batch.lengths.argmax())
+    return replace(batch.take(slice(row, row + 1)), lengths=None)
+
+
+@cache_by_mode
+def _mixed_tokens(model: nn.Module) -> list[str]:
+    """Hold what has been found of a model."""
+    return []
 
 
 @cache_by_mode

@@ -526,7 +526,10 @@ def read_one(model: nn.Module, inputs: Inputs, name: str = "inputs", **options: 
         InfoFlowError: for several, and as there.
     """
     given: Inputs = [inputs] if holds_pairs([inputs]) else inputs
-    found = read_inputs(model, given, name=name, **options)
+    try:
+        found = read_inputs(model, given, name=name, **options)
+    except InfoFlowError as error:  # what stands alone has no number
+        raise InfoFlowError(str(error).replace(f"{name}[0]", name)) from error
     if (n := len(found.rows)) != 1:
         raise InfoFlowError(
             f"{name} holds {n} sequences: expected one; ask for each alone, or give a pair of "

@@ -388,7 +388,11 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str, *, any_length: boo
             )
         n_ctx = config_value(model, "n_ctx")
         if n_ctx is not None and inputs.shape[1] > n_ctx and not any_length:
+            what, ones, them = ("sequences of ", "shorter ones", "them")
+            if len(inputs) == 1:
+                what, ones, them = ("", "fewer", "it")
             raise InfoFlowError(
-                f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
-                f"{n_ctx}: expected shorter ones; split them, or cut them where max_length is taken"
+                f"{name} has {what}{inputs.shape[1]} tokens, the model takes at most n_ctx "
+                f"{n_ctx}: expected {ones}; shorten or split {them}, or cut {them} where "
+                "max_length is taken"
             )

@@ -363,7 +363,8 @@ class Pass:
         if activation.shape[-1] != activation.shape[-2]:
             raise InfoFlowError(
                 f"{name} has {activation.shape[-1]} keys for {activation.shape[-2]} positions: "
-                "expected one pass over whole sequences; run without past_kv_cache"
+                "expected one pass over whole sequences; run without past_kv_cache, or, of a model "
+                "of transformers, with use_cache=False"
             )
         if self._order is None:
             return activation

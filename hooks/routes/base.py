@@ -73,6 +73,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
     """
 
     kind: ClassVar[type[StateScores]] = RoutesResult
+    follows_attention: ClassVar[bool] = True
 
     def needs(self, model: nn.Module) -> Needs:
         """Name patterns, and the sources, which are counted.

@@ -42,7 +42,7 @@ class GradedSetsResult(RoutesResult):
 
     def graded(self) -> GradedSets:
         """Return the same as graded sets, of all positions; 0 for one that was not asked for."""
-        return GradedSets(self.full(), self.lengths)
+        return GradedSets(self.full(), self.lengths, self.notes)
 
 
 class GradedSetsProbe(RoutesProbe):

@@ -106,7 +106,9 @@ class Why(Result):
         """Say in a sentence what is preferred to what, and what speaks most for and against it."""
         query, one, other = map(quote, self.tokens)
         parts = self.table().set_index("part")["value"]
-        said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
+        said = ["none speaks for it"]
+        if parts.max() > 0:
+            said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
         if parts.min() < 0:
             said.append(f"{parts.idxmin()} most against it ({parts.min():+.3g})")
         sentence = (

@@ -171,6 +171,11 @@ def why(
     _print(found, rows)
 
 
+def _write(value: float) -> str:
+    """Write what a part adds; of a small margin no part of 0.000 has 332% of it."""
+    return f"{value:+.1e}" if 0 < abs(value) < 5e-4 else f"{value:+.3f}"
+
+
 def _print(found: Any, rows: int) -> None:
     from rich.table import Table
 
@@ -183,11 +188,11 @@ def _print(found: Any, rows: int) -> None:
         table.add_column("share", justify="right")
         parts = found.table(by)
         for part, value, share in parts.head(rows).itertuples(index=False):
-            table.add_row(part, f"{value:+.3f}", f"{share:.0%}")
+            table.add_row(part, _write(value), f"{share:.0%}")
         others = parts.iloc[rows:][["value", "share"]].sum()
         if len(parts) > rows:
             table.add_row(
-                f"the other {len(parts) - rows}", f"{others.value:+.3f}", f"{others.share:.0%}"
+                f"the other {len(parts) - rows}", _write(others.value), f"{others.share:.0%}"
             )
         out.print(table)
     print_lines("Notes", found.notes)

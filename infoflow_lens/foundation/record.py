@@ -165,7 +165,8 @@ class WeightState:
             for name, tensor in getattr(module, kind).items()
             if tensor is not None and name not in left_out
         ]
-        self.marks = tuple(mark for *_, mark in self._tensors)
+        self.adapters = _adapters(model)
+        self.marks = (*(mark for *_, mark in self._tensors), *self.adapters)
         self.sample = self._sample()
 
     def check(self) -> None:
@@ -177,14 +178,15 @@ class WeightState:
         if not self.has_same_counters():
             raise InfoFlowError(
                 "the model's weights changed between two passes of one result (by an optimizer "
-                "step, load_state_dict or another dtype, say): expected one model for each result; "
+                "step, load_state_dict, an adapter that was switched or another dtype, say): "
+                "expected one model for each result; "
                 "attach a new probe after each change"
             )
 
     def has_same_counters(self) -> bool:
         """Say whether no tensor was written, added or replaced since, by PyTorch's counters."""
         model = self._model()
-        if model is None or _owners(model) != self._owners:
+        if model is None or _owners(model) != self._owners or _adapters(model) != self.adapters:
             return False
         for module, kind, name, given, mark in self._tensors:
             tensor = getattr(module(), kind, {}).get(name)
@@ -215,6 +217,15 @@ class WeightState:
 def _owners(model: nn.Module) -> list[tuple[int, int]]:
     """List the modules that have weights, by identity, and how many; one may be replaced."""
     return [(id(m), len(m._parameters)) for m in modules_of(model) if m._parameters]
+
+
+def _adapters(model: nn.Module) -> tuple[str, ...]:
+    """Describe which adapters of PEFT act, and how much, which stands in none of their weights."""
+    return tuple(
+        repr((part.disable_adapters, part.active_adapters, getattr(part, "scaling", None)))
+        for part in modules_of(model)
+        if isinstance(getattr(type(part), "disable_adapters", None), property)
+    )
 
 
 _SAMPLED = 256  # numbers of a tensor; more than a layer has heads
@@ -248,7 +259,8 @@ def model_fingerprint(model: nn.Module, state: WeightState | None = None) -> str
     key = (state.marks, state.sample)
     known = _digests.get(model)
     if known is None or known[0] != key:
-        known = (key, state_fingerprint(_state_of(model)))
+        digest = state_fingerprint(_state_of(model))
+        known = (key, hash_values([digest, *state.adapters]) if state.adapters else digest)
         _digests[model] = known
     return known[1]
 

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, first_line
@@ -128,7 +129,7 @@ def config_of_gguf(path: Path) -> Any:
 
     Raises:
         InfoFlowError: without the package that reads it, for a file that is none, and for one whose
-            rotary positions are scaled, which transformers leaves out.
+            rotary positions are scaled otherwise than linearly, or as in Llama 3.1.
     """
     import_optional("gguf", "gguf", f"the model {path.name!r}")
     from transformers import AutoConfig
@@ -146,9 +147,9 @@ def config_of_gguf(path: Path) -> Any:
         ) from error
     if scaled:
         raise InfoFlowError(
-            f"{str(path)!r} scales rotary positions ({', '.join(scaled)}), which transformers does "
-            "not read from such a file, so that attention would be wrong: expected a file without "
-            "scaling, or the folder of safetensors that it was made from"
+            f"{str(path)!r} scales rotary positions ({', '.join(scaled)}) neither linearly nor as "
+            "Llama 3.1 does, and transformers reads from no such file how, so that attention would "
+            "be wrong: expected the folder of safetensors that it was made from"
         )
     return config
 
@@ -187,9 +188,38 @@ def _read_what_is_left_out(path: Path, config: Any) -> list[str]:
         config.query_pre_attn_scalar = width if is_27b else config.head_dim
     if kind == "gpt-oss":  # of which transformers reads the scale
         return []
-    factors = [n for n in ("rope.scaling.factor", "rope.scale_linear") if head.get(n, 1) != 1]
-    tables = [t.name for t in reader.tensors if t.name.startswith("rope_") and (t.data != 1).any()]
-    return [f"{kind}.{name}" for name in factors] + tables
+    names = ("rope.scaling.factor", "rope.scale_linear")
+    factors = [name for name in names if head.get(name, 1) not in (0, 1)]
+    tables = {t.name: t.data for t in reader.tensors if t.name.startswith("rope_")}
+    tables = {name: table for name, table in tables.items() if (table != 1).any()}
+    # of llama.cpp, which scales linearly where a file does not say how
+    is_linear = bool(factors) and head.get("rope.scaling.type", "linear") == "linear"
+    scaling: dict[str, Any] = {}
+    if "rope_theta" in rope and list(tables) == ["rope_freqs.weight"] and not factors:
+        scaling = _scaling_of_llama_3(rope["rope_theta"], torch.tensor(*tables.values()))
+    elif "rope_theta" in rope and is_linear and not tables:
+        scaling = {"rope_type": "linear", "factor": float(head[factors[0]])}
+    rope.update(scaling)
+    return [] if scaling else [*(f"{kind}.{name}" for name in factors), *tables]
+
+
+def _scaling_of_llama_3(
+    base: float, divisors: Float[Tensor, " frequency"]
+) -> dict[str, str | float]:
+    """Return how Llama 3.1 scales rotary positions, if it gives these divisors of frequencies."""
+    first, low, high, factor = 8192, 1.0, 4.0, float(divisors.max())
+    shares = torch.arange(len(divisors), dtype=torch.float64) / len(divisors)
+    turns = first / (2 * math.pi * base**shares)  # of each frequency, in the first context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), divisors.double(), rtol=1e-5):
+        return {}
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": first,
+    }
 
 
 def find_class(config: Any) -> Any:

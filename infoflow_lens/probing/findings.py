@@ -27,7 +27,7 @@ from infoflow_lens.hooks import (
     ShardedPositions,
 )
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.part import Part
+from infoflow_lens.probing.part import Part, lack_of_heads, where_lacking
 from infoflow_lens.theory import InformationSets, propagate
 
 
@@ -78,14 +78,16 @@ class Findings:
 
     @cached_property
     def predicted(self) -> dict[str, InformationSets]:
-        """The sets of the sequences whose influence was measured, by rule; empty without influence.
+        """The sets of the sequences whose influence was measured, by rule.
+
+        Empty without influence, and where it is :attr:`unpredicted`.
 
         By "max_position" every head passes the key of its largest score; by "mechanisms", where
         heads have labels, what its label says.
         """
-        if self.influence is None:
-            return {}
         chosen = self._find("influence_positions", PositionsResult)
+        if self.influence is None or chosen is None:
+            return {}
         n_source = self.influence.influence.shape[-1]
         sets = {"max_position": propagate(chosen.argmax, n_source)}
         if self.labels is not None:
@@ -94,9 +96,20 @@ class Findings:
             sets["mechanisms"] = propagate(rules, n_source)
         return sets
 
+    @property
+    def unpredicted(self) -> str:
+        """Why influence was measured and no sets are predicted, in words; empty else."""
+        if self.influence is None or self.predicted:
+            return ""
+        where = where_lacking(self.capabilities, lack_of_heads)
+        return (
+            "influence is measured alone, as sets are predicted from heads of every layer, and "
+            f"there are none {where}"
+        )
+
     @cached_property
     def agreement(self) -> dict[str, Agreement]:
-        """Predicted against measured sets, by rule; empty without influence."""
+        """Predicted against measured sets, by rule; empty without predictions."""
         influence, without = self.influence, self.config.without
         if influence is None:
             return {}
@@ -105,14 +118,14 @@ class Findings:
     @cached_property
     def curve(self) -> CoverageCurve | None:
         """Influence inside the sets when heads pass their k largest positions; None without it."""
-        if self.influence is None:
-            return None
         chosen = self._find("influence_positions", PositionsResult)
+        if self.influence is None or chosen is None:
+            return None
         return coverage_curve(chosen.positions, self.influence, without=self.config.without)
 
     @cached_property
     def explained(self) -> Rows:
-        """The share of influence inside the sets, by (states, rule); empty without influence.
+        """The share of influence inside the sets, by (states, rule); empty without predictions.
 
         The last state comes first, then every layer. Tables, page and sentences show these rows.
         """
@@ -181,8 +194,9 @@ class Findings:
 
     def sentences(self) -> list[str]:
         """Say what the parts found, in words."""
-        return [
+        of_parts = [
             sentence
             for name, part in self.parts.items()
             for sentence in part.sentences(self.found[name])
         ]
+        return [self.unpredicted, *of_parts] if self.unpredicted else of_parts

@@ -9,7 +9,7 @@ from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.files import let_own
 from infoflow_lens.foundation.interrupts import defer_interrupts
 from infoflow_lens.foundation.record import code_digest, is_own
-from infoflow_lens.hooks import ModelCapabilities, Probe, Result, inspect_model
+from infoflow_lens.hooks import ModelCapabilities, NextTokenLoss, Probe, Result, inspect_model
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.config import (
@@ -19,7 +19,7 @@ from infoflow_lens.probing.config import (
     check_names,
     part_names,
 )
-from infoflow_lens.probing.part import Part, RunContext, Say, load_part
+from infoflow_lens.probing.part import Part, RunContext, Say, load_part, where_lacking
 from infoflow_lens.probing.shard import load_in_worker
 from infoflow_lens.probing.shards import run_in_shards, warn_if_long
 from infoflow_lens.probing.store import StoredSequences
@@ -80,6 +80,8 @@ def parts_with_enough_data(
 ) -> dict[str, Part]:
     """Return the parts that the sequences are enough for, with settings that these parts accept.
 
+    Those that read the loss of the next token are left out, too, where the model has none.
+
     Args:
         parts: by name, those that the model can give.
         context: of the run.
@@ -91,7 +93,7 @@ def parts_with_enough_data(
             settings that a part refuses.
     """
     enough = _choose(
-        parts, lambda name, part: part.lacking_of_data(context), context.config, say, if_possible
+        parts, lambda name, part: _lacking(name, part, context), context.config, say, if_possible
     )
     for part in enough.values():
         part.check(context)
@@ -101,6 +103,17 @@ def parts_with_enough_data(
     named = [name for part in enough.values() for name in _probes_of(part, context)]
     check_names(context.config.single_settings(), named)
     return enough
+
+
+def _lacking(name: str, part: Part, context: RunContext) -> str:
+    """Say why the sequences are not enough for a part, or have no next-token loss that it reads."""
+    try:
+        if part.next_token:
+            NextTokenLoss().check(context.model, context.detail.shortest)
+    except InfoFlowError as error:
+        reason = str(error).partition(": expected")[0]
+        return f"{name} reads the loss of the next token, and {reason}"
+    return part.lacking_of_data(context)
 
 
 def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
@@ -149,14 +162,10 @@ def _choose(
 
 def _why_not(name: str, part: Part, capabilities: ModelCapabilities) -> str:
     """Say why a part cannot be measured on a model; empty if it can."""
-    where, reason = "on", part.lacking_of_model(capabilities)
-    if not reason:
-        reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
-        lacking = [layer for layer, reason in reasons.items() if reason]
-        where = f"in layer{'s' * (len(lacking) > 1)} {', '.join(lacking)} of"
-        reason = reasons[lacking[0]] if lacking else ""
-    what = f"{name} cannot be measured {where} this {capabilities.kind}: {reason}"
-    return what if reason else ""
+    reason = part.lacking_of_model(capabilities)
+    where = f"on this {capabilities.kind}: {reason}" if reason else ""
+    where = where or where_lacking(capabilities, part.lacking)
+    return f"{name} cannot be measured {where}" if where else ""
 
 
 def measure_parts(

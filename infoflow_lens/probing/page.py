@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import CoverageCurve, Explained, explain_positions
+from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import AttendedResult, PositionsResult
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult
@@ -277,6 +279,11 @@ def build_report(result: Findings) -> ProbingReport:
         )
         for name, part in result.parts.items()
     }
+    if result.influence is not None and result.unpredicted:
+        text = f"{begin_sentence(result.unpredicted)}."
+        sections["influence"] = replace(
+            sections["influence"], text=text, figures=[result.influence.plot()]
+        )
     # maps over heads come first on the page; the other sections below
     first = next((name for name in ("labels", "positions") if name in sections), None)
     return ProbingReport(

@@ -83,6 +83,26 @@ class RunContext:
         return int(config_value(self.model, "d_model") or 0)
 
 
+def lack_of_heads(layer: LayerCapabilities) -> str:
+    """Say why a layer shows no heads; empty if it does."""
+    if layer.mixer:
+        return f"it has no attention and runs {layer.mixer}"
+    if layer.n_heads is None:
+        return "it shows neither scores nor pattern; load it with eager attention"
+    return ""
+
+
+def where_lacking(
+    capabilities: ModelCapabilities, lacking: Callable[[LayerCapabilities], str]
+) -> str:
+    """Say in which layers something is lacking, and why in the first; empty if in none."""
+    reasons = {str(i): lacking(layer) for i, layer in enumerate(capabilities.layers)}
+    layers = [layer for layer, reason in reasons.items() if reason]
+    plural = "s" if len(layers) > 1 else ""
+    where = f"in layer{plural} {', '.join(layers)} of this {capabilities.kind}"
+    return f"{where}: {reasons[layers[0]]}" if layers else ""
+
+
 class Part:
     """One kind of measurement of `infoflow-lens probe`, with its table, figures and sentences.
 
@@ -133,13 +153,13 @@ class Part:
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Say why this cannot be measured in a layer; empty if it can."""
-        if layer.mixer:
-            return f"it has no attention and runs {layer.mixer}"
-        if lost := [point for point in self.edits if point not in layer.edits_reach]:
-            return f"edits of {' and '.join(lost)} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
-        if layer.n_heads is None:
-            return "it shows neither scores nor pattern; load it with eager attention"
-        return ""
+        return ("" if layer.mixer else self.lost_edits(layer)) or lack_of_heads(layer)
+
+    def lost_edits(self, layer: LayerCapabilities) -> str:
+        """Say which of the edits that it makes do not reach the output; empty if all do."""
+        lost = [point for point in self.edits if point not in layer.edits_reach]
+        what = f"edits of {' and '.join(lost)} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
+        return what if lost else ""
 
     def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
         """Say why this cannot be measured on a model, whatever its layers; empty if it can."""

@@ -123,7 +123,7 @@ def write_tables(out: Path, result: Findings) -> None:
     tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
     tables["capabilities"] = result.capabilities.to_frame()
     # tables that compare what is predicted and what is measured
-    if result.influence is not None:
+    if result.influence is not None and result.predicted:
         tables["agreement"] = pd.concat(
             [
                 agreement.to_frame().assign(rule=name)

@@ -52,10 +52,11 @@ class _OfStates:
     """What sets share with graded ones: a value for each source of each state.
 
     Attributes:
-        lengths: int [batch], or None; see :class:`InformationSets`.
+        lengths, notes: see :class:`InformationSets`.
     """
 
     lengths: Any
+    notes: tuple[str, ...]
     _name: ClassVar[str]  # of the field [layer, batch, pos, source]
     _more: ClassVar[str]  # what a notebook says below
 
@@ -89,7 +90,7 @@ class _OfStates:
 
     def _repr_html_(self) -> str:
         facts = dict(zip(("layers", "sequences", "positions", "sources"), self._values.shape))
-        return panel(type(self).__name__, facts, more=self._more)
+        return panel(type(self).__name__, facts, self.notes, self._more)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,6 +104,7 @@ class InformationSets(_OfStates, Savable):
             beyond the sources (the CLS token, which reads but is no token) come last.
         lengths: int [batch], the tokens of each sequence, where they differ; None where all are of
             one length, or it is not known. States and sources beyond are not real.
+        notes: what a reader must know, in words: those of the result that was propagated.
 
     Raises:
         InfoFlowError: if `members` is no bool tensor of four axes, or has more sources than
@@ -114,6 +116,7 @@ class InformationSets(_OfStates, Savable):
 
     members: Bool[Tensor, "layer batch pos source"]
     lengths: Int[Tensor, " batch"] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         members = self.members
@@ -155,7 +158,7 @@ class GradedSets(_OfStates, Savable):
     Attributes:
         strengths: float [layer, batch, pos, source], from 0, where there is no path, to 1. The
             axes are those of :class:`InformationSets`.
-        lengths: int [batch], as in :class:`InformationSets`.
+        lengths, notes: as in :class:`InformationSets`.
 
     Raises:
         InfoFlowError: if `strengths` is no float tensor of four axes from 0 to 1, or has more
@@ -170,6 +173,7 @@ class GradedSets(_OfStates, Savable):
 
     strengths: Float[Tensor, "layer batch pos source"]
     lengths: Int[Tensor, " batch"] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_strengths(self.strengths, "strengths of graded sets")
@@ -188,7 +192,7 @@ class GradedSets(_OfStates, Savable):
         """
         if not level >= 0:
             raise InfoFlowError(f"level is {level}: expected at least 0, from which all is held")
-        return InformationSets(self.strengths > level, self.lengths)
+        return InformationSets(self.strengths > level, self.lengths, self.notes)
 
     def of(self, layer: int, sequence: int, position: int) -> dict[int, float]:
         """Return the strengths of the sources that one state may hold, the strongest first."""
@@ -317,8 +321,9 @@ def propagate(
             positions that each head retrieves for each query (-1 for none; the number of heads may
             differ between layers), or a :class:`MaxPosition`, :class:`SpecificPositions`,
             :class:`GlobalAggregation`, or several of them. A result of `PositionsProbe` stands for
-            its positions of rank 1, one of `AttendedProbe` for all its positions; the sets have the
-            lengths of its sequences, if it knows them. None, with strengths, for all keys.
+            its positions of rank 1, one of `AttendedProbe` for all its positions; the sets have its
+            notes, and the lengths of its sequences, if it knows them. None, with strengths, for all
+            keys.
         n_sources: T, the number of input tokens; default, the number of positions. Positions from
             n_sources on are CLS-like and start empty.
         strength: for every layer, floats from 0 to 1: of the shape of its positions; for
@@ -360,13 +365,14 @@ def propagate(
         for rule in rules:
             rule.check(layer, batch, n_pos)
     # a result counts the positions of a sequence, CLS among them
-    lengths = getattr(layers, "lengths", None)
+    lengths, notes = getattr(layers, "lengths", None), tuple(getattr(layers, "notes", ()))
     if lengths is not None:
         lengths = lengths - (n_pos - n_sources)
     if strength is not None:
         given = _strengths(strength, by_layer, (batch, n_pos, n_sources))
         path = check(path, Path, "path")
-        return GradedSets(_grade(by_layer, given, path, batch, n_pos, n_sources, device), lengths)
+        strengths = _grade(by_layer, given, path, batch, n_pos, n_sources, device)
+        return GradedSets(strengths, lengths, notes)
     words = pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
     # one more row, the empty set that "no position" brings
     words = torch.nn.functional.pad(words, (0, 0, 0, 1))
@@ -374,7 +380,7 @@ def propagate(
     for layer, rules in enumerate(by_layer):
         words = _apply_rules(words, rules, batch, n_sources)
         members[layer] = unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
-    return InformationSets(members, lengths)
+    return InformationSets(members, lengths, notes)
 
 
 def _all_edges(

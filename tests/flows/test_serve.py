@@ -279,6 +279,8 @@ def test_more_than_a_few_questions_do_not_wait(measure, monkeypatch):
         ({"instead": "w5 w6"}, "have 6 and 2 tokens"),
         ({"instead": FIRST.text}, "the two texts have the same tokens"),
         ({"text": "", "instead": ""}, "text"),
+        ({"text": "w5 " * 99}, "answered: text has 99 tokens, the model takes at most"),
+        ({"instead": "w5 " * 99}, "answered: instead has 99 tokens, the model takes at most"),
     ],
 )
 def test_an_error_is_a_sentence_and_nothing_typed_is_lost(server, said, change, why):
@@ -286,6 +288,7 @@ def test_an_error_is_a_sentence_and_nothing_typed_is_lost(server, said, change, 
     page = answered(server, post(server, wrong))
     assert "This cannot be answered: " in page
     assert why in page
+    assert "Instead: another text" in page  # by which errors call it
     assert Typed(page).fields == fields(wrong)
     assert said[FIRST] in page  # the answer before
     assert said[SECOND] in answered(server, post(server, SECOND))

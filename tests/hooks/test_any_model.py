@@ -2,6 +2,7 @@
 
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -23,14 +24,20 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import (
     AttendedProbe,
+    AttentionFlow,
+    AttentionRollout,
+    AttentionWeight,
+    GradedSetsProbe,
     LogProbability,
     PatternsProbe,
+    ResampleInfluence,
     measure_mechanisms,
     measure_shares,
 )
 from infoflow_lens.hooks.model.capabilities import layers_that_mix_elsewhere
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.probing import measuring
+from infoflow_lens.probing.part import load_part
 from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
 from tests.reference import families
@@ -147,6 +154,21 @@ def test_calls_of_the_object_itself_are_measured_while_probes_are_attached(model
         assert one.equal(other)
 
 
+def test_generation_is_measured_of_the_model_that_is_called_without_a_cache():
+    """The remedies were an argument of another library, and a batch, which had run."""
+    model, ids = families.build("llama"), families.tokens()
+    with attach(model, PositionsProbe()), pytest.raises(InfoFlowError, match="use_cache=False"):
+        model.generate(ids, max_new_tokens=3)
+    with attach(model, PositionsProbe()) as probes:
+        model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+    assert probes.results()[0].lengths.tolist() == [n for n in (7, 8, 9) for _ in ids]
+    opened = open_model(model)
+    with attach(opened, PositionsProbe()) as probes:
+        opened.generate(ids, max_new_tokens=1)
+    with pytest.raises(InfoFlowError, match="calls the model inside, so attach to that"):
+        probes.results()
+
+
 class Flagged(Plain):
     """What its calls have beside ids is in no batch."""
 
@@ -169,7 +191,7 @@ ATTACHED = {
 
 
 @pytest.mark.parametrize("make", ATTACHED.values(), ids=ATTACHED)
-def test_an_attached_probe_of_positions_runs_no_pass_of_its_own(make):
+def test_attached_probes_of_attention_run_no_passes_of_their_own(make):
     model, given = make()
     opened, calls = model, []
     if isinstance(model, Flagged):
@@ -177,7 +199,7 @@ def test_an_attached_probe_of_positions_runs_no_pass_of_its_own(make):
     else:
         model = model.original_model
     handle = model.register_forward_hook(lambda *_: calls.append(1))
-    with torch.no_grad(), attach(opened, PositionsProbe()) as probes:
+    with torch.no_grad(), attach(opened, PositionsProbe(), AttendedProbe()) as probes:
         opened(**given)
     handle.remove()
     assert len(calls) == 1
@@ -325,7 +347,7 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
         with pytest.raises(InfoFlowError, match=reason):
             model.run_with_hooks(families.tokens(), fwd_hooks=[(f"blocks.0.{name}", print)])
     left_out = [line.split()[2] for line in said if "layer 0 of" in line and "runs mamba" in line]
-    assert left_out == ["labels", "influence", "recovery", "routes"]
+    assert left_out == ["labels", "recovery", "routes"]
     why = r"labels cannot be measured in layer 0 of .* runs mamba"
     with pytest.raises(InfoFlowError, match=rf"^{why}"):
         probe(model, families.tokens(), probes=("labels",), progress=False)
@@ -334,6 +356,26 @@ def test_layers_without_attention_are_named_where_all_must_have_it(monkeypatch):
         probe(model, families.tokens(), progress=False)
     assert [layer.mixer for layer in inspect_model(model).layers] == [
         "mamba (JambaMambaMixer)", None]  # fmt: skip
+
+
+def test_a_run_measures_influence_where_layers_lack_attention(tmp_path):
+    """It was refused with what is predicted beside it, though influence needs no heads."""
+    model, ids = open_model(families.build("jamba")), families.tokens()
+    for out in (tmp_path / "run", tmp_path / "run"):  # and again, from what is kept
+        found = probe(model, ids, out, probes=("positions", "influence"), progress=False)
+        assert list(found.found) == ["positions", "influence"]
+    exact = JacobianInfluence("resid_post", seed=found.config.seed)
+    (alone,) = run_probes(model, ids, [exact], progress=False)
+    torch.testing.assert_close(found.influence.influence, alone.influence)
+    (sentence,) = found.findings()
+    assert "measured alone, as sets are predicted from heads of every layer" in sentence
+    assert "in layer 0 of this JambaForCausalLM: it has no attention and runs mamba" in sentence
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert sentence[1:] in page
+    assert load_part("influence").title in page
+    assert len(pd.read_csv(tmp_path / "run" / "influence.csv")) == alone.influence.numel()
+    assert not found.agreement
+    assert found.curve is None
 
 
 # by the layers in which something mixes positions besides attention, and where attention is added
@@ -389,12 +431,51 @@ def test_a_layer_that_only_mixes_names_what_can_be_asked_for():
         propagate(positions)
 
 
-def test_positions_and_flow_say_what_no_predicted_set_holds():
+def test_sources_that_hold_several_tokens_are_said():
+    """What enters MobileBERT holds both neighbours of a token, whose influence it was called."""
+    for kind, mixes in {"mobilebert": True, "bert": False}.items():
+        plain, ids = families.build(kind), families.tokens()[:1]
+        enters = next(m for n, m in plain.named_modules() if n.endswith("embeddings"))
+        other = ids.clone()
+        other[0, 2] += 1
+        moved = (enters(ids) - enters(other)).abs().sum(-1)[0] > 1e-6
+        assert moved.nonzero().flatten().tolist() == ([1, 2, 3] if mixes else [2])
+        model = open_model(plain)
+        resample = ResampleInfluence(ids + 1, state="resid_post")
+        probes = [
+            PositionsProbe(), AttentionRollout(), JacobianInfluence("resid_post"), resample
+        ]  # fmt: skip
+        batch = [ids[0, :1], ids[0]]  # of one token nothing can be told
+        for result in [*run_probes(model, batch, probes, progress=False), flow(model, ids)]:
+            said = [note for note in result.notes if note.startswith("what enters layer 0 holds")]
+            assert len(said) == mixes
+    within = JacobianInfluence("resid_post", source_layer=1)  # sources are states by their name
+    assert not run_probes(open_model(families.build("mobilebert")), ids, [within])[0].notes
+
+
+def test_influence_on_a_layer_of_a_new_model_is_found_by_forward_mode():
+    """The first pass that leaves out blocks drew tokens, and all was slow, with a wrong reason."""
+    model, ids = open_model(families.build("llama")), families.tokens()[:1]
+    (found,) = run_probes(model, ids, [JacobianInfluence(source_layer=1)], progress=False)
+    assert found.notes == ()
+
+
+def test_whatever_follows_attention_says_what_else_mixes_positions():
     model, ids = open_model(families.build("falcon_h1")), families.tokens()[:1]
-    (positions,) = run_probes(model, [ids[0, :1], ids[0]], [PositionsProbe()], progress=False)
-    for notes in (flow(model, ids, progress=False).notes, positions.notes):
-        (note,) = [note for note in notes if "more than attention" in note]
+    follow = [PositionsProbe(), AttendedProbe(), GradedSetsProbe(), AttentionWeight(),
+              AttentionRollout(), AttentionFlow()]  # fmt: skip
+    probes = [*follow, PatternsProbe()]
+    results = run_probes(model, [ids[0, :1], ids[0]], probes, progress=False)
+    sets = [propagate(results[0]), propagate(results[1]), results[2].graded().at()]
+    for found in (*results[:-1], *sets, flow(model, ids, progress=False)):
+        (note,) = [note for note in found.notes if "more than attention" in note]
         assert note.startswith("layers 0-1: ")
+    assert not results[-1].notes  # patterns are themselves, whatever else there is
+    # what two processes have measured, one of them of a single token
+    one, two = probes[1], AttendedProbe()
+    run_probes(model, ids[:, :1], [two], progress=False)
+    two.load_state_dict({**two.state_dict(), "mixing": ""})
+    assert two.merge(one).result().notes == one.result().notes
 
 
 REFUSED = ("longformer", "fnet", "funnel")

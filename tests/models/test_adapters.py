@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
+from infoflow_lens import InfoFlowError, PositionsProbe, attach, load_any, open_model, run_probes
 from tests.reference import zoo
 
 peft = pytest.importorskip("peft")
@@ -193,3 +193,21 @@ def test_without_peft_its_name_is_said(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InfoFlowError, match=r"needs the package 'peft'.*infoflow-lens\[adapters\]"):
         load_any(folder)
+
+
+def test_an_adapter_that_is_switched_is_another_model(base_of, tmp_path):
+    """Its weights are the same, and one probe took both for one model."""
+    base, _ = base_of("llama")
+    alone, ids = save("llama", base, tmp_path / "adapter"), zoo.tokens(3, 9)
+    model, probe = open_model(alone), PositionsProbe()
+    run_probes(model, ids, [probe], progress=False)
+    with alone.disable_adapter():
+        with pytest.raises(InfoFlowError, match="other weights or adapters"):
+            run_probes(model, ids, [probe], progress=False)
+        (off,) = run_probes(model, ids, [PositionsProbe()], progress=False)
+    (on,) = run_probes(model, ids, [PositionsProbe()], progress=False)
+    assert on.record.model_fingerprint == probe.run_record().model_fingerprint
+    assert off.record.model_fingerprint != on.record.model_fingerprint
+    said = pytest.raises(InfoFlowError, match="an adapter that was switched")
+    with attach(model, PositionsProbe()), alone.disable_adapter(), said:
+        model(ids)

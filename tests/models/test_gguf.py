@@ -29,13 +29,15 @@ def write(path, model, *, n_layers=None, tokenizer=True, rounded=False, head=Non
 
     Args:
         path, model, n_layers, tokenizer, rounded: what is written where.
-        head: of more fields, floats by their names; an array is a tensor.
+        head: of more fields, floats and words by their names; an array is a tensor.
     """
     config, n_heads = model.config, model.config.num_attention_heads
     is_gemma = config.model_type == "gemma2"
     writer = gguf.GGUFWriter(path, config.model_type)
     for name, value in (head or {}).items():
-        if np.ndim(value):
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif np.ndim(value):
             writer.add_tensor(name, value)
         else:
             writer.add_float32(name, value)
@@ -132,8 +134,8 @@ def write_plain(path, model, head):
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_vocab_size(config.vocab_size)
     for name, value in head.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{kind}.{name}", value)
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        add[type(value)](f"{kind}.{name}", value)
     for name, weight in model.state_dict().items():
         base, _, end = name.rpartition(".")
         if kind in ("nemotron", "gemma3") and "norm" in name and end == "weight":
@@ -199,11 +201,15 @@ def test_positions_and_scales_of_gemma_3_are_those_of_the_file(is_27b, tmp_path,
     """Both were those of the usual sizes, in silence."""
     monkeypatch.setitem(pretrained._LAYERS_OF_27B, "gemma3", 6 if is_27b else 62)
     plain = {"rope_type": "default", "rope_theta": 1e4}
+    # as of 4B and all larger ones, where the positions of windows are not scaled
+    full = (
+        {"rope_theta": 1e2, "rope_type": "linear", "factor": 8.0} if is_27b else {"rope_theta": 1e2}
+    )
     config = transformers.Gemma3TextConfig(
         vocab_size=101, hidden_size=64, intermediate_size=48, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
         max_position_embeddings=64, query_pre_attn_scalar=16 if is_27b else 8,
-        rope_parameters={"full_attention": plain | {"rope_theta": 1e2}, "sliding_attention": plain},
+        rope_parameters={"full_attention": plain | full, "sliding_attention": plain},
     )  # fmt: skip
     torch.manual_seed(0)
     alone, ids = transformers.Gemma3ForCausalLM(config).eval(), zoo.tokens(3, 9)
@@ -212,6 +218,7 @@ def test_positions_and_scales_of_gemma_3_are_those_of_the_file(is_27b, tmp_path,
     head = {
         "rope.freq_base": 1e2, "attention.key_length": 8, "attention.sliding_window": 4,
         "attention.layer_norm_rms_epsilon": 1e-6,
+        **({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0} if is_27b else {}),
     }  # fmt: skip
     found = load_any(write_plain(tmp_path / "tiny.gguf", alone, head)).model
     with torch.no_grad():
@@ -242,13 +249,44 @@ def test_caps_and_scales_of_gemma_2_are_those_of_the_file(is_27b, tmp_path, monk
         torch.testing.assert_close(found(ids), alone(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_positions_that_a_file_scales_are_refused(tmp_path):
-    """As those of Llama 3.1: transformers reads none of it, and attention was another."""
-    half = np.full(zoo.D_HEAD // 2, 8, np.float32)
-    scaled = {"llama.rope.scaling.factor": 4.0}, {"rope_freqs.weight": half}
-    for head in scaled:
+SCALED = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_positions_that_a_file_scales_are_those_of_transformers(kind, tmp_path):
+    """As in Llama 3.1 and its like, and in Llama 2 for longer texts; such files were refused."""
+    config = zoo.build("llama").config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e8}
+    plain = transformers.LlamaForCausalLM(config).model.rotary_emb.inv_freq
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e8, **SCALED[kind]}
+    torch.manual_seed(0)
+    alone, ids = transformers.LlamaForCausalLM(config).eval(), zoo.tokens(3, 9)
+    scaled = alone.model.rotary_emb.inv_freq
+    head = {"llama.rope.scaling.factor": 4.0}
+    if kind == "llama3":
+        head = {"rope_freqs.weight": (plain / scaled).numpy()}
+    found = load_any(write(tmp_path / "tiny.gguf", alone, head=head)).model
+    torch.testing.assert_close(found.original_model.model.rotary_emb.inv_freq, scaled)
+    assert not scaled.allclose(plain, rtol=0.1)
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids), alone(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_a_file_scales_otherwise_are_refused(tmp_path):
+    """Transformers reads none of it, and attention was another."""
+    third = np.linspace(1, 3, zoo.D_HEAD // 2, dtype=np.float32)
+    yarn = {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "yarn"}
+    for head in (yarn, {"rope_freqs.weight": third}):
         file = write(tmp_path / "tiny.gguf", zoo.build("llama"), head=head)
-        with pytest.raises(InfoFlowError, match=rf"scales rotary positions \({next(iter(head))}"):
+        with pytest.raises(
+            InfoFlowError, match=rf"rotary positions \({next(iter(head))}\) neither"
+        ):
             load_any(file)
     write(file, zoo.build("llama"), head={"llama.rope.scaling.factor": 1.0})
     assert load_any(file).source == "file"

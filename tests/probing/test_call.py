@@ -14,6 +14,7 @@ from infoflow_lens import InfoFlowError, load_any, probe
 from infoflow_lens.probing.config import ProbingConfig, part_names
 from infoflow_lens.probing.page import build_flow_view, build_report
 from infoflow_lens.probing.part import load_part
+from infoflow_lens.probing.run import run_probing
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
@@ -256,3 +257,18 @@ def test_a_model_by_name_is_probed_as_it_is(tmp_path):
         for ours, pattern in zip(found.positions.argmax, patterns, strict=True):
             chosen = ours[index, :, : ids.shape[1]]
             assert chosen.equal(pattern[0].argmax(-1).to(chosen.dtype))
+
+
+def test_what_reads_the_next_token_is_refused_of_an_encoder_before_anything_is_measured(tmp_path):
+    """Surveys of encoders ended there, when all else was measured."""
+    bert, words = zoo.build("bert"), zoo.tokenizer()
+    why = "top_k reads the loss of the next token, and queries of layer 0 attend to later keys"
+    with pytest.raises(InfoFlowError, match=rf"^{why}.*Ask for positions$"):
+        probe(bert, TEXTS, tokenizer=words, probes=("positions", "top_k"), **SETTINGS)
+    said, loaded = [], load_any(bert, tokenizer=words)
+    data = tmp_path / "texts.txt"
+    data.write_text("\n".join(TEXTS))
+    config = ProbingConfig("bert", str(data), probes=("positions", "top_k"), batch_size=4)
+    found = run_probing(tmp_path / "out", config, False, said.append, loaded, if_possible=True)
+    assert list(found.found) == ["positions"]
+    assert sum(why in line for line in said) == 1

@@ -28,7 +28,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.probing.findings import predict_by_top_k
-from infoflow_lens.probing.part import Part, RunContext
+from infoflow_lens.probing.part import Part, RunContext, lack_of_heads, where_lacking
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.report.charts import Chart, Lines, Table, by_head
@@ -41,7 +41,10 @@ _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differenti
 
 
 class InfluencePart(Part):
-    """Influence on states, and attention on the same sequences, from which it is predicted."""
+    """Influence on states, and attention on the same sequences, from which it is predicted.
+
+    Where a layer shows no heads nothing is predicted, and influence is measured alone.
+    """
 
     title = "What states depend on"
     sequences = "detail"
@@ -56,8 +59,14 @@ class InfluencePart(Part):
         "influence": (JacobianInfluence, ResampleInfluence),
     }
 
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Say why a layer cannot be measured; influence runs through whatever mixes positions."""
+        return self.lost_edits(layer)
+
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """Return the probe of influence, and the probes of attention from which it is predicted."""
+        if where_lacking(context.capabilities, lack_of_heads):
+            return {"influence": _influence_probe(context)}
         return {
             "influence_attended": AttendedProbe(),
             "influence_positions": PositionsProbe(

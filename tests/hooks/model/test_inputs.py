@@ -232,7 +232,7 @@ def transposed():
         ([[1, 2], [1.5, 2]], {}, r"inputs\[1\] is"),
         ([[1, 2], "a"], {}, r"inputs\[1\] is 'a'"),
         ([[1, 2, 99]], {}, "token ids from 1 to 99"),
-        ([list(range(10))], {}, "sequences of 10 tokens, the model takes at most n_ctx 9"),
+        ([list(range(10))], {}, "has 10 tokens, the model takes at most n_ctx 9"),
         ([[1, 2]], {"max_length": 0}, "max_length is 0"),
         ([[1, 2]], {"max_length": 2.5}, "max_length is 2.5"),
         ([[1, 2]], {"column": 7}, "column is 7"),

@@ -331,6 +331,8 @@ def test_shares_are_of_the_margin_also_where_the_model_adds_to_it(token_model, t
         table = found.table(by)
         assert table["share"].tolist() == pytest.approx((table["value"] / found.margin).tolist())
         assert table["share"].sum() == pytest.approx(-1, rel=1e-4)
+    against = dataclasses.replace(plain, pieces=-plain.pieces.abs(), margin=2.0)
+    assert "of the keys none speaks for it, " in against.summary()  # ALiBi alone does
     nothing = dataclasses.replace(plain, margin=0.0)
     assert nothing.table()["share"].isna().all()
 
