@@ -48,7 +48,7 @@ from infoflow_lens.hooks.model.points import check_finite, hook_name, pattern_ho
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.readouts import Readout
+from infoflow_lens.hooks.readouts import Readout, make_readout_error
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import combined, either, summed
 
@@ -252,10 +252,7 @@ class Intervention(Probe[InterventionResult]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.readout, (Readout, NextTokenLoss, type(None))):
-            raise InfoFlowError(
-                f"readout is {self.readout!r}: expected a Readout such as LogitDifference(' Mary', "
-                "' John'), or None for a divergence"
-            )
+            raise make_readout_error(self.readout, "; or NextTokenLoss(), or None for a divergence")
         if self.readout is not None and (self.metric, self.read) != (None, None):
             raise InfoFlowError(
                 f"metric {self.metric!r} and read {self.read!r} are given with a readout, which "
