@@ -49,7 +49,7 @@ class Question:
     at: Annotated[
         int | None, "Why the token at this place of the text; what follows it is not read."
     ] = None
-    quick: Annotated[bool, "No tokens, no strips, ten heads: some 40 passes."] = False
+    quick: Annotated[bool, "No tokens, no strips, ten heads, no pruning: 20 to 80 passes."] = False
     exact: Annotated[bool, "Measure all heads."] = False
     seed: DrawingSeed = 0
     second: SecondText = None
