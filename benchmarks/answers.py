@@ -163,9 +163,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     within = sum(row["passes"] <= MOST for row in rows)
     lines += [
         "",
-        f"Of {len(rows)} texts the model prefers the answer, by 1 or more, in {len(asked)}. The "
-        f"largest head is measured in {largest} of these, nine or all of the ten largest in "
-        f"{heads}; paths keep and lose 70% in {whole}; {within} texts of all take at most {MOST} "
+        f"Of {len(rows)} texts the model prefers the answer, and by 1 or more than in the other "
+        f"text, in {len(asked)}. The largest head is measured in {largest} of these, nine or all "
+        f"of the ten largest in {heads}; paths keep and lose 70% in {whole}; {within} texts of all "
+        f"take at most {MOST} "
         "passes.",
     ]
     return "\n".join(lines)

@@ -177,7 +177,7 @@ def _check_files(trial: "_Trial") -> None:
 
 
 def _attempt(name: str, what: str, call: Callable[[], Any]) -> Any:
-    """Return what a call gives; its error says what the probe was tried on."""
+    """Call a function of a probe, and say in its error what the probe was tried on."""
     try:
         return call()
     except InfoFlowError as error:

@@ -71,11 +71,21 @@ def bind_readout(readout: Any, model: nn.Module) -> Readout:
         InfoFlowError: for what is none, and as its `bind` says.
     """
     if not isinstance(readout, Readout):
-        raise InfoFlowError(
-            f"readout is {brief(readout)}: expected a Readout such as LogitDifference(' Mary', "
-            "' John')"
-        )
+        raise make_readout_error(readout)
     return readout.bind(model)
+
+
+def make_readout_error(given: Any, other: str = "") -> InfoFlowError:
+    """Make the error for what is no readout.
+
+    Args:
+        given: what it is.
+        other: what else is taken in its place.
+    """
+    return InfoFlowError(
+        f"readout is {brief(given)}: expected a Readout such as LogitDifference(' Mary', ' John'), "
+        f"or FunctionOfOutput(f) for a function f of the logits{other}"
+    )
 
 
 @refuse_names(spelled="spell_ids")

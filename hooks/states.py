@@ -11,8 +11,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
+from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, refuse_names
 from infoflow_lens.foundation.memory import bytes_in
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.passes.view import pad_and_join
 
 Reduction = Callable[[Any, Any], Any]
@@ -89,7 +90,8 @@ class _Concatenated(State):
     grows = True
 
     def __init__(self, axes: tuple[int, ...], fill: float | int) -> None:
-        self._axes, self._fill = axes, fill
+        self._axes = check(axes, tuple[int, ...], "concatenated(axes)")
+        self._fill = fill
 
     def add(self, kept: Any, part: Any) -> Any:
         # a list, joined when it is read: joining in each pass would copy all that is there
@@ -105,7 +107,18 @@ class _Concatenated(State):
         if isinstance(parts[0], Tensor):
             # parts of a state that was loaded may lie on another device than those of later passes
             device = parts[0].device
-            return pad_and_join([part.to(device) for part in parts], self._axes, self._fill)
+            try:
+                return pad_and_join([part.to(device) for part in parts], self._axes, self._fill)
+            except (IndexError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    raise
+                shapes = ", ".join(map(str, dict.fromkeys(tuple(part.shape) for part in parts)))
+                declared = f"concatenated({', '.join(map(str, self._axes))})"
+                raise InfoFlowError(
+                    f"{self.name} is declared {declared}, and passes add {shapes} to it: expected "
+                    "rows of sequences on axis 0, and the number of each axis on which passes "
+                    "differ in size, such as concatenated(2) for [sequence, head, query]"
+                ) from error
         return tuple(self._join(of_layer) for of_layer in zip(*parts, strict=True))
 
 
@@ -139,8 +152,13 @@ def concatenated(*axes: int, fill: float | int = 0) -> Any:
     It is a tensor, or a list with one for each layer, and grows with the sequences.
 
     Args:
-        axes: on which passes may differ in size, such as that of positions.
+        axes: the numbers of the axes on which passes may differ in size, such as 2, that of
+            positions in [sequence, head, pos]; of a list, those of one tensor.
         fill: what stands there where a pass has less.
+
+    Raises:
+        InfoFlowError: for axes that are no whole numbers; when it is read, for passes that differ
+            in size on other axes.
     """
     return _Concatenated(axes, fill)
 

@@ -471,8 +471,11 @@ class TrainingData:
         # errors are computed on the CPU, wherever the data are
         return cls(x, y, validation_x, validation_y.cpu(), objective, draw)
 
-    def identity(self, model: nn.Module, config: TrainingConfig) -> dict[str, Any]:
-        """Describe all that the numbers of a run depend on beside the initial weights."""
+    def describe_run(self, model: nn.Module, config: TrainingConfig) -> dict[str, Any]:
+        """Describe all that the numbers of a run depend on beside the initial weights.
+
+        A checkpoint goes on only where this is the same.
+        """
         names = ("x", "y", "validation_x", "validation_y")
         return {
             "training": asdict(config),
@@ -562,12 +565,12 @@ def train(
         )
     check_module(model)
     if isinstance(train_data, str):
-        train_data = _task_for(model, train_data)
-    train_data, validation_data = _both(
+        train_data = _find_task(model, train_data)
+    train_data, validation_data = _draw_both(
         train_data, validation_data, n_train, n_validation, config.seed
     )
     data = TrainingData.check(model, train_data, validation_data)
-    identity = data.identity(model, config)
+    identity = data.describe_run(model, config)
     run = _Run(model, config, data.objective, identity)
     with ExitStack() as stack:
         checkpoint = None
@@ -588,10 +591,10 @@ def train(
             if folder.holds(_CHECKPOINT):
                 run.load(checkpoint)
         stack.enter_context(keep_modes(model))
-        return _epochs(run, data, checkpoint, checkpoint_every, after_epoch, progress)
+        return _run_epochs(run, data, checkpoint, checkpoint_every, after_epoch, progress)
 
 
-def _task_for(model: nn.Module, name: str) -> Task:
+def _find_task(model: nn.Module, name: str) -> Task:
     """Return the task of that name in the sizes of the model."""
     task, architecture = load_task(name), getattr(model, "architecture", None)
     sizes = {
@@ -602,7 +605,7 @@ def _task_for(model: nn.Module, name: str) -> Task:
     return load_task(name, **sizes)
 
 
-def _both(
+def _draw_both(
     train_data: Data | Task | Draw,
     validation_data: Data | TrainingConfig | None,
     n_train: int | None,
@@ -628,7 +631,7 @@ def _both(
     )
 
 
-def _epochs(
+def _run_epochs(
     run: _Run,
     data: TrainingData,
     checkpoint: Path | None,

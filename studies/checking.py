@@ -31,9 +31,9 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
     """
 
     if preset not in study.presets:
-        raise InfoFlowError(
-            f"preset is {preset!r}: expected one of presets, {', '.join(study.presets)}"
-        )
+        names = ", ".join(study.presets)
+        has = f"one of its presets, {names}" if names else 'some, as in presets = {"smoke": 1}'
+        raise InfoFlowError(f"preset is {preset!r} of {study.name}: expected {has}")
     # every case once, as a run fails late where a rare setting is wrong
     runs = [Run(index, case, 0) for index, case in enumerate(check_cases(study, preset))]
     rows = [_rows(study, run, device) for run in runs]

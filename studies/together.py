@@ -119,7 +119,7 @@ def train_together(
     for seed, model in zip(seeds, models, strict=True):
         of_seed = TrainingData.check(model, *(data(seed) if callable(data) else data))
         own = replace(config, seed=seed)
-        ledger = Ledger(model, own, of_seed.objective, of_seed.identity(model, own))
+        ledger = Ledger(model, own, of_seed.objective, of_seed.describe_run(model, own))
         runs.append(_Seed(ledger, of_seed))
     _check_equal([type(run.data.objective).__name__ for run in runs], "targets for", seeds)
     _check_equal([len(run.data.x) for run in runs], "training sequences", seeds)

@@ -325,7 +325,7 @@ def measure_answer(
         if tokens is not None and spans is None and is_one:
             asked_of = question.sequences(question.clean.tokens)
             predicted, more = predict_tokens(model, asked_of, question.end)
-            question.forwards += 2
+            question.forwards += 2  # one for each order
             notes += more
     nothing = torch.full_like(replaced, torch.nan)
     clean, others = (run.tokens[0].cpu() for run in (question.clean, question.other))
@@ -450,7 +450,7 @@ def _measure_looks(
         if not quick and question.readout.is_linear and heads:
             sequence = question.sequences(run.tokens)
             shares = measure_shares(question.model, sequence, question.readout)
-            question.forwards += 4
+            question.forwards += 4  # two passes, and a derivative, which counts as two
             places = {name: place for place, name in enumerate(shares.heads)}
             for row, (layer, head) in enumerate(heads):
                 # heads beside another mixer have no share of their own

@@ -100,6 +100,7 @@ Span: TypeAlias = tuple[int, int]  # from a position to one, which is no more in
 MLP, MIXER = -1, -2  # in the place of a head, what else writes in a layer
 
 _EACH = 30  # a batch costs as much as so many tokens more
+_GRADIENT = 3  # passes that a gradient costs: one forward, and a derivative, which counts as two
 _SAME = 1e-5  # of the readout: as near as passes of other batches come
 
 
@@ -140,7 +141,7 @@ class Question:
         ends: the positions that the readout reads.
         end: the one, or the last of the text where it reads several.
         n_layers, n_heads: layers, and heads by layer.
-        known_gradients: by the point between the texts, what :meth:`gradients` gave.
+        known_gradients: by the point between the texts, what :meth:`differentiate` gave.
         forwards: passes over one text so far; a derivative counts as two.
 
     Raises:
@@ -186,7 +187,7 @@ class Question:
         self._prefix = self._find_prefix()
         self.changed: list[int] = []
         self._known_texts = {tuple(text.tolist()): 0.0}
-        self.n_heads = [self._head_count(layer) for layer in range(self.n_layers)]
+        self.n_heads = [self._count_heads(layer) for layer in range(self.n_layers)]
         if instead is not None:
             self.compare_with(instead)
 
@@ -294,7 +295,7 @@ class Question:
             starts.append((layer, self._first_position(text, row)))
         order = sorted(range(len(rows)), key=lambda row: starts[row])
         for these in self._batches(order, starts):
-            some, start = [rows[row] for row in these], _earliest(starts[row] for row in these)
+            some, start = [rows[row] for row in these], _find_earliest(starts[row] for row in these)
             asked = ["passes", texts[these], some]
             run = partial(self._read, texts[these], some, *start)
             found[these] = self.measure_once(asked, run)
@@ -364,7 +365,7 @@ class Question:
     ) -> Float[Tensor, " row"]:
         """Run changed texts from a layer and a position on, and read them."""
         before = {point: self.clean.shown[point][0][:position] for row in rows for point, *_ in row}
-        edits = edits_of(rows, before)
+        edits = make_edits(rows, before)
         last = self.state(self.n_layers)
         batch = self._continue(tokens, position)
         with self.starting(layer, position) as share:
@@ -398,7 +399,7 @@ class Question:
             n, at, readout = 1, 0, self._read_at(0)
         found = []
         for some in states.split(self.batch_size):
-            edit = (point, _writer([(slice(None), (slice(None), at), some)]))
+            edit = (point, _make_writer([(slice(None), (slice(None), at), some)]))
             tokens = self.clean.tokens[:, :n].expand(len(some), -1)
             with self.starting(self.n_layers) as share:
                 output = call(self.model, self.batch(tokens), edit=[edit], output=True).output
@@ -462,7 +463,7 @@ class Question:
         found = torch.zeros(3, len(texts), dtype=torch.float64)
         order = sorted(range(len(texts)), key=lambda row: starts[row])
         for these in self._batches(order, starts):
-            _, first = _earliest(starts[row] for row in these)
+            _, first = _find_earliest(starts[row] for row in these)
             run = partial(self._score, texts[these], first)
             numbers = self.measure_once(["chances", texts[these], first], run)
             found[:, these] = numbers.view(3, -1)
@@ -492,14 +493,15 @@ class Question:
         return torch.cat([value - self.clean.value, gains[0] - gains[1], chance])
 
     @torch.enable_grad()
-    def gradients(self, at: float) -> dict[str, Tensor]:
-        """Differentiate the readout by what heads and MLPs write.
+    def differentiate(self, at: float) -> dict[str, Tensor]:
+        """Differentiate the readout by what heads and MLPs write; `known_gradients` keeps it.
 
         Args:
-            at: where between the embeddings of the two texts: 0 is the clean one.
+            at: the point between the embeddings of the two texts where this is done: 0 is the clean
+                text, 1 the other.
 
         Returns:
-            By hook point, [1, pos, ...].
+            The gradient by hook point, [1, pos, ...].
         """
         clean, other = (run.shown["hook_embed"] for run in (self.clean, self.other))
         embedded = (clean + at * (other - clean)).detach().requires_grad_()
@@ -512,7 +514,7 @@ class Question:
         texts = self.batch(self.clean.tokens)
         output = call(self.model, texts, edit=edits, output=True, keep_graph=True).output
         value = self.readout.read(output).sum()
-        self.forwards += 3
+        self.forwards += _GRADIENT
         found = torch.autograd.grad(value, [shown[name] for name in points], allow_unused=True)
         self.known_gradients[at] = {
             name: torch.zeros_like(shown[name]) if gradient is None else gradient
@@ -534,7 +536,7 @@ class Question:
         edit = [(point, keep_shown(point, shown))]
         texts = self.batch(self.clean.tokens)
         output = call(self.model, texts, edit=edit, output=True, keep_graph=True).output
-        self.forwards += 3
+        self.forwards += _GRADIENT
         value = self.readout.read(output).sum()
         (gradient,) = torch.autograd.grad(value, [shown[point]], allow_unused=True)
         if gradient is None:
@@ -567,7 +569,7 @@ class Question:
                 again = self.measure_once(["prefix", self.clean.tokens, first], run)
             except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
                 return None  # no pass of the model begins behind others
-            if abs(float(again) - self.clean.value) > self._nearness(last.dtype):
+            if abs(float(again) - self.clean.value) > self._bound_rounding(last.dtype):
                 return None
         return prefix
 
@@ -582,9 +584,9 @@ class Question:
         last = self.clean.shown[self.state(self.n_layers)][0, [self.end]]
         self._reads_one = True
         apart = float(self.read_states(last)[0]) - self.clean.value
-        self._reads_one = abs(apart) <= self._nearness(last.dtype)
+        self._reads_one = abs(apart) <= self._bound_rounding(last.dtype)
 
-    def _nearness(self, dtype: torch.dtype) -> float:
+    def _bound_rounding(self, dtype: torch.dtype) -> float:
         """Bound how far a readout comes from itself in passes that run otherwise."""
         rounding = 8 * torch.finfo(dtype).eps
         return max(_SAME, rounding) * max(1.0, abs(self.clean.value))
@@ -595,7 +597,7 @@ class Question:
             point = self.z(self.n_layers - 1)
             same = self.clean.shown[point][0]
             again = float(self.measure([[(point, (), same)]])[0])
-            if not abs(again) <= self._nearness(same.dtype):
+            if not abs(again) <= self._bound_rounding(same.dtype):
                 self._starts.blocks = []
 
     @contextmanager
@@ -639,7 +641,7 @@ class Question:
         logits = output if isinstance(output, Tensor) else next(iter(output.values()))
         return Run(tokens, value, logits[0].detach(), caught.activations)
 
-    def _head_count(self, layer: int) -> int:
+    def _count_heads(self, layer: int) -> int:
         z = self.clean.shown[self.z(layer)]
         if z.ndim == 4:
             return z.shape[2]
@@ -647,26 +649,27 @@ class Question:
         return 1 if pattern is None else pattern.shape[1]
 
 
-def edits_of(
+def make_edits(
     rows: Iterable[Sequence[Change]], before: Mapping[str, Tensor] | None = None
 ) -> list[NamedHook]:
     """Make the hooks that write the changes of each row.
 
     Args:
-        rows: changes.
-        before: by hook point, what stands at the positions before those that run.
+        rows: of each row of the batch, the changes.
+        before: by hook point, the activations of the positions before the first one that runs; None
+            where all positions run.
     """
     by_point: dict[str, list[tuple[Any, Any, Tensor]]] = {}
     for row, changes in enumerate(rows):
         for point, place, value in changes:
             by_point.setdefault(point, []).append((row, place, value))
     return [
-        (point, _writer(these, None if before is None else before[point]))
+        (point, _make_writer(these, None if before is None else before[point]))
         for point, these in by_point.items()
     ]
 
 
-def _writer(
+def _make_writer(
     changes: Iterable[tuple[Any, Any, Tensor]], before: Tensor | None = None
 ) -> HookFunction:
     """Make a hook that writes values into rows, which begin behind some positions."""
@@ -683,7 +686,7 @@ def _writer(
     return hook_fn
 
 
-def _earliest(starts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def _find_earliest(starts: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Find the first layer and the first position of any row."""
     layers, positions = zip(*starts, strict=True)
     return min(layers), min(positions)

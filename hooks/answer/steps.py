@@ -175,7 +175,7 @@ def measure_units(question: Question, n_heads: int = N_HEADS) -> UnitEffects:
     by_point: list[Tensor] = []
     places: list[list[Tensor]] = []
     for at in POINTS:
-        gradients = question.gradients(at)
+        gradients = question.differentiate(at)
         units, estimates, place = [], [], []
         for layer in range(question.n_layers):
             of_heads = _products(question, gradients, question.z(layer), question.n_heads[layer])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import bind_to_thread
-from infoflow_lens.hooks.answer.question import Change, Question, edits_of, keep_shown
+from infoflow_lens.hooks.answer.question import Change, Question, keep_shown, make_edits
 from infoflow_lens.hooks.model.call import (
     AXES,
     HookFunction,
@@ -124,7 +124,7 @@ class Streams:
                 "positions"
             )
         self.end = question.end
-        self._names = [self._points_of(layer) for layer in range(question.n_layers)]
+        self._names = [self._find_points(layer) for layer in range(question.n_layers)]
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.rules: list[ScoreRule] = []
         self.clean = self.run(question.clean.tokens)
@@ -134,7 +134,8 @@ class Streams:
 
     # Whole runs
 
-    def _points_of(self, layer: int) -> dict[str, str]:
+    def _find_points(self, layer: int) -> dict[str, str]:
+        """Find the hook points of what an attention reads and gives, by "q", "k", "v" and so on."""
         known, place = hook_points(self.model), f"blocks.{layer}.attn.hook_"
         check_is_attention(self.model, f"{place}z")
         names = {"scores": f"{place}attn_scores", "pattern": f"{place}pattern"}
@@ -168,7 +169,7 @@ class Streams:
                 ]
         else:
             with torch.no_grad():
-                edits = edits_of([changes])
+                edits = make_edits([changes])
                 caught = call(self.model, texts, [*names, *states], edit=edits)
         self.question.forwards += 1
         found = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Remedy, check_fields
-from infoflow_lens.hooks.interventions.edits import layer_with_later_keys
+from infoflow_lens.hooks.interventions.edits import find_later_keys
 from infoflow_lens.hooks.model.call import chooses_position, gives_logits, run_few_tokens
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import reads_vectors
@@ -298,7 +298,7 @@ class NextTokenLoss:
                     f"sequence, {-shortest} to -2 or 0 to {shortest - 2}; use metric 'kl' for the "
                     "last"
                 )
-        layer = layer_with_later_keys(model)
+        layer = find_later_keys(model)
         if layer is not None:
             raise InfoFlowError(
                 f"queries of layer {layer} attend to later keys, so that the model sees the next "

@@ -104,15 +104,16 @@ def edit_head(plain: Pass, layer: int, head: int, change: OfHead, name: str = ""
 
     Args:
         plain: the plain pass.
-        layer, head: which.
-        change: from the pattern [batch, query, key] to another.
-        name: default, "layer.head" and the name of the function.
+        layer, head: whose pattern.
+        change: makes of the pattern [batch, query, key] another one of the same shape.
+        name: of the edit in results; by default "layer.head" and the name of `change`.
 
     Raises:
-        InfoFlowError: for a head that is not there; in the pass for what is no pattern.
+        InfoFlowError: if the model has no such head; while the pass runs, if `change` gives
+            anything but a pattern of that shape.
     """
     check_head(count_heads(plain), layer, head)
-    point, name = pattern_hook(plain.model, layer), name or _name(layer, head, change)
+    point, name = pattern_hook(plain.model, layer), name or _name_edit(layer, head, change)
     return Edit(name, {point: partial(_change_head, change, head, 1, name, point)})
 
 
@@ -121,16 +122,17 @@ def edit_head_output(plain: Pass, layer: int, head: int, change: OfHead, name: s
 
     Args:
         plain: the plain pass; its patterns are read, for the number of heads.
-        layer, head: which.
-        change: from z [batch, pos, d_head] to another.
-        name: default, "layer.head" and the name of the function.
+        layer, head: whose output.
+        change: makes of z [batch, pos, d_head] another one of the same shape.
+        name: of the edit in results; by default "layer.head" and the name of `change`.
 
     Raises:
-        InfoFlowError: for a head that is not there; in the pass for what is no z.
+        InfoFlowError: if the model has no such head; while the pass runs, if `change` gives
+            anything but a z of that shape.
     """
     n_heads = count_heads(plain)
     check_head(n_heads, layer, head)
-    name = name or _name(layer, head, change)
+    name = name or _name_edit(layer, head, change)
     point = hook_name(plain.model, f"blocks.{layer}.attn.hook_z")
 
     def change_output(z: Tensor) -> Tensor:
@@ -244,7 +246,7 @@ def _chain(changes: Sequence[Change]) -> Change:
     return lambda activation: reduce(lambda found, change: change(found), changes, activation)
 
 
-def _name(layer: int, head: int, change: OfHead) -> str:
+def _name_edit(layer: int, head: int, change: OfHead) -> str:
     return f"{layer}.{head} {getattr(change, '__name__', 'edited')}"
 
 
@@ -252,7 +254,7 @@ _ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _EXAMPLE = 8  # tokens of a sequence that shows what edits and starts do
 
 
-def real_queries(
+def mark_real_queries(
     batch: Batch, pattern: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch query"]:
     """Mark queries that are no padding by 1, others by 0; float64."""
@@ -308,16 +310,16 @@ def run_from(
         want: hook points that are caught beside the output.
     """
     visibility(model, entering.shape[1])  # asked in the pass, it would start where this one does
-    start = (entering_point(layer), entering)
+    start = (name_entry(layer), entering)
     return call(model, Batch(example), want, edit=edit, start=start, output=True)
 
 
-def entering_point(layer: int) -> str:
+def name_entry(layer: int) -> str:
     """Name the hook point of what enters a layer."""
     return f"blocks.{layer}.hook_resid_pre"
 
 
-def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
+def count_sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
     """Count the sequences that a pass may hold, by the size of its largest tensor."""
     cfg = getattr(model, "cfg", None)
     sizes = (getattr(cfg, "d_model", None), getattr(cfg, "d_vocab", None))
@@ -327,12 +329,12 @@ def sequences_at_once(model: nn.Module, n_pos: int, n_heads: int) -> int:
     return max(1, room // (n_pos * width))
 
 
-def example_of(batch: Batch) -> Tensor:
+def make_example(batch: Batch) -> Tensor:
     """Make a sequence that is none of the batch, which nothing else may depend on."""
     return batch.tokens[:1].flip(1)
 
 
-def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
+def find_starts(model: nn.Module, batches: Batches) -> frozenset[int]:
     """Find the layers at which a pass can start: what enters there alone decides the output.
 
     For a HookedTransformer that is known. A bridge is asked, layer by layer: other tokens run below
@@ -345,17 +347,17 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     layers = range(layer_count(model))
     if can_start(model):
         return frozenset(layers)
-    names = [entering_point(layer) for layer in layers]
+    names = [name_entry(layer) for layer in layers]
     if not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
         return frozenset()
     is_opened = hasattr(model, "anatomy")
-    if batches.shortest < (batches.longest or 0) and layer_with_later_keys(model) is not None:
+    if batches.shortest < (batches.longest or 0) and find_later_keys(model) is not None:
         return frozenset()
     batch = next(batches.batches(2))
     n_pos = min(batches.shortest, _EXAMPLE)
     whole = Batch(batch.tokens[:, :n_pos].to(next(model.parameters()).device))
     # a text that reads the same from its end would show nothing
-    if example_of(whole).equal(whole.tokens[:1]):
+    if make_example(whole).equal(whole.tokens[:1]):
         return frozenset()
     caught = call(model, whole, names, output=True)
     most = tolerance(caught.output) * caught.output.abs().max()
@@ -364,14 +366,14 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
         if is_opened and not block_starts(model).can_start(layer):
             continue  # it would run whole
         with suppress(RuntimeError):  # shapes that do not fit
-            again = run_from(model, layer, caught.activations[name], example_of(whole)).output
+            again = run_from(model, layer, caught.activations[name], make_example(whole)).output
             if again.shape == caught.output.shape and (again - caught.output).abs().max() <= most:
                 found.add(layer)
     return frozenset(found)
 
 
 @cache_by_mode
-def layer_with_later_keys(model: nn.Module) -> int | None:
+def find_later_keys(model: nn.Module) -> int | None:
     """Find the first layer whose queries attend to keys behind them, as in encoders; or None.
 
     Found by running some random tokens.

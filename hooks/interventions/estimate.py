@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage
-from infoflow_lens.hooks.interventions.edits import real_queries, split_heads
+from infoflow_lens.hooks.interventions.edits import mark_real_queries, split_heads
 from infoflow_lens.hooks.interventions.ideals import LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.kept import KeptNumbers
 from infoflow_lens.hooks.interventions.patterns import MeanPatterns, SeenKeys, edits_of_patterns
@@ -40,7 +40,7 @@ from infoflow_lens.hooks.passes.view import Needs, Pass
 
 
 @contextmanager
-def differentiable(
+def run_with_leaves(
     model: nn.Module,
     batch: Batch,
     layers: Sequence[int],
@@ -48,7 +48,10 @@ def differentiable(
     look_at_output: Callable[[int, Tensor], None] | None = None,
     caught: dict[str, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Run a pass, and give its output and for each layer zeros, added to its pattern: leaves.
+    """Run a pass, and yield its output and, for each layer, zeros that were added to its pattern.
+
+    Derivatives of the output by these zeros, which are leaves of the graph, are those by the
+    patterns.
 
     Args:
         model: in evaluation mode.
@@ -57,7 +60,7 @@ def differentiable(
         look: called with each layer, the keys that it sees, and its pattern.
         look_at_output: called with each layer and its z; then zeros added to z stand behind those
             of the patterns.
-        caught: by hook point what is to be filled with its activations.
+        caught: its keys are hook points; the pass puts their activations in.
     """
     leaves: dict[str, Tensor] = {}
 
@@ -92,7 +95,7 @@ def differentiable(
         yield made.output, [leaves[name] for name in names]
 
 
-def gradients(
+def differentiate(
     outputs: Tensor, leaves: Sequence[Tensor], direction: Tensor | None = None
 ) -> Sequence[Tensor | None]:
     """Differentiate the outputs, in a direction, by each leaf; None where there is no gradient."""
@@ -115,7 +118,7 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
-def directions(
+def draw_directions(
     rows: Float[Tensor, "batch row feature"],
     metric: Damage,
     batch: Batch,
@@ -136,7 +139,9 @@ def directions(
     counted = metric.mark_rows(batch)
     p = None if metric.name == "nmse" else (rows / temperature).softmax(dim=-1)
     root = None if p is None else p.sqrt()
-    signs = [_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)]
+    signs = [
+        _draw_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)
+    ]
     by_feature, by_row = (torch.stack(part, dim=1).to(rows) for part in zip(*signs, strict=True))
     direction = torch.empty_like(rows)
     for draw in range(draws):
@@ -149,7 +154,7 @@ def directions(
         yield direction
 
 
-def _signs(seed: int, draws: int, n_features: int, counted: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_signs(seed: int, draws: int, n_features: int, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Draw signs for the features and for the rows of one sequence, 0 where these do not count.
 
     A sign for each feature times one for each row is enough for rows to be uncorrelated.
@@ -202,10 +207,10 @@ def estimate_ideals(
         batches: the sequences.
         damage: what is lost; it sees the outputs.
         means: mean patterns and outputs.
-        ideals: which.
+        ideals: their names.
         leaves_out: whether the sequences are among those of the means.
-        draws: directions, a backward pass each.
-        seed: of the directions, each sequence its own.
+        draws: how many random directions, each of which takes a backward pass.
+        seed: of which each sequence derives its own, for its directions.
         batch_size: sequences in a pass.
         kept: what a run that was stopped has reached.
         begin: called with each batch, its first index, and a function that estimates and gives the
@@ -264,12 +269,12 @@ def estimate_batch(
     Args:
         model: in evaluation mode.
         batch: the sequences.
-        damage: what is lost, which sees the outputs.
-        layers: the means of each.
-        ideals: which, "ablated" or of patterns.
-        draws: directions, a backward pass each.
-        seeds: of the directions, one for each sequence.
-        needs: what is read of the pass.
+        damage: measures the loss; it sees the output of the pass.
+        layers: for each layer, the means that ideals are made of.
+        ideals: names of ideal patterns, or "ablated", where the head gives its mean output.
+        draws: how many random directions, each of which takes a backward pass.
+        seeds: one for each sequence, from which its directions are drawn.
+        needs: the activations that `plain` of the result keeps.
     """
     shown: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: dict[int, Tensor] = {}
@@ -279,14 +284,14 @@ def estimate_batch(
 
     look_at_output = outputs.__setitem__ if "ablated" in ideals else None
     caught = dict.fromkeys(needs.points, torch.empty(0))
-    with differentiable(model, batch, range(len(layers)), look, look_at_output, caught) as (
+    with run_with_leaves(model, batch, range(len(layers)), look, look_at_output, caught) as (
         output,
         leaves,
     ):
         damage.see(output.detach(), batch)
         read = damage.rows(output, batch)
-        every = directions(read.detach(), damage, batch, draws, seeds)
-        by_draw = [gradients(read, leaves, direction) for direction in every]
+        every = draw_directions(read.detach(), damage, batch, draws, seeds)
+        by_draw = [differentiate(read, leaves, direction) for direction in every]
     # a divergence is half the quadratic form of the change, a squared change the whole
     scale = (1.0 if damage.name == "nmse" else 0.5) / draws
     lost = []
@@ -328,7 +333,7 @@ class _LayerEstimate:
         self.pattern, self.means = pattern, means
         self.is_one_row = is_one_row
         self.heads = list(range(pattern.shape[1]))
-        self.real = real_queries(batch, pattern).bool()[:, None]
+        self.real = mark_real_queries(batch, pattern).bool()[:, None]
         # the rows of padding are in no mean, and see nothing
         self.own = pattern.masked_fill(~self.real[..., None], 0)
         self.visible = visible & self.real[..., None]

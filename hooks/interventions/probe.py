@@ -28,12 +28,12 @@ from infoflow_lens.hooks.interventions.damage import (
 from infoflow_lens.hooks.interventions.edits import (
     Edit,
     check_edits_reach,
-    entering_point,
-    example_of,
-    layer_with_later_keys,
-    layers_to_start,
+    count_sequences_at_once,
+    find_later_keys,
+    find_starts,
+    make_example,
+    name_entry,
     run_from,
-    sequences_at_once,
     stack_edits,
 )
 from infoflow_lens.hooks.model.call import (
@@ -48,7 +48,7 @@ from infoflow_lens.hooks.model.points import check_finite, hook_name, pattern_ho
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.readouts import Readout
+from infoflow_lens.hooks.readouts import Readout, make_readout_error
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import combined, either, summed
 
@@ -252,10 +252,7 @@ class Intervention(Probe[InterventionResult]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.readout, (Readout, NextTokenLoss, type(None))):
-            raise InfoFlowError(
-                f"readout is {self.readout!r}: expected a Readout such as LogitDifference(' Mary', "
-                "' John'), or None for a divergence"
-            )
+            raise make_readout_error(self.readout, "; or NextTokenLoss(), or None for a divergence")
         if self.readout is not None and (self.metric, self.read) != (None, None):
             raise InfoFlowError(
                 f"metric {self.metric!r} and read {self.read!r} are given with a readout, which "
@@ -321,12 +318,12 @@ class Intervention(Probe[InterventionResult]):
         if self._starts is None:
             check_edits_reach(model, source.batch.take(slice(0, 1)))
         starts = sorted(self._layers_to_start(seen))
-        needs = self._plain_needs(model) | Needs(tuple(map(entering_point, starts)))
+        needs = self._plain_needs(model) | Needs(tuple(map(name_entry, starts)))
         plain = (run or source.run)(needs)
         check_finite(plain.output, "the output", seen.first)
         _check_again(seen, plain)
         plain = plain.renumber(seen.indices, seen.held_out, seen.turns)
-        states = {layer: plain.activation(entering_point(layer)) for layer in starts}
+        states = {layer: plain.activation(name_entry(layer)) for layer in starts}
         return PlainRun(source, plain, _judge_of(self, plain, source), states)
 
     def measure(self, plain_run: "PlainRun") -> Mapping[str, Any]:
@@ -346,7 +343,7 @@ class Intervention(Probe[InterventionResult]):
         lost: list[Tensor] = []
         rise: list[Tensor] = []
         n_heads = int(getattr(getattr(model, "cfg", None), "n_heads", None) or 8)
-        rows = self.rows or sequences_at_once(model, source.batch.tokens.shape[1], n_heads)
+        rows = self.rows or count_sequences_at_once(model, source.batch.tokens.shape[1], n_heads)
         # copies of the batch in one pass, each with an edit of its own
         together = max(1, rows // n)
         # edits are sorted by layer, so that those whose passes start at one stand together
@@ -357,9 +354,9 @@ class Intervention(Probe[InterventionResult]):
             for start in range(0, len(every), together):
                 some = every[start : start + together]
                 state = None if layer is None else states[layer]
-                want = list(map(entering_point, catches))
+                want = list(map(name_entry, catches))
                 caught = source.run_copies(stack_edits(some, n), len(some), layer, state, want)
-                plain_run.caught = {i: caught.activations[entering_point(i)] for i in catches}
+                plain_run.caught = {i: caught.activations[name_entry(i)] for i in catches}
                 found = judge.measure(caught.output)
                 lost.append(_check_numbers(found[0], some))
                 rise.append(found[1])
@@ -427,11 +424,11 @@ class Intervention(Probe[InterventionResult]):
             if seen.tokens is not None:
                 lengths = seen.lengths_of(seen.tokens.shape[1]).tolist()
                 rows = [row[:n] for row, n in zip(seen.tokens, lengths, strict=True)][:2]
-                self._starts = layers_to_start(seen.model, read_inputs(seen.model, rows))
+                self._starts = find_starts(seen.model, read_inputs(seen.model, rows))
         # where passes may start is known of the model; this batch may still have to run whole
         if seen.tokens is None or seen.columns:
             return frozenset()
-        if seen.lengths is not None and layer_with_later_keys(seen.model) is not None:
+        if seen.lengths is not None and find_later_keys(seen.model) is not None:
             return frozenset()
         return self._starts
 
@@ -559,7 +556,7 @@ class _Source:
     ) -> Caught:
         """Run copies of the batch with hooks, from a layer on if one is given."""
         if layer is not None and state is not None:
-            entering, tokens = torch.cat([state] * n), example_of(self.batch)
+            entering, tokens = torch.cat([state] * n), make_example(self.batch)
             if hasattr(self.model, "anatomy"):  # its classifier may find a text's end by its ids
                 tokens = self.batch.tokens.repeat(n, 1)
             return run_from(self.model, layer, entering, tokens, hooks, want)
@@ -675,7 +672,7 @@ def _predicts(plain: Pass) -> bool:
     """Say whether outputs are logits of the next token, which no query has seen."""
     if plain.tokens is None or not gives_token_logits(plain.model, plain.output):
         return False
-    return layer_with_later_keys(plain.model) is None
+    return find_later_keys(plain.model) is None
 
 
 def jackknife(

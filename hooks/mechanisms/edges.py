@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.hooks.interventions.damage import Damage, NextTokenLoss
-from infoflow_lens.hooks.interventions.estimate import differentiable, directions, gradients
+from infoflow_lens.hooks.interventions.estimate import (
+    differentiate,
+    draw_directions,
+    run_with_leaves,
+)
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -235,15 +239,19 @@ class EdgeScores:
             means = [mean[:, :n_pos, :n_pos].float().cpu() for mean in self.means]
             moves = [p - mean for p, mean in zip(moves, means, strict=True)]
         batch, judge = self.batch, self.judge
-        with differentiable(self.model, batch, range(len(moves))) as (output, leaves):
+        with run_with_leaves(self.model, batch, range(len(moves))) as (output, leaves):
             if isinstance(judge, NextTokenLoss):
                 total = judge.lost(output, batch).sum()
-                return [_size(g, m) for g, m in zip(gradients(total, leaves), moves, strict=True)]
+                return [
+                    _size(g, m) for g, m in zip(differentiate(total, leaves), moves, strict=True)
+                ]
             rows = judge.rows(output, batch)
             seeds = [derive_seed("edges", self.seed, i) for i in self.plain.indices.tolist()]
             squares = [torch.zeros_like(move) for move in moves]
-            for towards in directions(rows.detach(), judge, batch, _DRAWS, seeds, _TEMPERATURE):
-                found = gradients(rows, leaves, towards)
+            for towards in draw_directions(
+                rows.detach(), judge, batch, _DRAWS, seeds, _TEMPERATURE
+            ):
+                found = differentiate(rows, leaves, towards)
                 for square, gradient, move in zip(squares, found, moves, strict=True):
                     square += _size(gradient, move).square()
             return [(square / _DRAWS).sqrt() for square in squares]

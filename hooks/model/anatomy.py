@@ -85,7 +85,7 @@ def read_attention(log: PassLog, call: ModuleCall, seen: AttentionCall, batch: i
         is_rotated=is_rotated,
         is_causal=not bool((seen.visible() & later).any()),
         distance=seen.distance,
-        output=_output(operations, seen, call),
+        output=_find_output(operations, seen, call),
     )
 
 
@@ -111,7 +111,7 @@ def _count_distinct_heads(v: Tensor) -> int:
     return n_heads
 
 
-def _output(
+def _find_output(
     operations: list[Operation], seen: AttentionCall, block: ModuleCall
 ) -> Projection | None:
     """Find the matrix that reads z, and nothing else."""
@@ -130,7 +130,7 @@ def _output(
                 return Projection(call.path, read[0].shape[-1])
         weight = next((t for t in op.inputs if isinstance(t, nn.Parameter)), None)
         if weight is not None:  # read past its module, as nn.MultiheadAttention does
-            return _projection_of(block, weight)
+            return _find_projection(block, weight)
         if op.name in UNCHANGED:
             same += op.outputs
         elif any(is_among(t, same) for t in op.outputs):
@@ -138,7 +138,7 @@ def _output(
     return None
 
 
-def _projection_of(block: ModuleCall, weight: Tensor) -> Projection | None:
+def _find_projection(block: ModuleCall, weight: Tensor) -> Projection | None:
     """Find the module of a matrix."""
     for path, module in block.module.named_modules():
         if getattr(module, "weight", None) is weight and weight.ndim == 2:
@@ -215,7 +215,7 @@ def read_start(log: PassLog, given: Sequence[Tensor], since: int, first: int) ->
             added = op.inputs[1 if is_among(op.inputs[0], same) else 0]
             if _is_of_positions(added, stream):
                 place = Place("sum", number=number)
-                return Start(call.path, within, d_vocab, place, _table_length(log, added))
+                return Start(call.path, within, d_vocab, place, _count_table_rows(log, added))
             same, number = [*same, *op.outputs], number + 1
     # some models turn ids to [pos, batch] first
     is_turned = call.inputs[0].equal(ids.T) and not call.inputs[0].equal(ids)
@@ -244,7 +244,7 @@ def _is_of_positions(added: Tensor, stream: Tensor) -> bool:
     return torch.equal(vectors[0], vectors[-1]) and not torch.equal(vectors[:, 0], vectors[:, -1])
 
 
-def _table_length(log: PassLog, added: Tensor) -> int | None:
+def _count_table_rows(log: PassLog, added: Tensor) -> int | None:
     """Count the positions of the table in which a summand was looked up, if it was."""
     for op in reversed(log.operations):
         if is_among(added, op.outputs):
@@ -270,13 +270,15 @@ def read_end(log: PassLog, output: Sequence[Tensor], last: ModuleCall) -> End:
     assert stream is not None  # the block has states
     state, norm = stream[1], None
     # a norm behind the last block is the final norm; some models have none
-    call = _reader(log, state, last.end, lambda call: is_plain_norm(call.module, call.inputs[0]))
+    call = _find_reader(
+        log, state, last.end, lambda call: is_plain_norm(call.module, call.inputs[0])
+    )
     start = last.end
     if call is not None:
         norm = Norm(call.path, state.shape[-1])
         state, start = call.outputs[0], call.end
     # what reads the norm, or the state itself, and gives an output is the unembedding
-    call = _reader(log, state, start, lambda call: is_linear(call.module, call.inputs[0]))
+    call = _find_reader(log, state, start, lambda call: is_linear(call.module, call.inputs[0]))
     if call is None or not any(t.shape == call.outputs[0].shape for t in output):
         return End(norm)  # a head of several layers
     same = list(call.outputs)
@@ -288,7 +290,7 @@ def read_end(log: PassLog, output: Sequence[Tensor], last: ModuleCall) -> End:
     return End(norm, Projection(call.path, state.shape[-1]), gives_output)
 
 
-def _reader(
+def _find_reader(
     log: PassLog, tensor: Tensor, start: int, fits: Callable[[ModuleCall], bool]
 ) -> ModuleCall | None:
     """Find the first call of a module that reads a tensor, moved perhaps, and fits."""
@@ -329,14 +331,14 @@ class Anatomy:
 
     def holds(self, model: nn.Module) -> bool:
         """Say whether the model is what it was: modules, their functions, precision and sizes."""
-        state = _state_of(model)
+        state = _describe_state(model)
         return len(state) == len(self._state) and all(
             one is other or (not isinstance(one, nn.Module) and one == other)
             for one, other in zip(state, self._state)
         )
 
 
-def _state_of(model: nn.Module) -> tuple[Any, ...]:
+def _describe_state(model: nn.Module) -> tuple[Any, ...]:
     """List what an anatomy depends on: modules, their functions, kinds of attention, sizes."""
     modules = list(modules_of(model))
     own = [(vars(m).get("forward"), vars(m).get("_compiled_call_impl")) for m in modules]
@@ -344,10 +346,10 @@ def _state_of(model: nn.Module) -> tuple[Any, ...]:
     own = [(_under_ours(forward), compiled) for forward, compiled in own]
     # a module may be the same and its weights of another size, as after resizing in place
     sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
-    return (*modules, own, *_kinds_of_attention(modules), _precision(model), sizes)
+    return (*modules, own, *_list_kinds_of_attention(modules), _describe_precision(model), sizes)
 
 
-def _kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:
+def _list_kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:
     """List the attention functions that configs of transformers name, each config once."""
     configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
     return [getattr(config, "_attn_implementation", None) for config in configs.values()]
@@ -360,19 +362,22 @@ def _under_ours(forward: Any) -> Any:
     return forward
 
 
-def _precision(model: nn.Module) -> torch.dtype | None:
+def _describe_precision(model: nn.Module) -> torch.dtype | None:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None = None) -> Anatomy:
-    """Find the anatomy of a model by two runs on an example: under the log, and bare.
+    """Find the anatomy of a model by two runs on an example, one logged and one not.
+
+    The second says how far logging moves the outputs (`distance`).
 
     The model runs in evaluation mode and without gradients, and is left as it was found.
 
     Args:
         model: any module.
         example: what its ``forward`` takes, by name: two sequences of a few tokens, equally long.
-        stack: the path of the list of blocks that is meant, or its end, where a model has several.
+        stack: where a model has several lists of blocks, the path of the one that is meant, or the
+            end of that path.
 
     Raises:
         InfoFlowError: for a compiled model or compiled attention, before anything runs; for weights
@@ -390,8 +395,8 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
         with SeededRandom(0):
             bare = model(**example)
         anatomy = _read(model, log, given, stack, list(tensors_in(watched)))
-    anatomy.distance = _distance(list(tensors_in(bare)), list(tensors_in(watched)))
-    anatomy._state = _state_of(model)
+    anatomy.distance = _measure_distance(list(tensors_in(bare)), list(tensors_in(watched)))
+    anatomy._state = _describe_state(model)
     return anatomy
 
 
@@ -408,7 +413,7 @@ def _check_is_visible(model: nn.Module) -> None:
                 "cannot be watched: expected the model itself; give what was given to torch.compile"
             )
     # flex attention compiles only when it is called
-    kinds = [kind for kind in _kinds_of_attention(list(modules_of(model))) if kind is not None]
+    kinds = [kind for kind in _list_kinds_of_attention(list(modules_of(model))) if kind is not None]
     flex = next((kind for kind in kinds if "flex" in str(kind)), None)
     if flex is not None:
         raise InfoFlowError(
@@ -440,9 +445,9 @@ def _read(
     model: nn.Module, log: PassLog, given: list[Tensor], stack: str | None, output: list[Tensor]
 ) -> Anatomy:
     """Read an anatomy from a log."""
-    attentions = _attentions_of(log, given, type(model).__name__)
-    calls = _block_calls(log, attentions)
-    blocks = [_block(log, call, attentions) for call in calls]
+    attentions = _list_attentions(log, given, type(model).__name__)
+    calls = _find_block_calls(log, attentions)
+    blocks = [_read_block(log, call, attentions) for call in calls]
     # blocks of one list, such as those of an encoder, make a stack; a model may have several
     stacks: dict[str, list[Block]] = {}
     for call, block in zip(calls, blocks):
@@ -476,7 +481,7 @@ def _read(
     return anatomy
 
 
-def _attentions_of(log: PassLog, given: list[Tensor], kind: str) -> list[AttentionCall]:
+def _list_attentions(log: PassLog, given: list[Tensor], kind: str) -> list[AttentionCall]:
     """List the attentions of a pass.
 
     Raises:
@@ -516,7 +521,7 @@ def _mixes_streams(call: AttentionCall, ids: Tensor | None) -> bool:
 # Blocks
 
 
-def _block_calls(log: PassLog, attentions: list[AttentionCall]) -> list[ModuleCall]:
+def _find_block_calls(log: PassLog, attentions: list[AttentionCall]) -> list[ModuleCall]:
     """Find the call that is each attention's block, and its fellows in the same list."""
     found: list[ModuleCall] = []
     for attention in attentions:
@@ -551,7 +556,7 @@ def _count_sums(log: PassLog, call: ModuleCall, attention: AttentionCall) -> int
     return count_sums(log.operations[call.start : call.end], stream[0].shape, attention)
 
 
-def _block(log: PassLog, call: ModuleCall, known: list[AttentionCall]) -> Block:
+def _read_block(log: PassLog, call: ModuleCall, known: list[AttentionCall]) -> Block:
     attentions = [one for one in dict.fromkeys(call.attentions) if one in known]
     batch = log.batch or 1
     # some models run with the batch folded into another axis; the pattern has it for sure
@@ -572,7 +577,7 @@ def _block(log: PassLog, call: ModuleCall, known: list[AttentionCall]) -> Block:
         return block
     seen = split_heads(attentions[0].seen["pattern"], batch).shape if attentions else None
     n_pos = seen[-2] if seen else None
-    block.axes = _axes(stream[0], batch, n_pos)
+    block.axes = _find_axes(stream[0], batch, n_pos)
     if seen and max(seen[-2:]) < stream[0].shape[block.axes[1]]:
         raise InfoFlowError(
             f"block {call.path} takes softmaxes of {seen[-2]} queries over {seen[-1]} keys where "
@@ -618,7 +623,7 @@ def _find_states(log: PassLog, call: ModuleCall, mixing: Sequence[Operation], bl
         block.lacks.setdefault("neurons", block.lacks.get("mlp_out", "no MLP was found"))
 
 
-def _axes(stream: Tensor, batch: int, n_pos: int | None) -> tuple[int, int, int]:
+def _find_axes(stream: Tensor, batch: int, n_pos: int | None) -> tuple[int, int, int]:
     """Find the axes of batch, position and width."""
     shape = list(stream.shape)
     first = shape.index(batch) if batch in shape else 0
@@ -628,7 +633,7 @@ def _axes(stream: Tensor, batch: int, n_pos: int | None) -> tuple[int, int, int]
     return first, second, 3 - first - second
 
 
-def _distance(bare: list[Tensor], watched: list[Tensor]) -> float:
+def _measure_distance(bare: list[Tensor], watched: list[Tensor]) -> float:
     """Measure how far outputs are apart, as a share of their range."""
     pairs = [
         (x, y)

@@ -473,7 +473,8 @@ def is_own_call() -> bool:
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
     """Leave only the permanent hooks on a model (those that belong to it), for the block's length.
 
-    Passes of other threads have all hooks; gradients of theirs that begin in the block have none.
+    Another thread that runs the model meanwhile has all of its forward hooks; backward hooks are
+    off for it, too, where its backward pass begins within the block.
     """
     saved: list[tuple[Any, str, Any]] = []
     try:
@@ -487,8 +488,7 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
                 # hooks that belong to the model, such as those of an adapter, are part of it
                 permanent = {handle.hook.id for handle in handles if handle.is_permanent}
                 kept = OrderedDict(
-                    # those of the user's are silent in this thread alone: another may run the model
-                    # meanwhile
+                    # the user's hooks rest in this thread only, as another may run the model now
                     (key, hook_fn if key in permanent else bind_to_thread(hook_fn, elsewhere=True))
                     for key, hook_fn in hooks.items()
                     if key in permanent or name == "_forward_hooks"

@@ -134,10 +134,10 @@ class ModelCapabilities:
         """Return the things that cannot be measured on this model, why, and what to do."""
         by_text: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            for text in _problems_of(layer):
+            for text in _list_problems(layer):
                 by_text.setdefault(text, []).append(index)
         found = [
-            f"layer{'s' if len(indices) > 1 else ''} {_numbers(indices)}: {text}"
+            f"layer{'s' if len(indices) > 1 else ''} {_write_numbers(indices)}: {text}"
             for text, indices in by_text.items()
         ]
         if "," in self.device:
@@ -149,7 +149,7 @@ class ModelCapabilities:
         alike: dict[LayerCapabilities, list[int]] = {}
         for index, layer in enumerate(self.layers):
             alike.setdefault(layer, []).append(index)
-        return {_numbers(indices): layer for layer, indices in alike.items()}
+        return {_write_numbers(indices): layer for layer, indices in alike.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-compatible values, problems included."""
@@ -182,7 +182,7 @@ class ModelCapabilities:
         return panel(self.kind, facts, self.problems(), head=self.to_frame())
 
 
-def _problems_of(layer: LayerCapabilities) -> list[str]:
+def _list_problems(layer: LayerCapabilities) -> list[str]:
     lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
     lost = "edits of {} do not reach the output, so {}; " + INSTEAD_OF_A_BRIDGE
     if layer.mixer:
@@ -218,7 +218,7 @@ def _problems_of(layer: LayerCapabilities) -> list[str]:
     return [text for holds, text in found if holds]
 
 
-def _numbers(indices: list[int]) -> str:
+def _write_numbers(indices: list[int]) -> str:
     """Write numbers such as "3", "0-11" or "0, 2-4"."""
     runs: list[list[int]] = []
     for index in indices:
@@ -256,7 +256,7 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     first = next(model.parameters())
     # dropout would make two passes differ, which edits are found by
     with eval_mode(model):
-        layers = _layers(model, example_input)
+        layers = _inspect_layers(model, example_input)
     return ModelCapabilities(
         kind=kind_of(model),
         layers=layers,
@@ -278,9 +278,9 @@ def _leaves_out_blocks(model: nn.Module) -> bool:
     return bool(starts.blocks) and starts.can_start(len(starts.blocks) - 1)
 
 
-def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
+def _inspect_layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
     points = (*_POINTS, "attn.hook_k")
-    plain = _pass(model, inputs, range(layer_count(model)), points)
+    plain = _run_pass(model, inputs, range(layer_count(model)), points)
     if not plain.output.isfinite().all():
         raise InfoFlowError(
             "the output holds NaN or infinity on the example input: expected numbers; look for "
@@ -299,11 +299,11 @@ def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
             kv_heads = next((attention.n_kv_heads for attention in block.attentions), None)
         else:
             reached, parallel = _find_reach_by_edits(model, inputs, layer, plain)
-            kv_heads = _key_value_heads(found)
+            kv_heads = _count_key_value_heads(found)
         pattern, scores = found.get(_PATTERN), found.get(_SCORES)
         attends = kind = "unknown"
         if pattern is not None:
-            kind = _kind_of(pattern, scores if carries == "scores" else None)
+            kind = _name_kind(pattern, scores if carries == "scores" else None)
             # without scores that can be trusted, keys of weight 0 count as closed
             seen = pattern > 0
             if scores is not None and carries == "scores":
@@ -336,7 +336,7 @@ def note_other_mixing(model: nn.Module, batch: Batch) -> str:
         known.append(layers_that_mix_elsewhere(model, _longest_of(batch)))
     layers = known[0] if known else []
     plural = "s" if len(layers) > 1 else ""
-    inside = f"layer{plural} {_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
+    inside = f"layer{plural} {_write_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
     return "; ".join(filter(None, [note_mixed_tokens(model, batch), inside]))
 
 
@@ -451,18 +451,18 @@ def _find_reach_by_edits(
     """Find the same of another model, by an edit of each activation."""
     found = _select_layer(plain, layer)
     edited = {
-        point: _pass(model, inputs, [layer], _CONSEQUENCES, edit=point)
+        point: _run_pass(model, inputs, [layer], _CONSEQUENCES, edit=point)
         for point in _EDITED
         if point in found
     }
     reached = [p for p, other in edited.items() if not _same(other.output, plain.output)]
     behind = {point: _select_layer(other, layer) for point, other in edited.items()}
-    if "hook_resid_mid" in reached and not _stays(found, behind["hook_resid_mid"]):
+    if "hook_resid_mid" in reached and not _keeps_edit(found, behind["hook_resid_mid"]):
         reached.remove("hook_resid_mid")
-    return reached, _parallel(found, behind)
+    return reached, _is_parallel(found, behind)
 
 
-def _pass(
+def _run_pass(
     model: nn.Module,
     inputs: Tensor,
     layers: Iterable[int],
@@ -503,7 +503,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool(torch.allclose(one.float(), other.float(), rtol=1e-6, atol=0))
 
 
-def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
+def _count_key_value_heads(found: Mapping[str, Tensor]) -> int | None:
     """Count the heads of keys [batch, pos, head, d_head]; of flat keys, by the width of z."""
     keys, z, pattern = (found.get(point) for point in ("attn.hook_k", "attn.hook_z", _PATTERN))
     if keys is None or keys.ndim == 4:
@@ -515,7 +515,7 @@ def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
     return keys.numel() * n_heads // z.numel()
 
 
-def _parallel(
+def _is_parallel(
     found: Mapping[str, Tensor], behind: Mapping[str, Mapping[str, Tensor]]
 ) -> bool | None:
     """Say whether the MLP reads the residual stream, but not what attention adds to it."""
@@ -529,7 +529,7 @@ def _parallel(
     return None if len(moved) < 2 or not moved[0] else not moved[1]
 
 
-def _stays(found: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> bool:
+def _keeps_edit(found: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> bool:
     """Say whether an edit of hook_resid_mid stays in the residual stream, besides changing the MLP.
 
     Bridges call by that name what their MLP reads: an edit moves the MLP's answer alone.
@@ -551,7 +551,7 @@ def _attends(allowed: Bool[Tensor, "query key"]) -> str:
     return "bidirectional, last position is no key" if no_key else "bidirectional"
 
 
-def _kind_of(
+def _name_kind(
     pattern: Float[Tensor, "batch head query key"],
     scores: Float[Tensor, "batch head query key"] | None,
 ) -> str:
@@ -606,8 +606,8 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
     masked = {"attention_mask": mask} if has_mask else {}
     given = ids.where(mask == 1, pad_id(model))
     with mark_own_call(), SeededRandom(0), eval_mode(model):
-        alone, vectors = _last_state(model, anatomy, {"input_ids": ids[1:, :n]})
-        padded, others = _last_state(model, anatomy, {"input_ids": given, **masked})
+        alone, vectors = _find_last_state(model, anatomy, {"input_ids": ids[1:, :n]})
+        padded, others = _find_last_state(model, anatomy, {"input_ids": given, **masked})
     # a model of another layout: nothing that padding could be compared by
     if alone.ndim < 3 or alone.shape[1] != n or padded.shape[1] != ids.shape[1]:
         return True
@@ -620,7 +620,7 @@ def takes_padding(model: nn.Module, anatomy: Anatomy, example: Mapping[str, Any]
     )
 
 
-def _last_state(
+def _find_last_state(
     model: nn.Module, anatomy: Anatomy, given: Mapping[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """Run the model, and return what leaves the last block, or the output where that is hidden.

@@ -660,8 +660,8 @@ class _Reader:
             raise InfoFlowError(
                 f"{self.name} has the columns {', '.join(names) or 'none'}, without "
                 f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token "
-                "ids; to measure a model that reads something else, call it yourself inside "
-                "attach(model, probe)"
+                "ids, column='NAME', or those that hold pairs, column='FIRST,SECOND'; to measure a "
+                "model that reads something else, call it yourself inside attach(model, probe)"
             )
         more = [name for name in names if name == MASKS[0] or name in find_pass_columns(self.model)]
         if is_dataset:

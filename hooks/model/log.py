@@ -25,6 +25,9 @@ from infoflow_lens.hooks.model.tap import (
     suspend_compiler,
 )
 
+# matrices, norms and copies that are looked at, from the sum with the MLP backwards
+_MOST_STEPS_TO_NEURONS = 4
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of what a module takes or gives, in order."""
@@ -271,29 +274,31 @@ class StateFinder:
     def find(self) -> None:
         """Find all of them."""
         block = self._block
-        sums = self._sums()
+        sums = self._list_sums()
         # the first sum that has attention on one side tells all else
         found = next((s for s in sums if s[1].count("attention") == 1), None)
         if found is None:
-            self._lack("attn_out", "mid", "mlp_out", why="no sum adds attention to something else")
+            self._note_lack(
+                "attn_out", "mid", "mlp_out", why="no sum adds attention to something else"
+            )
             return
         op, kinds = found
         # another mixer may stand beside attention: what both give is added to what enters at once
         both = next((s for s in sums if set(s[1]) == {"input", "attention"}), found)
-        if both is not found and self._next_input(both[0])[0] is not None:
+        if both is not found and self._find_next_input(both[0])[0] is not None:
             op, kinds = both
             block.is_joined = True
             why = "another mixer's output is added to attention's first; hook_mixer_out is both"
-            self._lack("attn_out", why=why)
+            self._note_lack("attn_out", why=why)
         if not block.attentions and found is not next((s for s in sums if "input" in s[1]), found):
             why = f"what enters is added to something else before it is added to {block.mixer}"
-            self._lack("attn_out", "mid", "mlp_out", why=why)
+            self._note_lack("attn_out", "mid", "mlp_out", why=why)
             return
         place = kinds.index("attention")
         contribution, other = op.inputs[place], op.inputs[1 - place]
         # what attention is added to is what enters the block: sublayers stand one behind the other
         if id(other) in self._input:
-            mid, path = self._next_input(op)
+            mid, path = self._find_next_input(op)
             if mid is not None:
                 block.attn_out = Place("sum")
                 block.mid = Place("output", path) if path else Place("sum")
@@ -305,22 +310,24 @@ class StateFinder:
                 block.attn_out = Place("sum")
                 block.adds = op.outputs[0] is self._leaves
                 self._find_norms(contribution, False)
-                self._lack("mid", "mlp_out", why="no MLP: the sum with attention leaves the block")
+                self._note_lack(
+                    "mid", "mlp_out", why="no MLP: the sum with attention leaves the block"
+                )
                 return
         # else the MLP may stand beside attention, and all is added at once
         self._find_parallel(contribution, sums)
 
-    def _lack(self, *names: str, why: str) -> None:
+    def _note_lack(self, *names: str, why: str) -> None:
         self._block.lacks |= dict.fromkeys(names, why)
 
-    def _sums(self) -> list[tuple[Operation, list[str]]]:
+    def _list_sums(self) -> list[tuple[Operation, list[str]]]:
         """List the sums of streams, and of what: "attention", the block's "input", or "other"."""
         sums = []
         for op in self._operations:
             if op.name in SAME and op.inputs and id(op.inputs[0]) in self._input:
                 self._input |= {id(t) for t in op.outputs}
             if self._is_sum(op):
-                sums.append((op, [self._kind(t) for t in op.inputs[:2]]))
+                sums.append((op, [self._name_kind(t) for t in op.inputs[:2]]))
             from_attention = any(id(t) in self._from_attention for t in op.inputs)
             if id(op) in self._mixing or from_attention:
                 self._from_attention |= {id(t) for t in op.outputs}
@@ -334,12 +341,12 @@ class StateFinder:
             and all(has_shape(t, shape) for t in op.inputs)
         )
 
-    def _kind(self, tensor: Tensor) -> str:
+    def _name_kind(self, tensor: Tensor) -> str:
         if id(tensor) in self._from_attention:
             return "attention"
         return "input" if id(tensor) in self._input else "other"
 
-    def _readers(
+    def _list_readers(
         self, tensor: Tensor, after: int, within: ModuleCall | None = None
     ) -> list[Operation | ModuleCall]:
         """List what reads a tensor: outermost calls of modules that began later, else operations.
@@ -366,13 +373,13 @@ class StateFinder:
                 readers.append(reader)
         return readers
 
-    def _next_input(self, op: Operation) -> tuple[Tensor | None, str | None]:
+    def _find_next_input(self, op: Operation) -> tuple[Tensor | None, str | None]:
         """Find what the next sublayer reads of a sum: itself, or what a module behind it gives."""
         tensor, path = op.outputs[0], None
         after = self._operations.index(op) + 1
         # norms, dropout and casts: more steps between a sum and its two readers are not known
         for _ in range(4):
-            readers = self._readers(tensor, after)
+            readers = self._list_readers(tensor, after)
             # two readers are the next sublayer and the residual connection
             if len(readers) >= 2:
                 return tensor, path
@@ -381,7 +388,7 @@ class StateFinder:
             reader = readers[0]
             if isinstance(reader, ModuleCall):
                 # one module alone reads it: it may hold the residual connection inside
-                inner = self._readers(tensor, after, reader)
+                inner = self._list_readers(tensor, after, reader)
                 if any(isinstance(r, Operation) and self._is_sum(r) for r in inner):
                     return tensor, path  # an MLP that adds by itself
                 outputs = [out for out in reader.outputs if out.shape == tensor.shape]
@@ -406,17 +413,17 @@ class StateFinder:
                 # with a second attention, the sum may be that of the other one
                 if n_attentions:
                     why = "several attentions in this block: the next sum belongs to another one"
-                    self._lack("mlp_out", why=why)
+                    self._note_lack("mlp_out", why=why)
                     return
                 block.mlp_out = Place("sum")
                 total = later.outputs[0]
                 block.adds = share_memory(total, self._leaves)
                 self._find_neurons(next((t for t in later.inputs if id(t) not in same), None))
                 if not block.adds and not self._is_output(total):
-                    self._lack("adds", why="after the sum with the MLP the block does more")
+                    self._note_lack("adds", why="after the sum with the MLP the block does more")
                     self._find_extra(later)
                 return
-        self._lack("mlp_out", why="no sum adds anything to what is read after attention")
+        self._note_lack("mlp_out", why="no sum adds anything to what is read after attention")
 
     def _find_extra(self, op: Operation) -> None:
         """Find a sum of what the MLP has left with a third sublayer's output (Gemma 4)."""
@@ -429,10 +436,13 @@ class StateFinder:
                 return
 
     def _find_neurons(self, contribution: Tensor | None) -> None:
-        """Find the last matrix of an MLP: what it adds is the output of that, or a norm of it."""
+        """Find the last matrix of an MLP, whose input are its neurons.
+
+        What the MLP adds to the stream is the output of that matrix, perhaps normed or copied.
+        """
         block, tensor = self._block, contribution
-        for _ in range(4):
-            # up from the sum: a matrix is the last one, a norm or a copy is passed by
+        for _ in range(_MOST_STEPS_TO_NEURONS):
+            # from the sum backwards: the first matrix is the last of the MLP
             made = [c for c in self._inner if tensor is not None and is_among(tensor, c.outputs)]
             for call in made:
                 read = [t for t in call.inputs if t.is_floating_point()]
@@ -447,14 +457,14 @@ class StateFinder:
             if made_of is None or made_of.inputs[0] is tensor:
                 break
             tensor = made_of.inputs[0]
-        self._lack("neurons", why="no single matrix makes what the MLP adds")
+        self._note_lack("neurons", why="no single matrix makes what the MLP adds")
 
     def _is_output(self, tensor: Tensor) -> bool:
         """Say whether a tensor, or a norm of it, is what leaves the block."""
         if tensor is self._leaves:
             return True
         made = (i for i, op in enumerate(self._operations) if is_among(tensor, op.outputs))
-        readers = self._readers(tensor, next(made) + 1)
+        readers = self._list_readers(tensor, next(made) + 1)
         return (
             len(readers) == 1
             and isinstance(readers[0], ModuleCall)
@@ -480,17 +490,17 @@ class StateFinder:
         block = self._block
         block.is_parallel = True
         # the summands of what leaves the block, however they were added up
-        leaves = _addends(self._leaves, {id(op.outputs[0]): op for op, _ in sums})
+        leaves = _list_addends(self._leaves, {id(op.outputs[0]): op for op, _ in sums})
         # besides the input and attention there is the MLP, and nothing more
         rest = [t for t in leaves if id(t) not in self._input and t is not contribution]
         keeps_input = any(id(t) in self._input for t in leaves)
         if not is_among(contribution, leaves) or not keeps_input or len(rest) > 1:
             why = "what leaves the block is no sum of what enters, attention and one part more"
-            self._lack("attn_out", "mid", "mlp_out", why=why)
+            self._note_lack("attn_out", "mid", "mlp_out", why=why)
             return
         block.adds = True
         self._find_norms(contribution, False)
-        self._lack("mid", why="the MLP stands beside attention and reads what attention reads")
+        self._note_lack("mid", why="the MLP stands beside attention and reads what attention reads")
         for name, tensor in (("attn_out", contribution), *(("mlp_out", t) for t in rest)):
             made = next((c for c in self._inner if is_among(tensor, c.outputs)), None)
             # sums written in place change what the module gave after it gave it
@@ -499,16 +509,16 @@ class StateFinder:
                 for op in self._operations
             )
             if made is None:
-                self._lack(name, why="no module gives it: it is made between modules")
+                self._note_lack(name, why="no module gives it: it is made between modules")
             else:
                 setattr(block, name, Place("output", made.path, is_written))
         if not rest:
-            self._lack("mlp_out", why="no MLP in this block")
+            self._note_lack("mlp_out", why="no MLP in this block")
         elif block.mlp_out is not None:
             self._find_neurons(rest[0])
 
 
-def _addends(tensor: Tensor, made: dict[int, Operation], depth: int = 0) -> list[Tensor]:
+def _list_addends(tensor: Tensor, made: dict[int, Operation], depth: int = 0) -> list[Tensor]:
     """List what a tensor is the sum of, through the sums that made it."""
     op = made.get(id(tensor))
     if op is None or depth > 4:
@@ -517,5 +527,5 @@ def _addends(tensor: Tensor, made: dict[int, Operation], depth: int = 0) -> list
         part
         for t in op.inputs[:2]
         # a sum in place gives the tensor that it has read, which would be followed without end
-        for part in ([t] if t is tensor else _addends(t, made, depth + 1))
+        for part in ([t] if t is tensor else _list_addends(t, made, depth + 1))
     ]

@@ -126,7 +126,7 @@ def attach(
         try:
             yield AttachedProbes(session)
         finally:
-            measured.leave(session)
+            measured.remove(session)
     # a write through .data leaves no trace but in the numbers themselves
     if not weights.has_same_sample() and weights.has_same_counters():
         for probe in probes:
@@ -163,12 +163,12 @@ class _MeasuredForward:
         # so that inspect.signature finds the arguments of the model's own forward
         functools.update_wrapper(self, self._forward)
 
-    def leave(self, session: Session) -> None:
-        """Take a session off; the model is as before when the last one has left."""
+    def remove(self, session: Session) -> None:
+        """Take a session off; with the last one, give the model back its own forward."""
         self.sessions.remove(session)
         for probe in session.probes:
             probe.is_attached = False
-        # a wrapper that the user has put around stays, and finds no sessions here
+        # a wrapper that the user has put around this meanwhile stays, and finds no sessions here
         if not self.sessions and vars(self._model).get("forward") is self:
             if self.stands_for is None:
                 object.__delattr__(self._model, "forward")
@@ -221,12 +221,12 @@ class _MeasuredForward:
         return watching
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise self._not_here()
+        raise self._refuse_copy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._not_here()
+        raise self._refuse_copy()
 
-    def _not_here(self) -> InfoFlowError:
+    def _refuse_copy(self) -> InfoFlowError:
         return InfoFlowError(
             f"the {type(self._model).__name__} is copied or pickled while probes are attached to "
             "it: expected that before the block or after it; its state_dict() can be saved inside"

@@ -209,7 +209,8 @@ def run_probes(
             `inputs` is (sequences eval_every - 1, 2 eval_every - 1, ...).
         attention_mask: which positions of `inputs` are real [n, pos]; padding may stand on either
             side.
-        column: of a dataset; default, the first of input_ids, tokens, text, x.
+        column: of a dataset; default, the first of input_ids, tokens, text, x; two with a comma
+            between them hold pairs of texts.
         max_length: cut longer sequences of ids to so many tokens.
         batch_size: sequences in a forward pass.
         eval_every: see `eval_inputs`.

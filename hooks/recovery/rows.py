@@ -176,7 +176,8 @@ class TargetOfMaps:
         if self.is_identity:
             self.classes(model)
         if isinstance(self.target, tuple):
-            return (hook_name(model, f"blocks.{self.target[1]}.hook_resid_pre"),)
+            _, layer = self.target
+            return (hook_name(model, f"blocks.{layer}.hook_resid_pre"),)
         return ()
 
     def classes(self, model: nn.Module) -> tuple[int, ...]:

@@ -321,7 +321,8 @@ class RegressionStatistics:
         return NormalEquations(gram, raw.clamp(min=0).sqrt(), self.n, ridge)
 
     def fit_groups(self, equations: NormalEquations, groups: slice) -> LinearFit:
-        """Return the maps of some groups."""
+        """Fit the maps of some groups by the factored equations that all groups share."""
+        # axes of the products: f of features, g of groups, t of entries of the target
         mean_x, sum_y = self.sum_x / self.n, self.sum_y[groups]
         # about the means, so that the map is fitted without its intercept
         moment = self.cross[:, groups] - torch.einsum("f,gt->fgt", mean_x, sum_y)

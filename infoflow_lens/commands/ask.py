@@ -49,7 +49,7 @@ class Question:
     at: Annotated[
         int | None, "Why the token at this place of the text; what follows it is not read."
     ] = None
-    quick: Annotated[bool, "No tokens, no strips, ten heads: some 40 passes."] = False
+    quick: Annotated[bool, "No tokens, no strips, ten heads, no pruning: 20 to 80 passes."] = False
     exact: Annotated[bool, "Measure all heads."] = False
     seed: DrawingSeed = 0
     second: SecondText = None
@@ -222,7 +222,7 @@ def serve(
     with report_errors():
         from infoflow_lens.flows.answer import Answer
         from infoflow_lens.flows.ask import ask, cut_lines
-        from infoflow_lens.flows.serve import AnswerServer, place_of
+        from infoflow_lens.flows.serve import AnswerServer, read_place
         from infoflow_lens.foundation.progress import hide_library_bars
         from infoflow_lens.hooks.readouts import says_next_token
         from infoflow_lens.models.loading import load_any
@@ -233,7 +233,7 @@ def serve(
         def measure(form: Form) -> Answer:
             asked = replace(
                 question, text=form.text, answer=form.answer or None, against=form.against or None,
-                instead=form.instead or None, at=place_of(form.at), second=form.second or None,
+                instead=form.instead or None, at=read_place(form.at), second=form.second or None,
                 instead_second=form.instead_second or None,
             )  # fmt: skip
             return ask(**asked.arguments() | {"model": loaded}, progress=not quiet)

@@ -234,7 +234,7 @@ def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None
     from infoflow_lens.foundation.errors import InfoFlowError
     from infoflow_lens.foundation.settings import check
     from infoflow_lens.theory.comparison import Heads
-    from infoflow_lens.theory.estimate import flags_of, phase_diagram
+    from infoflow_lens.theory.estimate import list_flags, phase_diagram
 
     if asked.sweep != "heads,tokens" or asked.heads is None:
         raise InfoFlowError(f"--sweep is {asked.sweep!r}: expected heads,tokens, and --heads")
@@ -255,7 +255,9 @@ def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None
     heads = tuple(itertools.product(*(range(1, most + 1) for most in n_heads)))
     lengths_asked, placed = tuple(lengths), asked.positions
     rows = phase_diagram(target, heads, lengths_asked, count, trees, positional=placed)
-    flags = () if target.comparison is None else flags_of(target.comparison, n_heads, count, trees)
+    flags = (
+        () if target.comparison is None else list_flags(target.comparison, n_heads, count, trees)
+    )
     title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
     title += ", with positions" if placed else ""
     if plot is not None:

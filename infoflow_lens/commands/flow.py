@@ -25,7 +25,7 @@ from infoflow_lens.commands.common import (
     say,
     say_json,
 )
-from infoflow_lens.commands.options import integers, options_of
+from infoflow_lens.commands.options import options_of, read_integers
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Repeated
 from infoflow_lens.probing.config import InfluenceKind
@@ -96,7 +96,7 @@ def flow(
                 f"{len(texts)}; put texts with spaces into quotes"
             )
         if position not in ("auto", "all"):
-            asked |= {"position": integers(position.split(","), "--position")}
+            asked |= {"position": read_integers(position.split(","), "--position")}
         if asked["influence"] == "none":
             asked |= {"influence": None}
         run = {"device": device, "dtype": dtype, "backend": backend, "progress": not quiet}

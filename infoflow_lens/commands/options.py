@@ -28,7 +28,7 @@ def options_of(
     repeated = [name for name, parts in _read_annotations(config).items() if Repeated() in parts]
     option_kinds = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
     parameters = [
-        _parameter(item, option_kinds[item.name], texts[item.name], item.name in arguments)
+        _make_parameter(item, option_kinds[item.name], texts[item.name], item.name in arguments)
         for item in fields(config)
     ]
 
@@ -71,7 +71,7 @@ def _read_annotations(config: type[Any]) -> dict[str, tuple[Any, ...]]:
     return {item.name: get_args(hints[item.name]) for item in fields(config)}
 
 
-def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Parameter:
+def _make_parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
     if _is_tuple(kind):
         kind = str | None if default is None else str
@@ -79,7 +79,7 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     # typer takes the default of a repeated option as a list
     if kind == list[str] and default is not inspect.Parameter.empty:
         default = list(default)
-    choices = _choices(kind)
+    choices = _list_choices(kind)
     if choices:  # checked by the dataclass, which knows what was meant
         kind = str | None if type(None) in get_args(kind) else str
     metavar = "|".join(choices) or None
@@ -95,7 +95,7 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     )
 
 
-def _choices(kind: Any) -> tuple[str, ...]:
+def _list_choices(kind: Any) -> tuple[str, ...]:
     literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
     return get_args(literals[0]) if literals else ()
 
@@ -113,7 +113,7 @@ def _parse(kind: Any, value: Any, name: str) -> Any:
     tuples = kind if get_origin(kind) is tuple else get_args(kind)[0]
     if get_args(tuples)[0] is str:
         return tuple(parts)
-    return integers(parts, option_name(name))
+    return read_integers(parts, option_name(name))
 
 
 def option_name(name: str) -> str:
@@ -133,7 +133,7 @@ def refuse_needless(config: Any, names: Sequence[str], reason: str) -> None:
         raise InfoFlowError(f"{reason}: expected no {' and no '.join(given)}; leave it out")
 
 
-def integers(parts: Sequence[str], option: str) -> tuple[int, ...]:
+def read_integers(parts: Sequence[str], option: str) -> tuple[int, ...]:
     """Read the integers of an option.
 
     Raises:

@@ -33,11 +33,11 @@ _HEADERS = {
 }
 
 
-def place_of(at: str) -> int | None:
-    """Read the place that a form names; None for the end of the text.
+def read_place(at: str) -> int | None:
+    """Read the place in the text that a form asks about; None for its end.
 
     Raises:
-        InfoFlowError: for what is no whole number.
+        InfoFlowError: for anything but a whole number or nothing.
     """
     try:
         return int(at) if at.strip() else None

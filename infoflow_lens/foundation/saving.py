@@ -444,12 +444,14 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if hint is Any or isinstance(hint, TypeVar):
         return value
     if origin in (Union, types.UnionType):
-        return _first_of(value, parts, name)
+        return _convert_to_first(value, parts, name)
     if origin is Annotated and not _is_plain(parts[0]):
         return convert(value, parts[0], name)
     if hasattr(hint, "dim_str") or hint is Tensor:
         if not isinstance(value, hint):
-            raise InfoFlowError(f"{name} is {_shape_of(value)}: expected {_words_of(hint)}")
+            raise InfoFlowError(
+                f"{name} is {_describe_value(value)}: expected {_describe_hint(hint)}"
+            )
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         # tuple[X, ...] holds any number, tuple[X, Y] two
@@ -477,7 +479,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     return check(value, hint, name)
 
 
-def _first_of(value: Any, options: tuple[Any, ...], name: str) -> Any:
+def _convert_to_first(value: Any, options: tuple[Any, ...], name: str) -> Any:
     """Return a value in the first type of several that it has."""
     if value is None and type(None) in options:
         return None
@@ -522,13 +524,13 @@ def _axes(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
                     yield ((name, layer) if name.startswith("_") else name), size
 
 
-def _shape_of(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}"
 
 
-def _words_of(hint: Any) -> str:
+def _describe_hint(hint: Any) -> str:
     kind = getattr(hint, "__name__", str(hint)).split("[")[0].lower()
     return f"{kind} [{', '.join(hint.dim_str.split())}]" if hasattr(hint, "dim_str") else kind
 

@@ -147,7 +147,7 @@ def load_any(
             "TransformerBridge.boot_transformers(name)"
         )
     wanted_backend: Backend = check(backend, Backend, "backend")
-    wanted = _dtype(dtype)
+    wanted = _read_dtype(dtype)
     if device is not None:
         device = check_device(device)
     found = _load(name_or_path, tokenizer, device, wanted, wanted_backend)
@@ -190,10 +190,10 @@ def _load(
         folder = named.path
         if folder.suffix == GGUF and folder.is_file():
             _refuse_backend(hooked, f"{name!r} is a GGUF file")
-            return _from_gguf(folder, place)
-        kind = _kind_of_folder(folder)
+            return _load_gguf(folder, place)
+        kind = _find_kind_of_folder(folder)
         if kind == "checkpoint":
-            return _checkpoint(folder, place.device, wanted)
+            return _load_checkpoint(folder, place.device, wanted)
         _refuse_backend(hooked, f"{name!r} is a local folder")
         if kind == "adapter":
             return _open_adapter(folder, place)
@@ -239,7 +239,7 @@ def _check_backend() -> None:
         )
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or dtype in DTYPES.values():
         return dtype  # type: ignore[return-value]
     label = str(dtype).removeprefix("torch.")
@@ -248,7 +248,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[label]
 
 
-def _kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
+def _find_kind_of_folder(folder: Path) -> Literal["checkpoint", "adapter", "folder"]:
     """Tell what a folder holds, by its files."""
     if not folder.is_dir():
         what = "a file" if folder.is_file() else "missing"
@@ -299,7 +299,7 @@ def _check_index(index: Path) -> None:
         )
 
 
-def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedModel:
+def _load_checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedModel:
     model = load_model(folder, device)
     if dtype is not None:
         model.to(dtype)
@@ -307,7 +307,7 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
     return _describe(model, "checkpoint", str(folder))
 
 
-def _from_gguf(path: Path, place: Place) -> LoadedModel:
+def _load_gguf(path: Path, place: Place) -> LoadedModel:
     """Return a model of llama.cpp, with the tokenizer that its file holds, opened.
 
     Raises:
@@ -329,13 +329,13 @@ def _from_gguf(path: Path, place: Place) -> LoadedModel:
 
 
 def _load_name(name: str, place: Place, hooked: bool) -> LoadedModel:
-    official = _official_names().get(name.lower())
+    official = _map_official_names().get(name.lower())
     if hooked:
         _check_backend()
     if official is None:
         if hooked or "/" not in name:
             raise InfoFlowError(
-                f"{name!r} is no official name of TransformerLens{_meant(name)}; expected an "
+                f"{name!r} is no official name of TransformerLens{_suggest(name)}; expected an "
                 "official name such as gpt2, owner/name of the Hugging Face hub (backend 'auto'), "
                 f"a local folder, or what comes with this package: {', '.join(SHIPPED)}"
             )
@@ -361,7 +361,7 @@ def _runs_code(official: str) -> bool:
     return official.startswith(tuple(module.NEED_REMOTE_CODE_MODELS))
 
 
-def _official_names() -> dict[str, str]:
+def _map_official_names() -> dict[str, str]:
     """Map official names and their aliases, in lower case, to official names."""
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
@@ -372,9 +372,9 @@ def _official_names() -> dict[str, str]:
     }
 
 
-def _meant(name: str) -> str:
+def _suggest(name: str) -> str:
     """Find the names, official or of models that come with the package, most like `name`."""
-    known = {**_official_names(), **{label: label for label in SHIPPED}}
+    known = {**_map_official_names(), **{label: label for label in SHIPPED}}
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(known[label] for label in near))
     return f" (did you mean {', '.join(names)}?)" if names else ""
@@ -393,7 +393,7 @@ def _load_by_transformer_lens(name: str, place: Place) -> LoadedModel:
             pass  # some official models have a config of another kind
         # HookedTransformer loads a tokenizer anew from where it came from
         with temporary_folder() as folder:
-            words = None if load_tokenizer(name) is not None else _no_words(folder)
+            words = None if load_tokenizer(name) is not None else _make_empty_tokenizer(folder)
             model = transformer_lens.HookedTransformer.from_pretrained_no_processing(
                 name, dtype=place.dtype, device=place.device, tokenizer=words
             )
@@ -402,7 +402,7 @@ def _load_by_transformer_lens(name: str, place: Place) -> LoadedModel:
     return _describe(model.eval(), "name", name)
 
 
-def _no_words(folder: Path) -> Any:
+def _make_empty_tokenizer(folder: Path) -> Any:
     """Make a tokenizer that stands in for a missing one, while HookedTransformer loads."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -427,7 +427,7 @@ def _download_revision(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     known, _, revision = name.partition("@")
-    official = _official_names().get(known.lower(), known)
+    official = _map_official_names().get(known.lower(), known)
     with _naming_model(name):
         files = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.txt", "*.model"]
         return snapshot_download(official, revision=revision or None, allow_patterns=files)
@@ -475,7 +475,7 @@ def _open_adapter(folder: Path, place: Place) -> LoadedModel:
     """
     with _naming_model(str(folder)):
         base = find_base(folder)
-    if _kind_of_folder(base) != "folder":
+    if _find_kind_of_folder(base) != "folder":
         raise InfoFlowError(
             f"the base of the adapter in {str(folder)!r} is {str(base)!r}, which is no model of "
             "transformers by itself: expected a folder that save_pretrained wrote; load both "
@@ -566,14 +566,14 @@ def _naming_model(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the loaders raise errors of every kind
         check_needs_no_code(name, error)
-        raise InfoFlowError(_why(name, error)) from error
+        raise InfoFlowError(_explain(name, error)) from error
 
 
-def _why(name: str, error: BaseException) -> str:
+def _explain(name: str, error: BaseException) -> str:
     from huggingface_hub import errors as hub
 
     # libraries wrap the reason in errors of their own: look at all causes
-    causes = list(_causes(error))
+    causes = list(_list_causes(error))
     text = " ".join(str(cause) for cause in causes).lower()
     # first, as a gated repository is a kind of repository that is not found
     if any(isinstance(cause, hub.GatedRepoError) for cause in causes) or "gated repo" in text:
@@ -583,17 +583,17 @@ def _why(name: str, error: BaseException) -> str:
         )
     offline = (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError)
     if any(isinstance(cause, offline) for cause in causes) or "couldn't connect" in text:
-        known = name.lower() in _official_names()
+        known = name.lower() in _map_official_names()
         return (
             f"{name!r} is not in the local cache of Hugging Face and cannot be downloaded (no "
-            f"network, or HF_HUB_OFFLINE is set){'' if known else _meant(name)}: "
+            f"network, or HF_HUB_OFFLINE is set){'' if known else _suggest(name)}: "
             "give a local folder with config.json, weights and tokenizer, load it once where "
             f"there is a network, or take what comes with this package: {', '.join(SHIPPED)}"
         )
     missing = (hub.RepositoryNotFoundError, hub.HFValidationError)
     if any(isinstance(cause, missing) for cause in causes) or "not a valid model id" in text:
         return (
-            f"{name!r} is no model of the Hugging Face hub{_meant(name)}: expected an official "
+            f"{name!r} is no model of the Hugging Face hub{_suggest(name)}: expected an official "
             "name such as gpt2, owner/name, or a local folder"
         )
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
@@ -608,7 +608,7 @@ def _why(name: str, error: BaseException) -> str:
     return f"{name!r} cannot be loaded ({type(error).__name__}: {first_line(error)}): {expected}"
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -236,9 +236,19 @@ def open_model(
 
     Raises:
         InfoFlowError: for compiled code, attention that cannot be seen, several stacks, several
-            devices or none, an example that the model does not take, or what is no tokenizer.
+            devices or none, an example that the model does not take, what is no tokenizer, or other
+            arguments beside a model that is opened already.
     """
     if isinstance(model, NamedModel):
+        other_tokenizer = tokenizer is not None and tokenizer is not model.tokenizer
+        other_stack = stack not in (None, model._stack)
+        asked = {"tokenizer": other_tokenizer, "stack": other_stack, "example": example is not None}
+        if any(asked.values()):
+            names = " and ".join(name for name, is_other in asked.items() if is_other)
+            raise InfoFlowError(
+                f"the model is opened already, and another {names} is given: expected none, as it "
+                "stays as it is; open what it was made of, open_model(model.original_model, ...)"
+            )
         return model
     if not isinstance(model, nn.Module):
         raise InfoFlowError(

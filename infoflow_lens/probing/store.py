@@ -71,7 +71,7 @@ class StoredSequences(Sequence[Tensor]):
             start, stop, step = index.indices(len(self))
             if step != 1:
                 raise InfoFlowError(f"step is {step}: expected sequences in their own order")
-            return self._part(start, max(start, stop))
+            return self._select(start, max(start, stop))
         place = range(len(self))[index] + self._start
         return self._file.rows(place, place + 1, self._column)[0]
 
@@ -80,14 +80,14 @@ class StoredSequences(Sequence[Tensor]):
         for start in range(self._start, stop, _AT_ONCE):
             yield from self._file.rows(start, min(start + _AT_ONCE, stop), self._column)
 
-    def _part(self, start: int, stop: int) -> "StoredSequences":
+    def _select(self, start: int, stop: int) -> "StoredSequences":
+        """Select a stretch of these sequences, which stay in the file."""
         extent = self.extent
         # lengths are read only where some sequences are left out
         if stop - start < len(self):
             lengths = self._file.lengths(self._start + start, self._start + stop)
             extent = Extent(stop - start, *lengths)
-        names = self._names, self._column
-        return StoredSequences(self._file, extent, self._start + start, *names)
+        return StoredSequences(self._file, extent, self._start + start, self._names, self._column)
 
 
 class _ArrowFile:
@@ -270,7 +270,7 @@ def store_sequences(parts: Iterable[Batches], scratch: Path, what: str) -> Seque
             for name, of_column in numbers.items():
                 _add_to(digests.setdefault(name, hashlib.sha256()), of_column, lengths)
             changed.update(part.list_active_columns())
-            batch = _as_arrow(numbers, lengths, what)
+            batch = _make_rows(numbers, lengths, what)
             if writer is None:
                 path.parent.mkdir(parents=True)
                 file = stack.enter_context(pa.OSFile(str(path), "wb"))
@@ -313,12 +313,12 @@ def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
         digest.update(raw_bytes[start:stop])
 
 
-def _as_arrow(columns: Mapping[str, Tensor], lengths: Sequence[int], what: str) -> pa.RecordBatch:
+def _make_rows(columns: Mapping[str, Tensor], lengths: Sequence[int], what: str) -> pa.RecordBatch:
     """Return sequences, one behind the other, as rows of an Arrow table, with their columns."""
     offsets = pa.array(np.cumsum([0, *lengths], dtype=np.int32))
     named = {
         (name or ("x" if numbers.ndim > 1 else "input_ids")): pa.ListArray.from_arrays(
-            offsets, _values_of(numbers, what)
+            offsets, _read_values(numbers, what)
         )
         for name, numbers in columns.items()
     }
@@ -330,7 +330,7 @@ def _as_arrow(columns: Mapping[str, Tensor], lengths: Sequence[int], what: str) 
     return batch.replace_schema_metadata(types)
 
 
-def _values_of(numbers: Tensor, what: str) -> pa.Array:
+def _read_values(numbers: Tensor, what: str) -> pa.Array:
     """Return the numbers of sequences in a row, as Arrow has them."""
     kept = numbers.float() if numbers.dtype == torch.bfloat16 else numbers
     values = pa.array(kept.flatten().numpy())

@@ -279,15 +279,15 @@ def _initialize_worker(parent: int) -> None:
     exit_with_parent(parent)
 
 
-def _check_answers(scheduler: str) -> None:
-    """Check that a scheduler speaks, before a client waits for it as long as its settings say.
+def _check_is_scheduler(scheduler: str) -> None:
+    """Check that a dask scheduler listens at an address, within a few seconds.
 
-    What takes a connection and says nothing, as another server does, would hold the client for a
-    minute and a half.
+    A client would wait a minute and a half for another server, which takes the connection and says
+    nothing.
 
     Raises:
         TimeoutError: if nothing comes in `_ANSWER` seconds.
-        OSError: if there is no connection.
+        OSError: if there is no connection, or it is closed at once.
     """
     where = urlsplit(scheduler if "://" in scheduler else f"tcp://{scheduler}")
     if where.scheme != "tcp" or not where.hostname or not where.port:
@@ -308,7 +308,7 @@ class _Cluster:
 
         self._scheduler, self._n_threads = scheduler, n_threads
         try:
-            _check_answers(scheduler)
+            _check_is_scheduler(scheduler)
             self._client = Client(scheduler, timeout="3s")
         except Exception as error:  # an address that is none raises errors of many kinds
             raise InfoFlowError(
@@ -332,7 +332,7 @@ class _Cluster:
         try:
             n_threads = sum(self._client.nthreads().values())
         except Exception as error:
-            raise self._gone(error) from error
+            raise self._explain_loss(error) from error
         if n_threads:
             self._seen = time.monotonic()
         elif time.monotonic() - self._seen > _PATIENCE_LATER:
@@ -349,7 +349,7 @@ class _Cluster:
                 _call_with_threads, function, value, self._n_threads
             )
         except Exception as error:
-            raise self._gone(error) from error
+            raise self._explain_loss(error) from error
         return future
 
     def result(self, future: "Future[Any]") -> Any:
@@ -360,9 +360,9 @@ class _Cluster:
         except KilledWorker as error:  # for as often as its setting allowed-failures says
             raise _WorkerDiedError(f"KilledWorker, by {self._scheduler!r}") from error
         except CancelledError as error:
-            raise self._gone(error) from error
+            raise self._explain_loss(error) from error
 
-    def _gone(self, error: BaseException) -> _GoneError:
+    def _explain_loss(self, error: BaseException) -> _GoneError:
         return _GoneError(
             f"the dask scheduler at {self._scheduler!r} is gone ({type(error).__name__})"
         )

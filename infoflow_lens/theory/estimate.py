@@ -173,7 +173,7 @@ def phase_diagram(
         task: a target with `comparison` and `components`; its own T does not matter.
         heads: tuples (h_1, .., h_L).
         n_tokens: values of T.
-        count, trees: as in :func:`estimate`; :func:`flags_of` has the limits of the verdicts.
+        count, trees: as in :func:`estimate`; :func:`list_flags` has the limits of the verdicts.
         positional: whether models have a positional encoding; default, where the target reads fixed
             positions.
 
@@ -258,7 +258,7 @@ def estimate_asked(
         architecture, count, trees, verify, seed: as in :func:`estimate`.
     """
     task = asked.task
-    shape = _fitting(architecture, task)
+    shape = _fit_shape(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
     asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
     samples = Samples.draw(task, verify, seed)
@@ -309,7 +309,7 @@ def estimate_asked(
         },
         schedule=schedule,
         upper_information=schedule.size if schedule else None,
-        upper=_upper(schedule, d_token, shape),
+        upper=_bound_exponents(schedule, d_token, shape),
         verified=min(sure) if sure else None,
         verified_on=case.run_on if sure else None,
         verified_at=samples.task.n_tokens if samples and sure else None,
@@ -319,13 +319,15 @@ def estimate_asked(
         routed=_measure_routing(shape, task, asked.components, samples),
         left_out=tuple(dict.fromkeys((*best.found.left_out, *alone.found.left_out))),
         reasons=(),
-        flags=flags_of(profile, n_heads, count, trees),
+        flags=list_flags(profile, n_heads, count, trees),
     )
-    reasons = _reasons(result, profile, shape, alone, asked)
-    return replace(result, reasons=reasons, flags=(*result.flags, *_flag_result(result, profile)))
+    reasons = _list_reasons(result, profile, shape, alone, asked)
+    return replace(
+        result, reasons=reasons, flags=(*result.flags, *_list_own_flags(result, profile))
+    )
 
 
-def _fitting(architecture: Any, task: Any) -> ModelShape:
+def _fit_shape(architecture: Any, task: Any) -> ModelShape:
     """Return the shape of the model on the task's sequences.
 
     Raises:
@@ -507,7 +509,9 @@ class _Case:
         return why
 
 
-def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[str, float]:
+def _bound_exponents(
+    schedule: Schedule | None, d_token: int, shape: ModelShape
+) -> dict[str, float]:
     """Return the exponents of the costliest state, each layer with its own width."""
     if schedule is None:
         return {}
@@ -533,7 +537,7 @@ def _measure_routing(
     return measure_routing(samples.task, shape.n_heads[0], max(2, samples.n), samples.seed)
 
 
-def _reasons(
+def _list_reasons(
     result: Estimate,
     profile: ComparisonProfile,
     shape: ModelShape,
@@ -597,7 +601,7 @@ def _reasons(
             "coded, which costs parameters by the upper exponent"
         )
     if result.needed:
-        reasons.extend(_heads_in_words(result, profile))
+        reasons.extend(_describe_heads(result, profile))
     if result.schedule and result.schedule != alone:
         reasons.append(f"|I| <= {result.upper_information} is enough: {result.schedule.describe()}")
     if result.routed is not None:
@@ -621,7 +625,7 @@ def _reasons(
     return tuple(reasons)
 
 
-def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
+def _describe_heads(result: Estimate, profile: ComparisonProfile) -> list[str]:
     reasons = []
     # what counting asks of the heads of the first layer
     if result.min_heads is None and profile.order < 3:
@@ -656,7 +660,7 @@ def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
     return reasons
 
 
-def flags_of(
+def list_flags(
     profile: ComparisonProfile, n_heads: Sequence[int], count: Count, trees: int
 ) -> tuple[str, ...]:
     """Return what a reader has to know of verdicts and counts, as sentences.
@@ -689,7 +693,7 @@ def flags_of(
     return tuple(flags)
 
 
-def _flag_result(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...]:
+def _list_own_flags(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...]:
     """List the limits that only this estimate's own numbers show."""
     flags = []
     if result.saturated:

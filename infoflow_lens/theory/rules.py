@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.propagation import GradedLayer, best_through
 
@@ -67,8 +68,17 @@ class Rule(ABC):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that the rule was made of, its only field."""
-        tensor: Tensor = next(iter(vars(self).values()))
+        """The tensor that the rule was made of, its first field.
+
+        Raises:
+            InfoFlowError: for a rule that was made of something else.
+        """
+        tensor = next(iter(vars(self).values()), None)
+        if not isinstance(tensor, Tensor):
+            raise InfoFlowError(
+                f"{type(self).__name__} is made of {brief(tensor)}: expected a rule whose first "
+                "field is a tensor with a row for each position, which says its size and device"
+            )
         return tensor
 
     @property

@@ -123,7 +123,7 @@ class _State(NamedTuple):
         return (self.worst, self.total, *map(float, sizes))
 
 
-def _kinds(
+def _group_components(
     components: Sequence[Component], n_tokens: int, causal: bool, served: Collection[int] = ()
 ) -> _Kinds:
     """Group a target's components by how heads can retrieve them, with the sizes that this takes.
@@ -196,7 +196,7 @@ class _Problem:
     reads: Sequence[int]
     coarse: bool = False  # whether only few numbers of heads are tried for each kind
 
-    def _numbers(self, most: int, *others: int) -> Iterable[int]:
+    def _list_numbers(self, most: int, *others: int) -> Iterable[int]:
         """List how many of a kind a layer may take."""
         if not self.coarse:
             return range(most + 1)
@@ -241,10 +241,10 @@ class _Problem:
             # the heads that are left prepare pairs first; single tokens take what remains
             most = min(missing, left * many // kinds.sides) if not cover else 0
             # the coarse pass tries an even share of the missing pairs over the hidden layers, too
-            for pairs in self._numbers(most, -(-missing // max(1, self.n_layers - 1))):
+            for pairs in self._list_numbers(most, -(-missing // max(1, self.n_layers - 1))):
                 used = -(-pairs * kinds.sides // many)
                 free = len(kinds.singles) - state.single_tok if not self.causal else 0
-                for singles in self._numbers(min(free, left - used)):
+                for singles in self._list_numbers(min(free, left - used)):
                     yield _TokenAction(pairs, singles, climb, cover, some)
 
     def cls_actions(self, state: _State, layer: int, listing: int) -> Iterator[_ClsAction | None]:
@@ -279,17 +279,17 @@ class _Problem:
         if not most:
             yield ()
             return
-        for number in self._numbers(min(most[0], heads)):
+        for number in self._list_numbers(min(most[0], heads)):
             for rest in self._share_out(heads - number, most[1:]):
                 yield number, *rest
 
-    def following(self, state: _State, layer: int) -> Iterator[_State]:
+    def list_next(self, state: _State, layer: int) -> Iterator[_State]:
         """Yield all states that one layer can lead to."""
         for tokens in self.token_actions(state, layer):
             for cls in self.cls_actions(state, layer, tokens.listed):
-                yield self._after(state, layer, tokens, cls)
+                yield self._advance(state, layer, tokens, cls)
 
-    def _after(
+    def _advance(
         self,
         state: _State,
         layer: int,
@@ -362,11 +362,11 @@ class _Problem:
         """Return the jobs that led to a state."""
         before, layers = _State(), []
         for layer, (tokens, cls) in enumerate(state.actions):
-            layers.append(self._jobs(before, layer, tokens, cls))
-            before = self._after(before, layer, tokens, cls)
+            layers.append(self._list_jobs(before, layer, tokens, cls))
+            before = self._advance(before, layer, tokens, cls)
         return Schedule(tuple(layers), size=max(state.sizes), sizes=state.sizes)
 
-    def _jobs(
+    def _list_jobs(
         self,
         state: _State,
         layer: int,
@@ -452,13 +452,13 @@ def _spread(states: Sequence[_State], most: int) -> list[_State]:
     return flat[: max(most, len(stages))]
 
 
-def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, bool]:
+def _search(problem: _Problem, most: int, bound: float) -> tuple[_State | None, bool]:
     """Return the best schedule, and whether all were weighed; costs above `bound` are dropped."""
     states, exhaustive, weighed = [_State()], True, 0
     for layer in range(len(problem.n_heads)):
         candidates = []
         for state in states:
-            candidates += [s for s in problem.following(state, layer) if s.worst <= bound]
+            candidates += [s for s in problem.list_next(state, layer) if s.worst <= bound]
             # too many to weigh in time: the schedule of the quick pass stands
             if weighed + len(candidates) > _MOST_WEIGHED:
                 return None, False
@@ -551,7 +551,7 @@ def find(
     if needs_order(components, reads, n_tokens) and not (positional or causal):
         return Found(None, tuple(left_out))
     problem = _Problem(
-        kinds=_kinds(components, n_tokens, causal),
+        kinds=_group_components(components, n_tokens, causal),
         n_heads=tuple(n_heads),
         cls_heads=tuple(n_heads),
         n_tokens=n_tokens,
@@ -575,24 +575,26 @@ def find(
     if causal:
         return Found(None, tuple(left_out))
     # plans of several rounds, which the search layer by layer does not find
-    planned = (_plan(plan, problem, components) for plan in plans())
+    planned = (_schedule_plan(plan, problem, components) for plan in plans())
     return Found(next(filter(None, planned), None), tuple(left_out))
 
 
 def _solve(problem: _Problem) -> tuple[_State | None, bool]:
     """Find the best partial schedule that does all, and say whether all were weighed."""
     # a quick pass gives an upper bound, by which the full one drops most partial schedules
-    first, _ = _run(replace(problem, coarse=True), _BEAM, float("inf"))
+    first, _ = _search(replace(problem, coarse=True), _BEAM, float("inf"))
     bound = float("inf") if first is None else first.worst
-    second, exhaustive = _run(problem, _MOST_KEPT, bound)
+    second, exhaustive = _search(problem, _MOST_KEPT, bound)
     candidates = [state for state in (first, second) if state is not None]
     return min(candidates, key=lambda s: (s.worst, s.total), default=None), exhaustive
 
 
-def _plan(plan: Plan, problem: _Problem, components: Sequence[Component]) -> Schedule | None:
-    """Schedule a plan's messages, and other jobs for the components that it leaves."""
+def _schedule_plan(
+    plan: Plan, problem: _Problem, components: Sequence[Component]
+) -> Schedule | None:
+    """Place a plan's messages in layers, and search for jobs of all other components."""
     able = [heads * use for heads, use in zip(problem.n_heads, problem.usable, strict=True)]
-    kinds = _kinds(components, problem.n_tokens, problem.causal, plan.components)
+    kinds = _group_components(components, problem.n_tokens, problem.causal, plan.components)
     for at in plan.placements(able):
         jobs = [
             LayerSchedule(

@@ -344,6 +344,7 @@ def test_the_folder_of_another_run_is_left_as_it_is(folder, tmp_path):
         ({"answer": 9, "against": 2300}, "expected ids from 0 to 49"),
         ({"batch_size": 0}, "batch_size"),
         ({"readout": "w9"}, r"readout is 'w9': expected a Readout such as LogitDifference\("),
+        ({"readout": len}, r"or FunctionOfOutput\(f\) for a function f of the logits"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused(folder, given, match):

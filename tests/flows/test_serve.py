@@ -20,7 +20,7 @@ from infoflow_lens import InfoFlowError, ask, load_any
 from infoflow_lens.cli import app
 from infoflow_lens.flows import serve
 from infoflow_lens.flows.ask import cut_lines
-from infoflow_lens.flows.serve import HOST, AnswerServer, place_of
+from infoflow_lens.flows.serve import HOST, AnswerServer, read_place
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.report.answer import Form
 from tests.processes import started
@@ -49,7 +49,7 @@ def measure(model):
     def measure(form):
         return ask(
             model, form.text, form.answer or None, form.against or None, form.instead or None,
-            at=place_of(form.at), quick=True, progress=False,
+            at=read_place(form.at), quick=True, progress=False,
         )  # fmt: skip
 
     return measure

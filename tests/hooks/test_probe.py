@@ -388,6 +388,29 @@ def test_states_merge_in_any_grouping_to_the_whole(sizes, split, seed):
         assert state.value(merged).equal(whole)
 
 
+@pytest.mark.parametrize(
+    ("axes", "shapes"),
+    [
+        ((2, 3), [(2, 4, 5), (2, 4, 6)]),
+        ((), [(2, 4, 5), (2, 4, 6)]),
+        ((2,), [(2, 4, 5), (2, 3, 5)]),
+    ],
+)
+def test_rows_that_do_not_join_are_refused_by_the_name_of_their_state(axes, shapes):
+    """This was torch's IndexError, or its RuntimeError, of no state and without a remedy."""
+
+    class Owner:
+        rows = concatenated(*axes)
+
+    state = vars(Owner)["rows"]
+    kept = [torch.zeros(shape) for shape in shapes]
+    declared = rf"concatenated\({', '.join(map(str, axes))}\)"
+    with pytest.raises(InfoFlowError, match=rf"rows is declared {declared}.*such as concatenated"):
+        state.value(kept)
+    with pytest.raises(InfoFlowError, match=r"concatenated\(axes\).*'query'"):
+        concatenated("query")
+
+
 def test_sums_of_what_is_named_hold_what_either_has():
     """What the first pass did not name was dropped, and what the second lacked was a KeyError."""
     state = summed()

@@ -686,6 +686,18 @@ def test_types_of_tokens_are_no_embedding_of_ids(plain):
     assert torch.equal(cache["hook_embed"], embed(IDS) * 2)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"tokenizer": str.split}, {"stack": "decoder"}, {"example": {"input_ids": torch.ones(2, 3)}}],
+)
+def test_what_an_opened_model_cannot_follow_is_refused(opened, asked):
+    """It was left out in silence."""
+    (name,), named = asked, opened("gpt2")
+    with pytest.raises(InfoFlowError, match=f"opened already, and another {name} is given"):
+        open_model(named, **asked)
+    assert open_model(named, named.tokenizer) is named
+
+
 def test_what_is_no_tokenizer_and_weights_without_numbers_are_refused_by_name():
     """They were errors of Python and of torch."""
     model = families.build("gpt2")

@@ -253,7 +253,9 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, config, texts):
 
 def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, config):
     few = {**vars(config), "probes": ("labels",), "n_detail": 3}
-    with pytest.raises(InfoFlowError, match="labels need 4 sequences, half of them to judge, and"):
+    with pytest.raises(
+        InfoFlowError, match="half of them to judge, and there are 3; give --n-detail 4"
+    ):
         run(tmp_path, ProbingConfig(**few))
     assert list(tmp_path.iterdir()) == []
     run(tmp_path, ProbingConfig(**{**few, "n_detail": 4}))

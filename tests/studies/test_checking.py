@@ -99,8 +99,10 @@ def test_what_would_fail_after_the_runs_is_refused_before(methods, message):
 
 
 def test_presets_and_comparisons_are_known():
-    with pytest.raises(InfoFlowError, match="expected one of presets, quick"):
+    with pytest.raises(InfoFlowError, match="expected one of its presets, quick"):
         check_study(Sums(), "full")
+    with pytest.raises(InfoFlowError, match="of sums: expected some, as in presets = "):
+        check_study(study(presets={}), "full")
     with pytest.raises(InfoFlowError, match="op is '=<'"):
         Claim("{bound}", mean, "=<", 1)
     for op, bound in (("<", (0, 1)), ("within", 1)):

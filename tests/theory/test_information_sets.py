@@ -152,6 +152,17 @@ def test_a_head_passes_on_what_its_position_held_before_the_layer():
     assert sets.of(1, 0, 2) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("given", [2, None])
+def test_a_rule_of_ones_own_needs_a_tensor(given):
+    """It was a TypeError of `len`."""
+
+    class Window(SpecificPositions):
+        pass
+
+    with pytest.raises(InfoFlowError, match=f"Window is made of {given}: expected a rule whose"):
+        propagate([Window(given)])
+
+
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 def test_positions_of_any_integer_type(dtype):
     sets = propagate([torch.tensor([[[1, -1, 0]]], dtype=dtype)], n_sources=2)

@@ -32,7 +32,9 @@ class LabelsPart(Part):
         n = context.detail.n_sequences or 0
         if n >= _FEWEST:
             return ""
-        return f"labels need {_FEWEST} sequences, half of them to judge, and there are {n}"
+        more = "more text" if context.config.n_detail >= _FEWEST else f"--n-detail {_FEWEST}"
+        need = f"labels need {_FEWEST} sequences, half of them to judge"
+        return f"{need}, and there are {n}; give {more}"
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> HeadLabels:
         """Label all heads; go on after the last finished batch."""

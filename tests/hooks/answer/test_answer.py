@@ -647,7 +647,7 @@ def test_rankings_and_effects_are_those_of_transformerlens(name):
         for node, score in attribution_patch(bridge, *texts, metric).node_scores.items():
             unit = node.layer, -1 if node.head is None else node.head
             expected[unit] = expected.get(unit, 0) + sign * score
-        found = question.gradients(at)
+        found = question.differentiate(at)
         for layer in range(2):
             heads = _products(question, found, question.z(layer), 4).sum(0).tolist()
             mlp = _products(question, found, question.mlp(layer), 1).sum(0).tolist()

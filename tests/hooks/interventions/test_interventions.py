@@ -628,6 +628,11 @@ def test_a_metric_beside_a_readout_is_refused():
         LooksAtFirst(readout=LogitDifference(3, 5), metric="kl")
 
 
+def test_a_function_as_readout_is_told_its_wrapper():
+    with pytest.raises(InfoFlowError, match=r"FunctionOfOutput\(f\).*NextTokenLoss.*None"):
+        LooksAtFirst(readout=len)
+
+
 @pytest.mark.parametrize("answer", [-1, 10_000])
 def test_answers_that_the_model_does_not_have_are_refused(answer):
     model = open_model(zoo.build("llama").eval())

@@ -205,9 +205,9 @@ def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragg
     model, ids = zoo.bridge(name), zoo.tokens(6, 9)
     inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
     n_layers = len(model.blocks)
-    assert edits.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
+    assert edits.find_starts(model, read_inputs(model, inputs)) == set(range(n_layers))
     found = measure_mechanisms(model, inputs, batch_size=3, progress=False)
-    monkeypatch.setattr(probe, "layers_to_start", lambda *args: frozenset())
+    monkeypatch.setattr(probe, "find_starts", lambda *args: frozenset())
     whole = measure_mechanisms(model, inputs, batch_size=3, progress=False)
     for one, other in zip(found.damage, whole.damage, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-8)
@@ -231,7 +231,7 @@ def test_a_bridge_whose_layers_share_more_than_the_stream_runs_whole():
     keep.__module__ = add.__module__ = "transformer_lens.hooks"  # they belong to the model
     first.register_forward_hook(keep)
     second.register_forward_hook(add)
-    assert edits.layers_to_start(model, batches) == {0}
+    assert edits.find_starts(model, batches) == {0}
 
 
 def test_longer_sequences_than_were_measured_are_refused(token_model, token_inputs):

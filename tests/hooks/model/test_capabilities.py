@@ -153,8 +153,8 @@ def test_bridges_are_found_out_by_running(bridge_of, name, dtype):
 def test_of_opened_models_the_anatomy_says_what_edits_find(name, monkeypatch):
     """In one pass: an edit of every point of every layer once took minutes."""
     model, ids, passes = open_model(zoo.build(name)), zoo.tokens(4, 12), []
-    run = capabilities._pass
-    monkeypatch.setattr(capabilities, "_pass", lambda *a, **s: passes.append(s) or run(*a, **s))
+    run = capabilities._run_pass
+    monkeypatch.setattr(capabilities, "_run_pass", lambda *a, **s: passes.append(s) or run(*a, **s))
     found = inspect_model(model, ids)
     assert passes == [{}]
     with eval_mode(model):

@@ -241,7 +241,11 @@ def transposed():
         (torch.tensor(3), {}, r"inputs is \(\)"),
         ({"a": 1}, {}, "inputs has the columns a"),
         ({"input_ids": 1}, {}, "inputs is dict"),
-        (TABLE.select_columns("words"), {}, "words, without input_ids or tokens or text or x"),
+        (
+            TABLE.select_columns("words"),
+            {},
+            r"words, without input_ids or tokens or text or x: .*column=.NAME.",
+        ),
         (TABLE, {"column": "ids"}, "without ids"),
         (TABLE, {"column": "label"}, "'label' of inputs holds int"),
         (datasets.DatasetDict(train=TABLE, test=TABLE), {}, "with train, test: expected one split"),
