@@ -123,7 +123,7 @@ def test_heads_at_this_t_are_the_least_that_meet_the_count(trees, n_tokens):
         (4, "allowed by construction", 0, False, 0.0, 1.0),
     ],
 )
-def test_example_1(heads, verdict, m, saturated, lower, upper):
+def test_example_1_needs_as_many_heads_as_components(heads, verdict, m, saturated, lower, upper):
     """D-retrieval, one layer, D = 4, T = 64, d/E = 1/4."""
     found = estimated("d_retrieval", (heads,))
     assert (found.verdict, found.min_information, found.saturated) == (verdict, m, saturated)

@@ -255,7 +255,7 @@ def test_one_partial_pass_is_no_silence(model, inputs):
         probes[0].result()
 
 
-def test_no_pass_at_all(model):
+def test_a_block_without_a_pass_has_no_result(model):
     with attach(model, PositionsProbe()) as probes:
         pass
     with pytest.raises(InfoFlowError, match="has measured nothing"):
@@ -584,7 +584,7 @@ def test_cls_is_a_rank_where_it_is_a_key(inputs):
             run_probes(model, inputs, [PositionsProbe((ranks + 1,))], progress=False)
 
 
-def test_no_probes(model):
+def test_attaching_no_probes_is_refused(model):
     with pytest.raises(InfoFlowError, match="no probes"), attach(model):
         pass
 

@@ -31,7 +31,7 @@ def frame(weights, mse=1e-4, model="no normalization"):
         ((0.32, 0.32, 0.32, 0.04), 1e-4, [2]),  # looks elsewhere
     ],
 )
-def test_the_rule(weights, mse, claims):
+def test_the_verdict_follows_the_stated_rule(weights, mse, claims):
     assert broken(STUDY, frame(weights, mse)) == claims
 
 
