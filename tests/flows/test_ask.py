@@ -68,7 +68,7 @@ def test_a_folder_a_users_model_and_a_loaded_one_have_one_answer(folder, found):
         assert again.unit_effect.nan_to_num(7).equal(found.unit_effect.nan_to_num(7))
         assert (again.kept, again.lost) == (found.kept, found.lost)
     ids = [torch.tensor([zoo.words().index(w) for w in t.split()]) for t in (TEXT, OTHER)]
-    again = ask(alone, ids[0], 9, 23, ids[1], progress=False)
+    again = ask(alone, ids[0], 9, 23, ids[1], quick=True, progress=False)
     assert again.value == found.value
     assert not alone.training
 
@@ -290,7 +290,7 @@ def test_answers_are_chosen_without_dropout():
     given = {"tokenizer": zoo.tokenizer(), "quick": True, "progress": False}
     text = TEXT[:11]  # three words
     expected = ask(model.eval(), text, **given).readout
-    assert {ask(model.train(), text, **given).readout for _ in range(4)} == {expected}
+    assert {ask(model.train(), text, **given).readout for _ in range(2)} == {expected}
     assert model.training
 
 

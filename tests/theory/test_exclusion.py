@@ -93,8 +93,14 @@ def test_what_a_construction_does_is_allowed_and_the_construction_is_said(task, 
         0,
     )
     assert "retrieve" in found.why
-    rows = phase_diagram(task, (heads,), (task.n_tokens,))
-    assert rows[0]["verdict"] == "allowed by construction"
+
+
+def test_a_phase_diagram_says_what_an_estimate_says():
+    task = target(coordinate(0), coordinate(0, 3))
+    rows = phase_diagram(task, ((1,), (1, 1)), (task.n_tokens,))
+    for row in rows:
+        found = estimate(shape(tuple(row["heads"]), task.n_tokens), task)
+        assert row["verdict"] == found.verdict == "allowed by construction"
 
 
 PROVED = {

@@ -868,8 +868,11 @@ def test_a_circuit_carries_what_it_says(plain, question, units):
 # What comes of it
 
 
+opened = cache(lambda name: open_model(zoo.build(name)))  # which no question changes
+
+
 def measured(readout=READOUT, texts=None, name="llama", **settings):
-    model = open_model(zoo.build(name))
+    model = opened(name)
     clean, other = two_texts() if texts is None else texts
     settings = {"progress": False, **settings}
     return measure_answer(model, clean, other, readout.bind(model), **settings)
