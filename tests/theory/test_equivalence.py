@@ -33,7 +33,8 @@ T = 12
 def asked(made, d, heads, **settings):
     outer = lambda z: made.outer(z)[:, None]  # noqa: E731
     task = Target(components=tuple(made.components), n_tokens=T, d_token=d, outer=outer, **settings)
-    return task, estimate(ModelShape(tuple(heads), (64,) * len(heads), T), task)
+    shape = ModelShape(tuple(heads), (64,) * len(heads), T)
+    return task, estimate(shape, task, verify=30)
 
 
 def check(made, d, heads, **settings):

@@ -457,7 +457,9 @@ def test_what_is_needed_is_counted_of_the_list_that_needs_least():
         4, lambda z: form(a, z[..., 0, :], z[..., 1, :]) + form(b, z[..., 2, :], z[..., 3, :])
     )
     found = estimate(
-        ModelShape((1, 2), (32, 32), 8), Target(components=(two,), n_tokens=8, d_token=3)
+        ModelShape((1, 2), (32, 32), 8),
+        Target(components=(two,), n_tokens=8, d_token=3),
+        verify=20,
     )
     assert (found.verdict, found.needed) == ("open", 2 * (8**2 - 1))
     assert found.needed <= found.capacity
