@@ -104,7 +104,7 @@ WORKS = {
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_it_works(have, name):
+def test_what_a_user_would_try_first_gives_what_the_long_way_gives(have, name):
     assert WORKS[name](have)
 
 

@@ -103,12 +103,14 @@ def made(tmp_path_factory):
         model, IDS, probes=["positions", "influence", "routes"], shard=3, ranks=(1,),
         out=tmp_path_factory.mktemp("run") / "out", **QUIET,
     )  # fmt: skip
-    answer = ask(model, IDS[0], 3, 5, **QUIET)
+    answer = ask(model, IDS[0, :5], 3, 5, **QUIET)
     every = [
         *results, mechanisms, run.found["positions"], run.found["routes"],
         measure_sufficiency(model, IDS[4:], mechanisms, draws=1, **QUIET),
-        measure_top_k(model, IDS[4:], **QUIET),
-        measure_edge_budget(model, IDS[4:], IDS[:4], budgets=(3, 5), **QUIET),
+        measure_top_k(model, IDS[4:], ks=(1, 2), **QUIET),
+        measure_edge_budget(
+            model, IDS[4:], IDS[:4], budgets=(3, 5), methods=("product", "rollout"), **QUIET
+        ),
         label_heads(model, IDS, worthiest=1, **QUIET),
         measure_why(model, IDS[:1], 1, 2), measure_why_all(model, IDS[:2]),
         measure_shares(model, IDS[:1], LogitDifference(3, 5)), answer,
@@ -271,7 +273,7 @@ def test_axes_of_one_name_have_one_size(made, axis, tmp_path):
 
 
 def test_a_flow_of_wrong_values_is_refused_when_it_is_loaded(tmp_path):
-    flow(make_token_model(), [[1, 2, 3]], **QUIET).save(tmp_path / "x")
+    flow(make_token_model(n_layers=1, n_heads=1), [[1, 2]], **QUIET).save(tmp_path / "x")
     schema = "infoflow-lens flow 2"
     plain = read_signed(tmp_path / "x.json", schema, "flow", "")
     tensors = load_file(tmp_path / "x.safetensors")

@@ -39,6 +39,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def loaded(folder):
+    return load_any(folder)
+
+
+@pytest.fixture(scope="module")
 def found(folder):
     return ask(folder, TEXT, "w9", "w23", OTHER, progress=False)
 
@@ -68,7 +73,7 @@ def test_a_folder_a_users_model_and_a_loaded_one_have_one_answer(folder, found):
         assert again.unit_effect.nan_to_num(7).equal(found.unit_effect.nan_to_num(7))
         assert (again.kept, again.lost) == (found.kept, found.lost)
     ids = [torch.tensor([zoo.words().index(w) for w in t.split()]) for t in (TEXT, OTHER)]
-    again = ask(alone, ids[0], 9, 23, ids[1], progress=False)
+    again = ask(alone, ids[0], 9, 23, ids[1], quick=True, progress=False)
     assert again.value == found.value
     assert not alone.training
 
@@ -95,10 +100,10 @@ def test_by_default_the_two_likeliest_are_compared(guessed):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_answer_that_is_likeliest_is_not_compared_with_itself(folder, place):
+def test_the_answer_that_is_likeliest_is_not_compared_with_itself(loaded, place):
     """Against the likeliest the second is asked: it was compared with itself."""
     most = logits_of(TEXT).topk(2).indices.tolist()
-    found = ask(folder, TEXT, against=most[place], quick=True, progress=False)
+    found = ask(loaded, TEXT, against=most[place], quick=True, progress=False)
     words = zoo.words()
     assert found.readout == f"{words[most[1 - place]]!r} against {words[most[place]]!r}"
 
@@ -166,11 +171,11 @@ def test_a_pair_of_texts_is_one_question():
         ask(model, [pair, other], **given)
 
 
-def test_token_ids_are_a_list_an_array_or_a_tensor(folder):
+def test_token_ids_are_a_list_an_array_or_a_tensor(loaded):
     ids = [zoo.words().index(word) for word in TEXT.split()]
     other = [zoo.words().index(word) for word in OTHER.split()]
     values = {
-        ask(folder, kind(ids), 9, 23, kind(other), at=at, quick=True, progress=False).value
+        ask(loaded, kind(ids), 9, 23, kind(other), at=at, quick=True, progress=False).value
         for kind in (list, np.array, torch.tensor)
         for at in (None, -1)
     }
@@ -191,10 +196,10 @@ def test_texts_that_differ_inside_of_a_character_differ(folder):
     assert "with ? in the place of" in found.describe_tokens()
 
 
-def test_a_function_of_the_output_gets_one_tensor(folder):
+def test_a_function_of_the_output_gets_one_tensor(loaded):
     readout = FunctionOfOutput(lambda output: output.start_logits[:, 3])
     with pytest.raises(InfoFlowError, match="expected a function of one tensor"):
-        ask(folder, TEXT, readout=readout, quick=True, progress=False)
+        ask(loaded, TEXT, readout=readout, quick=True, progress=False)
 
 
 def test_json_of_the_command_is_json(folder):
@@ -227,8 +232,8 @@ def test_what_was_measured_is_printed_where_the_page_cannot_be_written(
     assert "No space left" in shown.stderr
 
 
-def test_answers_of_several_tokens_are_told_by_the_first_that_differs(folder):
-    found = ask(folder, TEXT, "w9 w10 w11", "w9 w12", OTHER, quick=True, progress=False)
+def test_answers_of_several_tokens_are_told_by_the_first_that_differs(loaded):
+    found = ask(loaded, TEXT, "w9 w10 w11", "w9 w12", OTHER, quick=True, progress=False)
     assert found.tokens == (*TEXT.split(), "w9")
     assert found.readout == "'w10' against 'w12'"
     expected = logits_of(TEXT + " w9")
@@ -290,7 +295,7 @@ def test_answers_are_chosen_without_dropout():
     given = {"tokenizer": zoo.tokenizer(), "quick": True, "progress": False}
     text = TEXT[:11]  # three words
     expected = ask(model.eval(), text, **given).readout
-    assert {ask(model.train(), text, **given).readout for _ in range(4)} == {expected}
+    assert {ask(model.train(), text, **given).readout for _ in range(2)} == {expected}
     assert model.training
 
 
@@ -347,29 +352,29 @@ def test_the_folder_of_another_run_is_left_as_it_is(folder, tmp_path):
         ({"readout": len}, r"or FunctionOfOutput\(f\) for a function f of the logits"),
     ],
 )
-def test_questions_that_cannot_be_asked_are_refused(folder, given, match):
+def test_questions_that_cannot_be_asked_are_refused(loaded, given, match):
     with pytest.raises(InfoFlowError, match=match):
-        ask(**{"model": folder, "text": TEXT, "progress": False, **given})
+        ask(**{"model": loaded, "text": TEXT, "progress": False, **given})
 
 
 @pytest.mark.parametrize(("at", "place"), [(3, 3), (-1, 5)])
-def test_why_a_token_of_the_text_is_asked_of_what_stands_before_it(folder, at, place):
+def test_why_a_token_of_the_text_is_asked_of_what_stands_before_it(loaded, at, place):
     words = TEXT.split()
-    found = ask(folder, TEXT, at=at, quick=True, progress=False)
+    found = ask(loaded, TEXT, at=at, quick=True, progress=False)
     assert found.tokens == tuple(words[:place])
     logits = logits_of(" ".join(words[:place]))
     said = zoo.words().index(words[place])
     logits[said], value = -torch.inf, float(logits[said])
     assert found.value == pytest.approx(value - float(logits.max()), abs=1e-5)
     assert found.readout.startswith(f"{words[place]!r} against")
-    both = ask(folder, TEXT, "w9", "w23", OTHER, at=at, quick=True, progress=False)
+    both = ask(loaded, TEXT, "w9", "w23", OTHER, at=at, quick=True, progress=False)
     assert both.other_tokens == tuple(OTHER.split()[:place])
 
 
 @pytest.mark.parametrize("at", [0, 6, -6, 99])
-def test_a_place_that_cannot_be_asked_is_refused(folder, at):
+def test_a_place_that_cannot_be_asked_is_refused(loaded, at):
     with pytest.raises(InfoFlowError, match=f"at is {at}, and the text has 6 tokens"):
-        ask(folder, TEXT, at=at, progress=False)
+        ask(loaded, TEXT, at=at, progress=False)
     with pytest.raises(InfoFlowError, match="put the mask in the place of that token"):
         ask(zoo.build("bert"), torch.tensor([5, 6, 7]), at=1, progress=False)
 
@@ -389,15 +394,15 @@ def test_a_place_of_a_text_with_types_is_asked_with_those_before_it(folder):
     assert ask(model, given, None, 9, at=4, quick=True, progress=False).value == found.value
 
 
-def test_the_other_text_of_a_place_is_as_long_as_the_text_or_as_what_is_read(folder):
+def test_the_other_text_of_a_place_is_as_long_as_the_text_or_as_what_is_read(loaded):
     """A longer one was taken, and cut."""
     part = " ".join(OTHER.split()[:5])
     for other in (OTHER, part):
-        found = ask(folder, TEXT, "w9", "w23", other, at=5, quick=True, progress=False)
+        found = ask(loaded, TEXT, "w9", "w23", other, at=5, quick=True, progress=False)
         assert " ".join(found.other_tokens) == part
     for other in (OTHER + " w8", " ".join(OTHER.split()[:4]), OTHER + " w8" * zoo.N_CTX):
         with pytest.raises(InfoFlowError, match="text has 6 tokens and instead has"):
-            ask(folder, TEXT, "w9", "w23", other, at=5, quick=True, progress=False)
+            ask(loaded, TEXT, "w9", "w23", other, at=5, quick=True, progress=False)
 
 
 @pytest.mark.parametrize("at", [5, 7 - zoo.N_CTX])
@@ -510,21 +515,21 @@ def test_the_picture_has_every_strip_and_every_bundle(found):
         assert f'fill-opacity="{share:.3f}"' in picture
 
 
-def test_lines_are_cut_at_once_by_their_numbers(folder, guessed):
+def test_lines_are_cut_at_once_by_their_numbers(loaded, guessed):
     found = guessed
     bundles = found.bundles()
     number, group = next((n, g) for n, (_, g) in enumerate(bundles, 1) if len(g) == 1)
-    effect = cut_lines(folder, found, [number])
+    effect = cut_lines(loaded, found, [number])
     assert effect == pytest.approx(float(found.path_effect[group[0]]), abs=1e-4)
     same = ((number for _ in range(2)), np.array([number]), torch.tensor([number]), {number})
     for lines in same:
-        assert cut_lines(folder, found, lines) == effect
+        assert cut_lines(loaded, found, lines) == effect
     for lines in ([], [0], [len(bundles) + 1]):
         with pytest.raises(InfoFlowError, match=f"of 1 to {len(bundles)}, the lines of this"):
-            cut_lines(folder, found, lines)
+            cut_lines(loaded, found, lines)
     for lines in (1, True, [True], None, "1", b"1", 1.0, [1.0], np.eye(2), [None], {number: 1}):
         with pytest.raises(InfoFlowError, match=r"^lines (is|are) .*expected"):
-            cut_lines(folder, found, lines)
+            cut_lines(loaded, found, lines)
     with pytest.raises(InfoFlowError, match="expected the model and the readout of the answer"):
         cut_lines(zoo.build("gpt2"), found, [1])
 
@@ -609,9 +614,9 @@ def test_units_are_said_on_the_page_and_by_the_command(folder, found, tmp_path):
 @pytest.mark.parametrize(
     "units", [[(0, 7)], [(2, 2)], [(-1, 2)], [(0, 2), (1, 3)], [(0, 1, 2)], 3, [0], "lines"]
 )
-def test_units_that_are_none_are_refused(folder, units):
+def test_units_that_are_none_are_refused(loaded, units):
     with pytest.raises(InfoFlowError, match="expected spans"):
-        ask(folder, TEXT, quick=True, units=units, progress=False)
+        ask(loaded, TEXT, quick=True, units=units, progress=False)
 
 
 def test_states_are_no_words():

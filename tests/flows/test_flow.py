@@ -142,7 +142,7 @@ def test_a_construction_flows_as_its_theorem_says():
     assert found.explained.inside == pytest.approx(1)
 
 
-def test_rules(host):
+def test_a_flow_by_top_k_or_without_a_position_has_the_sets_of_the_probe(host):
     top = quick(host, TEXT, rule="top_k", k=2)
     (chosen,) = run_probes(host, host.to_tokens(TEXT), [PositionsProbe((1, 2))], progress=False)
     assert top.sets.members.equal(propagate(chosen.positions).members)
@@ -484,7 +484,7 @@ def test_a_position_to_leave_out_that_no_text_has_is_refused(host, without):
         quick(host, [TEXT, "w5"], without=without)
 
 
-def test_one_token_alone(host):
+def test_a_text_of_one_token_is_shown_and_says_that_it_has_no_other(host):
     found = quick(host, [[5]])
     assert found.sets.of(1, 0, 0) == {0}
     assert "no other token" in found.summary()
@@ -582,7 +582,7 @@ def test_a_device_and_a_number_type_may_be_torchs(host):
 def test_the_default_number_type_is_of_the_user(token_model):
     """torch.set_default_dtype(float64) ended in an error of torch."""
     asked = {"rule": "mechanisms", "progress": False}
-    texts = torch.randint(17, (8, 5), generator=torch.Generator().manual_seed(1))
+    texts = torch.randint(17, (8, 3), generator=torch.Generator().manual_seed(1))
     expected = flow(token_model, texts, **asked)
     torch.set_default_dtype(torch.float64)
     try:

@@ -251,7 +251,7 @@ def test_every_other_question_takes_it(model, ids, tmp_path):
     assert not inspect_model(model, ids).problems()
     assert abs(why(model, ids[:1], 1, 2).distance) < 1e-3
     assert flow(model, ids[:1], progress=False).influence is not None
-    assert measure_mechanisms(model, ids[:4], progress=False).mechanisms()
+    assert measure_mechanisms(model, ids[:2], progress=False).mechanisms()
     found = probe(model, ids, probes=("positions", "recovery"), progress=False)
     assert found.positions.n_sequences == 10
 

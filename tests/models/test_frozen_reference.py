@@ -50,7 +50,7 @@ def test_names_and_their_order(case):
     assert now.structure == then.structure
 
 
-def test_weights_by_seed(case):
+def test_weights_follow_from_the_seed_as_frozen(case):
     _, _, then, now = case
     exact = arithmetic_is_the_same("seeds")
     weights = now.tensors["weights"], then.tensors["weights"]
@@ -70,14 +70,14 @@ def test_outputs_gradients_and_ten_steps_of_training(case, part):
     assert ("trained" in then.tensors) == (name in frozen.TRAINED)
 
 
-def test_every_activation(case):
+def test_every_activation_is_the_frozen_one(case):
     """Hashes alone, where the arithmetic is that of the file; elsewhere outputs speak for them."""
     _, precision, then, now = case
     if arithmetic_is_the_same(precision):
         assert now.hashes == then.hashes
 
 
-def test_losses(case):
+def test_losses_of_training_are_the_frozen_ones(case):
     name, precision, then, now = case
     assert len(then.losses) == (4 if name in frozen.TRAINED else 0)
     if arithmetic_is_the_same(precision):

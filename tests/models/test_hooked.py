@@ -106,7 +106,7 @@ def test_a_seed_gives_the_weights_that_hooked_transformer_draws():
                 assert ours.get_parameter(label).equal(value), (name, label)
 
 
-def test_what_it_is(layers_alike, attention_only):
+def test_a_hooked_model_is_of_the_classes_of_transformer_lens(layers_alike, attention_only):
     import transformer_lens
 
     for model in (layers_alike, attention_only):
@@ -480,7 +480,7 @@ def test_cache_slices_copies_and_flags(layers_alike, cached, inputs):
 
 
 @pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="logit_lens is of TransformerLens 4")
-def test_cache_logit_lens(attention_only, ids):
+def test_the_logit_lens_of_a_cache_ends_at_the_output(attention_only, ids):
     output, cache = attention_only.run_with_cache(ids)
     lens = cache.logit_lens(positions=None)
     torch.testing.assert_close(lens.values[-1], output, rtol=1e-5, atol=1e-6)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import time
 
 import pandas as pd
 import pytest
@@ -163,7 +162,7 @@ def test_running_in_parts_equals_running_at_once(model, inputs):
     assert model(inputs, return_type=None) is None
 
 
-def test_hooks_intervene(model, inputs):
+def test_without_attention_cls_sees_no_token(model, inputs):
     def no_attention(z, hook):
         return torch.zeros_like(z)
 
@@ -207,7 +206,7 @@ def test_per_head_stacks_are_refused_where_layers_differ(inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions(model, inputs, dtype):
+def test_a_model_runs_in_other_precisions(model, inputs, dtype):
     expected = model(inputs)
     model.to(dtype)
     output = model(inputs.to(dtype))
@@ -410,7 +409,7 @@ def test_a_saved_token_model_that_was_spoilt(change, message, tmp_path):
     ],
 )
 def test_a_file_that_names_more_heads_than_its_weights_have_is_refused_at_once(
-    heads, message, tmp_path
+    heads, message, tmp_path, sizes_made
 ):
     """Nothing is made in these sizes: 3,000 layers once took 86 seconds."""
     save_model(
@@ -419,10 +418,11 @@ def test_a_file_that_names_more_heads_than_its_weights_have_is_refused_at_once(
     )
     file = tmp_path / "architecture.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"n_heads": heads}))
-    begun = time.monotonic()
+    sizes_made.clear()
     with pytest.raises(InfoFlowError, match=message):
         load_model(tmp_path)
-    assert time.monotonic() - begun < 20  # it takes milliseconds
+    assert len(sizes_made) < 200
+    assert sum(sizes_made) < 10**5
 
 
 @pytest.mark.parametrize(

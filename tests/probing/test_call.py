@@ -201,7 +201,7 @@ def test_its_settings_are_those_of_the_command():
         (TEXTS, {"out": ""}, "out is '': expected a folder for results; give '.' for this one"),
     ],
 )
-def test_what_is_refused(hf_model, data, settings, message):
+def test_a_wrong_setting_or_data_is_refused_by_name(hf_model, data, settings, message):
     with pytest.raises(InfoFlowError, match=message):
         probe(hf_model, data, tokenizer=zoo.tokenizer(), **{**SETTINGS, **settings})
 

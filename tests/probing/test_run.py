@@ -183,8 +183,8 @@ def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
     assert page.index("was replaced by ideal ones") < page.index("How far predicted sets explain")
 
 
-@pytest.mark.parametrize("part", ["states", "labels"])
-def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypatch, part):
+def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypatch):
+    """Labels: tests/probing/parts/test_labels.py."""
     model = load_any(config.model).model
     seen, original = [], type(model).forward
     finding = []  # what is found of a model once is no batch of the run
@@ -201,7 +201,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
 
     def counted(stop_after):
         def forward(self, given, *args, **kwargs):
-            if not finding and (len(given) == 4 or part == "labels"):
+            if not finding and len(given) == 4:
                 seen.append(len(given))
                 if stop_after is not None and len(seen) > stop_after:
                     raise KeyboardInterrupt
@@ -209,38 +209,25 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
 
         return forward
 
-    changes = {"probes": ("positions", "recovery")}
-    if part == "labels":
-        changes = {"probes": (part,), "batch_size": 1, "n": 10}
-    only = ProbingConfig(**{**vars(config), **changes})
+    only = ProbingConfig(**{**vars(config), "probes": ("positions", "recovery")})
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", counted(None))
         whole = run(tmp_path / "whole", only)
-        total = len(seen)
         seen.clear()
-        patch.setattr(type(model), "forward", counted(2 if part == "states" else total - 4))
+        patch.setattr(type(model), "forward", counted(2))
         with pytest.raises(KeyboardInterrupt):
             run(out, only)
         done = len(seen)
         patch.setattr(type(model), "forward", counted(None))
         seen.clear()
         found = run(out, only)
-    if part == "states":
-        assert done == 3
-        assert len(seen) == 3  # of five batches, two were finished
-        assert found.positions.to_frame().equals(whole.positions.to_frame())
-        pd.testing.assert_frame_equal(
-            found.recovery.to_frame(), whole.recovery.to_frame(), rtol=1e-6
-        )
-    else:
-        assert len(seen) < total - 9  # the estimate and what was measured are not repeated
-        pd.testing.assert_frame_equal(
-            found.labels.to_frame(), whole.labels.to_frame(), rtol=1e-3, atol=1e-7
-        )
+    assert done == 3
+    assert len(seen) == 3  # of five batches, two were finished
+    assert found.positions.to_frame().equals(whole.positions.to_frame())
+    pd.testing.assert_frame_equal(found.recovery.to_frame(), whole.recovery.to_frame(), rtol=1e-6)
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
         patch.setattr(shard, "run_shard", None)
-        patch.setattr(heads, "label_heads", None)
         run(out, only)
 
 

@@ -65,7 +65,7 @@ def test_rows_of_texts_and_of_ids(tmp_path):
     assert read_texts("repeated") is None
 
 
-def test_data_in_windows(model, tmp_path):
+def test_a_file_is_read_in_windows_of_equal_length(model, tmp_path):
     path = tmp_path / "rows.jsonl"
     texts = [" ".join(f"w{i}" for i in range(4, 4 + n)) for n in (7, 3, 12)]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))

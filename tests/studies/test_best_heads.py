@@ -58,7 +58,7 @@ def test_no_score_of_a_grid_is_better():
     """Tokens on a circle, so that a score is a matrix of four numbers: all of them, in steps."""
     task = pairs(3, d=2)
     angles = np.linspace(0, math.pi, 7)[:-1]
-    around = np.linspace(0, 2 * math.pi, 13)[:-1]
+    around = np.linspace(0, 2 * math.pi, 9)[:-1]
     grid = [
         np.array([[math.cos(a), math.sin(a) * math.cos(b)],
                   [last * math.cos(c), last * math.sin(c)], [0, 0]])
@@ -66,7 +66,7 @@ def test_no_score_of_a_grid_is_better():
         for last in [math.sin(a) * math.sin(b)]
     ]  # fmt: skip
     best = min(grid, key=lambda form: left_by(task, [form], n=40))
-    assert best_heads(task, 1, budget=640, n=600).nmse <= 1.2 * left_by(task, [best])
+    assert best_heads(task, 1, **SHORT).nmse <= 1.2 * left_by(task, [best])
 
 
 KNOWN = [

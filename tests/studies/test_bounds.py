@@ -23,7 +23,7 @@ from tests.reference.pigeonholes import (
 )
 
 
-def test_formulas():
+def test_exponents_are_those_of_the_papers_formulas():
     assert depth_separation_bound(100, 1, 6).exponent == pytest.approx(98 / 8 - 1)
     assert depth_separation_bound(100, 1, 6, sharp=True).exponent == pytest.approx(98 / 7 - 1)
     assert kth_largest_bound(20, 3, 2).exponent == pytest.approx(18 / 3 - 1)
@@ -132,7 +132,7 @@ def test_bad_values_are_named(call, message):
         call()
 
 
-def test_proposition_2():
+def test_proposition_2_grows_like_its_formula_and_is_weaker_than_counting():
     """C = 1/6 for the triangle centre: |I| grows like T^(2/3), from some T on."""
     sizes = [growing_information(1 / 6, 3, 3, 4, 2, t) for t in (100, 1000, 8000)]
     assert sizes[0] == 0  # T < 4 L h / C = 192

@@ -18,7 +18,6 @@ from infoflow_lens.studies.papers import STUDIES, find_study
 from infoflow_lens.studies.study import TogetherStudy
 from infoflow_lens.studies.sweep import run_study
 from infoflow_lens.training import TrainingDivergedError
-from tests.fuzz import slack
 from tests.processes import losing_a_worker
 from tests.studies.studies_for_tests import Squares
 
@@ -262,13 +261,12 @@ def test_a_scheduler_that_is_not_there_leaves_the_folder_free(tmp_path):
     assert run(Squares(), tmp_path).verdict.passed
 
 
-def test_absurd_counts_are_refused_at_once(tmp_path):
-    begun = time.monotonic()
+def test_absurd_counts_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(InfoFlowError, match="seeds is 1000000: expected 1 to 10000"):
         run(find_study("head_count"), tmp_path, seeds=10**6)
     with pytest.raises(InfoFlowError, match="jobs is 100000"):
         run(Squares(), tmp_path, jobs=10**5)
-    assert time.monotonic() - begun < 5 * slack()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

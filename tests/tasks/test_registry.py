@@ -1,5 +1,7 @@
 """Tasks are found by name, and near misses are explained."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -49,6 +51,9 @@ def test_the_default_device_of_torch_changes_no_sample():
         assert all(a.equal(b) for a, b in zip(found, wanted, strict=True)), name
 
 
+as_usual = cache(lambda name: load_task(name).dataset("test", 8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_dataset_has_its_own_types_whatever_the_default_dtype_of_torch_is(dtype):
     """Arrow has no bfloat16, which was an error; halves are rounded, and have their own digest."""
@@ -58,7 +63,7 @@ def test_a_dataset_has_its_own_types_whatever_the_default_dtype_of_torch_is(dtyp
     finally:
         torch.set_default_dtype(torch.float32)
     for name, data in found.items():
-        wanted = load_task(name).dataset("test", 8)
+        wanted = as_usual(name)
         x, expected = (d.with_format("torch")["x"][:] for d in (data, wanted))
         assert data.features == wanted.features
         assert torch.allclose(x.double(), expected.double(), atol=4 * torch.finfo(dtype).eps), name

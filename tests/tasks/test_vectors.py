@@ -213,7 +213,7 @@ def test_tokens_follow_their_distribution(tokens, mean, variance, largest):
     assert x.abs().max() <= largest
 
 
-def test_norms_of_tokens():
+def test_tokens_lie_on_the_sphere_or_between_the_norms_that_were_asked():
     sphere, _ = load_task("depth_separation", n_tokens=9).sample(50, seed=0)
     torch.testing.assert_close(sphere.norm(dim=-1), torch.ones(50, 9))
     clamped, _ = load_task("triangle_center", min_norm=0.7, max_norm=1.1).sample(500, seed=0)

@@ -33,7 +33,8 @@ T = 12
 def asked(made, d, heads, **settings):
     outer = lambda z: made.outer(z)[:, None]  # noqa: E731
     task = Target(components=tuple(made.components), n_tokens=T, d_token=d, outer=outer, **settings)
-    return task, estimate(ModelShape(tuple(heads), (64,) * len(heads), T), task)
+    shape = ModelShape(tuple(heads), (64,) * len(heads), T)
+    return task, estimate(shape, task, verify=30)
 
 
 def check(made, d, heads, **settings):
@@ -193,7 +194,7 @@ def test_a_score_is_asked_once_however_many_there_are(arity, most):
         return score
 
     generator = torch.Generator().manual_seed(0)
-    forms, tokens = (torch.randn(n, 4, 4, generator=generator) for n in (32, 500))
+    forms, tokens = (torch.randn(n, 4, 4, generator=generator) for n in (32, 150))
     found = readings([Component(arity, form(a)) for a in forms], tokens.flatten(0, 1))
     assert len(found[0].components) == 32
     assert asked_of[0] <= most * 32

@@ -123,7 +123,7 @@ def test_heads_at_this_t_are_the_least_that_meet_the_count(trees, n_tokens):
         (4, "allowed by construction", 0, False, 0.0, 1.0),
     ],
 )
-def test_example_1(heads, verdict, m, saturated, lower, upper):
+def test_example_1_needs_as_many_heads_as_components(heads, verdict, m, saturated, lower, upper):
     """D-retrieval, one layer, D = 4, T = 64, d/E = 1/4."""
     found = estimated("d_retrieval", (heads,))
     assert (found.verdict, found.min_information, found.saturated) == (verdict, m, saturated)
@@ -457,7 +457,9 @@ def test_what_is_needed_is_counted_of_the_list_that_needs_least():
         4, lambda z: form(a, z[..., 0, :], z[..., 1, :]) + form(b, z[..., 2, :], z[..., 3, :])
     )
     found = estimate(
-        ModelShape((1, 2), (32, 32), 8), Target(components=(two,), n_tokens=8, d_token=3)
+        ModelShape((1, 2), (32, 32), 8),
+        Target(components=(two,), n_tokens=8, d_token=3),
+        verify=20,
     )
     assert (found.verdict, found.needed) == ("open", 2 * (8**2 - 1))
     assert found.needed <= found.capacity

@@ -86,15 +86,21 @@ def retrieval(outer, n_components=3, n_tokens=16):
 )  # fmt: skip
 def test_what_a_construction_does_is_allowed_and_the_construction_is_said(task, heads):
     """Each was "excluded" by counts of listed components (R1, R2 of the review)."""
-    found = estimate(shape(heads, task.n_tokens), task)
+    found = estimate(shape(heads, task.n_tokens), task, verify=20)
     assert (found.verdict, found.witness, found.lower["certified"]) == (
         "allowed by construction",
         None,
         0,
     )
     assert "retrieve" in found.why
-    rows = phase_diagram(task, (heads,), (task.n_tokens,))
-    assert rows[0]["verdict"] == "allowed by construction"
+
+
+def test_a_phase_diagram_says_what_an_estimate_says():
+    task = target(coordinate(0), coordinate(0, 3))
+    rows = phase_diagram(task, ((1,), (1, 1)), (task.n_tokens,))
+    for row in rows:
+        found = estimate(shape(tuple(row["heads"]), task.n_tokens), task)
+        assert row["verdict"] == found.verdict == "allowed by construction"
 
 
 PROVED = {

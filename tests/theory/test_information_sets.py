@@ -40,7 +40,7 @@ def as_reference(positions, sequence):
     return [(p if p.ndim == 4 else p.unsqueeze(-1))[sequence].tolist() for p in positions]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(attended())
 def test_equals_the_set_based_reference(case):
     positions, n_sources = case
@@ -75,7 +75,7 @@ def mixed_layers(draw):
     return layers, n_sources, batch, n_pos
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(mixed_layers())
 def test_mixed_rules_equal_the_set_based_reference(case):
     layers, n_sources, batch, n_pos = case

@@ -20,13 +20,13 @@ def seeds_of(run_id, block, n):
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_that_a_network_does_is_excluded(block, testrun_uid):
-    """10 new targets in every run, some 40 with slow; 1,000 with acceptance, or any number by
+    """5 new targets in every run, some 20 with slow; 1,000 with acceptance, or any number by
     `python -m tests.referee`.
     """
-    said, wrong = run(seeds_of(testrun_uid, block, 10))
+    said, wrong = run(seeds_of(testrun_uid, block, 5))
     assert wrong == []
     allowed = sum(n for (_, verdict), n in said.items() if verdict == "allowed by construction")
-    assert allowed >= 7, said
+    assert allowed >= 2, said
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -127,9 +127,10 @@ def test_parts_that_a_score_does_not_have_are_refused():
     assert whole.width == 2  # more than is asked may be declared: what is rare is not seen
 
 
-def asked(component, heads, n_tokens, tokens="sphere", **settings):
+def asked(component, heads, n_tokens, tokens="sphere", verify=20, **settings):
     task = Target(components=(component,), n_tokens=n_tokens, d_token=D, tokens=tokens)
-    return estimate(ModelShape(heads, (32,) * len(heads), n_tokens), task, **settings)
+    shape = ModelShape(heads, (32,) * len(heads), n_tokens)
+    return estimate(shape, task, verify=verify, **settings)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,8 @@ def test_the_minimum_of_two_pairs_is_served_where_its_parts_are_declared():
         Part(edge, lambda z, a=a: form(a, z[..., 0, :], z[..., 1, :]))
         for a, edge in zip(MATRICES, ((0, 1), (1, 2)))
     )
-    assert asked(Component(3, score), (2, 1), 12).verdict != "allowed by construction"
+    alone = asked(Component(3, score), (2, 1), 12, verify=100)
+    assert alone.verdict != "allowed by construction"
     declared = asked(Component(3, score, parts=parts), (2, 1), 12)
     assert (declared.verdict, declared.verified) == ("allowed by construction", 1.0)
 
@@ -210,5 +212,5 @@ def test_other_jobs_take_the_heads_that_messages_leave():
     )
     task = Target(components=components, n_tokens=12, d_token=D, tokens="sphere")
     for heads, allowed in (((2, 2), True), ((2, 1), False)):
-        found = estimate(ModelShape(heads, (32, 32), 12), task)
+        found = estimate(ModelShape(heads, (32, 32), 12), task, verify=20)
         assert (found.verdict == "allowed by construction") == allowed, found.why

@@ -66,7 +66,7 @@ def test_hugging_face_configs():
     assert mistral.windows == (16, 16)
 
 
-def test_folders_and_names(tmp_path):
+def test_folders_and_names_have_the_shape_of_their_model(tmp_path):
     GPT2Config(n_layer=5).save_pretrained(tmp_path / "hf")
     assert shape_of(tmp_path / "hf").n_layers == 5
     assert read_shape(str(tmp_path / "hf" / "config.json")).n_layers == 5

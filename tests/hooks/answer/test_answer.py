@@ -58,6 +58,9 @@ READOUT = LogitDifference(ANSWER, AGAINST)
 WITHOUT_PATHS = dict.fromkeys(("bloom", "falcon"), "gives something else at a single position")
 
 
+opened = cache(lambda name: open_model(zoo.build(name)))  # which no question changes
+
+
 def two_texts(length=6, changed=(2,)):
     clean = zoo.tokens(1, length, seed=5)[0]
     other = clean.clone()
@@ -77,7 +80,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def question():
-    return Question(open_model(zoo.build("llama")), *two_texts(), READOUT, batch_size=3)
+    return Question(opened("llama"), *two_texts(), READOUT, batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +152,7 @@ def test_strips_are_those_of_the_plain_model(question, plain):
 def test_strips_of_units_are_those_of_the_plain_model(plain):
     """The states of all tokens of a unit are exchanged at once."""
     spans = [(0, 1), (1, 4), (4, 6)]
-    question = Question(open_model(zoo.build("llama")), *two_texts(), READOUT, spans=spans)
+    question = Question(opened("llama"), *two_texts(), READOUT, spans=spans)
     strips = measure_states(question, tolerance=0.0)
     for layer in (0, 1):
         other = plain.states[1][layer]
@@ -177,7 +180,7 @@ def test_effects_of_tokens_are_those_of_the_plain_model(question, plain):
 def test_no_guess_is_drawn_twice(monkeypatch, n_ids, n_drawn):
     """A word that is drawn again says nothing new; also where one has all the chance."""
     text = torch.arange(6) % 3 + 1
-    question = Question(open_model(zoo.build("llama")), text, text.flip(0), READOUT, 16)
+    question = Question(opened("llama"), text, text.flip(0), READOUT, 16)
     guesses = torch.zeros(6, n_ids)
     guesses[:, 0] = 1.0
     monkeypatch.setattr(steps, "guess_tokens", lambda _: guesses)
@@ -500,7 +503,7 @@ class Neighbours(Readout):
 
 def test_a_readout_of_ones_own_may_read_beside_its_position():
     clean, other = two_texts(8, changed=(5, 6))
-    question = Question(open_model(zoo.build("llama")), clean, other, Neighbours())
+    question = Question(opened("llama"), clean, other, Neighbours())
     assert question.measure([()], other[None]).tolist() == near([0.0])
 
 
@@ -624,7 +627,7 @@ def test_a_word_with_a_blank_is_not_replaced_by_one_that_joins_the_word_before(m
 def test_a_likely_text_is_not_chosen_where_nothing_predicts_the_next_token():
     clean = two_texts()[0]
     for name, read in (("bert", LogitDifference(ANSWER, AGAINST, 2)), ("llama", LogProbability(9))):
-        question = Question(open_model(zoo.build(name)), clean, None, read)
+        question = Question(opened(name), clean, None, read)
         assert choose_likely_text(question, torch.ones(6)) is None
 
 
@@ -636,7 +639,7 @@ def test_rankings_and_effects_are_those_of_transformerlens(name):
     from transformer_lens.tools.analysis import attribution_patch
 
     bridge = zoo.bridge(name)
-    question = Question(open_model(zoo.build(name)), *two_texts(), READOUT)
+    question = Question(opened(name), *two_texts(), READOUT)
     clean, other = (ids[None] for ids in two_texts())
 
     def metric(logits):
@@ -690,7 +693,7 @@ def test_all_paths_keep_and_lose_everything_and_none_nothing(name):
     clean, other = two_texts(5, changed=(1, 2))
     at = 4 if name == "bert" else -1
     read = LogitDifference(ANSWER, AGAINST, at)
-    question = Question(open_model(zoo.build(name)), clean, other, read)
+    question = Question(opened(name), clean, other, read)
     if name in WITHOUT_PATHS:
         with pytest.raises(InfoFlowError, match=WITHOUT_PATHS[name]):
             Streams(question)
@@ -704,7 +707,7 @@ def test_all_paths_keep_and_lose_everything_and_none_nothing(name):
 @pytest.mark.parametrize("length", [1, zoo.N_HEADS, zoo.D_MODEL])
 def test_texts_that_are_as_long_as_something_is_wide_have_paths(length):
     """Rotations [1, pos, d_head] were taken for a mask, in an error of Python."""
-    question = Question(open_model(zoo.build("llama")), *two_texts(length, (0,)), READOUT)
+    question = Question(opened("llama"), *two_texts(length, (0,)), READOUT)
     streams = Streams(question)
     nodes = [Node(layer, head, length - 1) for layer in range(2) for head in range(4)]
     paths = [Path(Node(-1, -1, 0), node, "value") for node in nodes]
@@ -831,7 +834,7 @@ def test_paths_that_are_cut_together_are_cut_one_after_the_other(plain, question
 @pytest.mark.parametrize("changed", [(2,), (1, 5)])
 def test_random_paths_are_as_many_and_what_differs_reaches_the_answer_by_them(monkeypatch, changed):
     """Most draws led nowhere, and nothing was compared with none."""
-    question = Question(open_model(zoo.build("llama")), *two_texts(6, changed), READOUT)
+    question = Question(opened("llama"), *two_texts(6, changed), READOUT)
     sets = []
 
     def kept(streams, jobs):
@@ -869,7 +872,7 @@ def test_a_circuit_carries_what_it_says(plain, question, units):
 
 
 def measured(readout=READOUT, texts=None, name="llama", **settings):
-    model = open_model(zoo.build(name))
+    model = opened(name)
     clean, other = two_texts() if texts is None else texts
     settings = {"progress": False, **settings}
     return measure_answer(model, clean, other, readout.bind(model), **settings)
@@ -906,7 +909,7 @@ def test_where_heads_look_is_what_the_plain_model_attends_to():
     for text, ids in enumerate(two_texts()):
         with torch.no_grad():
             attentions = zoo.build("llama")(ids[None], output_attentions=True).attentions
-        shares = measure_shares(open_model(zoo.build("llama")), ids[None], READOUT)
+        shares = measure_shares(opened("llama"), ids[None], READOUT)
         for row, (layer, head) in enumerate(found.looked.tolist()):
             expected = attentions[layer][0, head, -1].double()
             torch.testing.assert_close(found.looks[row, text], expected, atol=1e-5, rtol=1e-4)
@@ -1229,9 +1232,7 @@ def test_tokens_of_a_unit_are_replaced_at_once():
     """Logits of the plain model on the texts that were drawn, and on half of the other text."""
     spans = [(0, 1), (1, 4), (4, 5), (5, 6)]
     clean, other = two_texts(changed=(2, 3, 4))
-    question = Question(
-        open_model(zoo.build("llama")), clean, other, READOUT, batch_size=3, spans=spans
-    )
+    question = Question(opened("llama"), clean, other, READOUT, batch_size=3, spans=spans)
     plain = zoo.build("llama")
 
     def effect(span, tokens):

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -421,6 +422,9 @@ def open_record():
     return RunRecord.from_model(zoo.build("gpt2"), {"probe": "test"})
 
 
+llama = cache(lambda: open_model(zoo.build("llama")))  # which no refused edit changes
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -454,9 +458,8 @@ def test_edits_that_cannot_be_made_are_refused(make, words):
         def edits(self, plain):
             return make(plain)
 
-    model = open_model(zoo.build("llama"))
     with pytest.raises(InfoFlowError, match=words):
-        run_probes(model, zoo.tokens(2, 6), [Own()], progress=False)
+        run_probes(llama(), zoo.tokens(2, 6), [Own()], progress=False)
 
 
 def test_a_function_that_makes_no_edit_is_refused():

@@ -71,7 +71,7 @@ def test_the_mean_over_directions_is_the_second_order_damage_of_the_queries(
     model, token_inputs = token_model.to(torch.float64, print_details=False), token_inputs[:8]
     _, cache = model.run_with_cache(token_inputs)
     means = [cache["pattern", layer].mean(dim=0) for layer in range(2)]
-    found = estimated(model, token_inputs, Damage(metric, read), means, 800)
+    found = estimated(model, token_inputs, Damage(metric, read), means, 400)
     p = model(token_inputs).softmax(-1).detach()
     places = slice(None) if read is None else list(read)
     for layer, head, ideal in CASES:

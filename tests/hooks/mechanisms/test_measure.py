@@ -17,7 +17,7 @@ from infoflow_lens.hooks.mechanisms.measure import measure_mechanisms, replace_g
 from infoflow_lens.models.host import build_token_model
 from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.theory.rules import MaxPosition
-from tests.conftest import make_token_model, some_of
+from tests.conftest import make_token_model, some_of, spread
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
 from tests.versions import needs_hooked_transformer, needs_version_4
@@ -170,8 +170,13 @@ def test_rules_of_heads_by_position_hold_what_they_read():
         assert sets.members[0, :, -1].sum(dim=1).eq(size).all()
 
 
-@pytest.mark.parametrize("ideal", ["global", "specific_position"])
-@pytest.mark.parametrize("causal", [True, False])
+OF_LENGTHS = ["global", "specific_position"], [True, False]
+
+
+@pytest.mark.parametrize(
+    ("ideal", "causal"),
+    some_of(list(itertools.product(*OF_LENGTHS)), *spread(*OF_LENGTHS)),
+)
 def test_rules_of_texts_of_different_length_hold_no_padding(ideal, causal, hosted_over_ids):
     """Fixed keys of the long sequences are not there in the short ones."""
     model = make_token_model() if causal else hosted_over_ids

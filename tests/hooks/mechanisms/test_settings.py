@@ -89,8 +89,10 @@ def run(measure, mechanisms, model=MODEL, given=TOKENS, **options):
     parameters = inspect.signature(measure).parameters
     others = (mechanisms,) if "mechanisms" in parameters else ()
     others = (TOKENS,) if measure is measure_edge_budget else others
-    needed = {"budget": 1.0} if measure is replace_greedily else {}
-    return measure(model, given, *others, **{**needed, "progress": False, **options})
+    needed = {replace_greedily: {"budget": 1.0}, measure_edge_budget: {"methods": ("product",)}}
+    return measure(
+        model, given, *others, **{**needed.get(measure, {}), "progress": False, **options}
+    )
 
 
 @pytest.mark.parametrize(("measure", "option", "kind"), CASES)
@@ -169,7 +171,7 @@ MEASURES = {
     "edge budget": (
         measure_edge_budget,
         lambda m, x: (m, x[4:], x[:4]),
-        {"budgets": (3, 5), "draws": 1},
+        {"budgets": (3, 5), "draws": 1, "methods": ("product", "chance")},
         ("other inputs", "other seed", "other draws", "other budgets"),
     ),
 }
@@ -212,7 +214,7 @@ def test_what_another_run_has_measured_is_refused(name, token_model, token_input
 def test_another_metric_or_calibration_is_another_run(token_model, token_inputs):
     """A run by the loss went on with numbers of a divergence, and its record said "loss"."""
     x, kept = token_inputs[:8], []
-    settings = {"budgets": (3, 5), "draws": 1, "progress": False}
+    settings = {"budgets": (3, 5), "draws": 1, "methods": ("product",), "progress": False}
     measure_edge_budget(token_model, x[4:], x[:4], metric="kl", after=kept.append, **settings)
     for other in ({"metric": "loss"}, {"metric": "kl", "calibration": x[:3]}):
         calibration = other.pop("calibration", x[:4])

@@ -11,7 +11,7 @@ from infoflow_lens import Architecture, InfoFlowError, build_model, inspect_mode
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.model import capabilities
 from infoflow_lens.hooks.model.inputs import example_input, local_window
-from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.points import hook_points, layer_count
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_token_model
 from infoflow_lens.models.loading import load_any
@@ -347,3 +347,11 @@ def test_what_cannot_be_inspected_is_named(token_model, token_inputs):
         token_model.embed.W_E.fill_(torch.nan)
     with pytest.raises(InfoFlowError, match="output holds NaN"):
         inspect_model(token_model, token_inputs)
+
+
+def test_a_name_that_is_given_later_is_a_hook_point_too():
+    """The table is kept as long as what it is made of is the same."""
+    model = zoo.bridge("gpt2")
+    assert "hook_mine" not in hook_points(model)
+    model.hook_aliases = {**model.hook_aliases, "hook_mine": "blocks.0.hook_in"}
+    assert hook_points(model)["hook_mine"] is hook_points(model)["blocks.0.hook_in"]

@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from infoflow_lens.hooks.model.semantics import attention_hooks
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model, build_token_model
+from tests.conftest import some_of, spread
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -255,7 +257,7 @@ def test_one_partial_pass_is_no_silence(model, inputs):
         probes[0].result()
 
 
-def test_no_pass_at_all(model):
+def test_a_block_without_a_pass_has_no_result(model):
     with attach(model, PositionsProbe()) as probes:
         pass
     with pytest.raises(InfoFlowError, match="has measured nothing"):
@@ -584,7 +586,7 @@ def test_cls_is_a_rank_where_it_is_a_key(inputs):
             run_probes(model, inputs, [PositionsProbe((ranks + 1,))], progress=False)
 
 
-def test_no_probes(model):
+def test_attaching_no_probes_is_refused(model):
     with pytest.raises(InfoFlowError, match="no probes"), attach(model):
         pass
 
@@ -681,8 +683,12 @@ def test_generation_without_a_cache_is_whole_passes(token_model, token_inputs):
         assert one[2:].equal(other)
 
 
-@pytest.mark.parametrize("source_layer", [None, 1])
-@pytest.mark.parametrize("kind", ["token model", "bridge"])
+EDITED = ["token model", "bridge"], [None, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source_layer"), some_of(list(product(*EDITED)), *spread(*EDITED))
+)
 def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
     token_model, token_inputs, tmp_path, kind, source_layer
 ):
@@ -721,13 +727,17 @@ def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
     torch.testing.assert_close(probes[0].result().influence[:, 1:], plain.influence[:, 1:])
 
 
-@pytest.mark.parametrize("make", [JacobianInfluence, GradientTimesInput, ResampleInfluence])
-@pytest.mark.parametrize(
-    ("source_layer", "point"), [(None, "hook_embed"), (1, "blocks.0.hook_resid_post")]
+ON_THE_WAY = (
+    [JacobianInfluence, GradientTimesInput, ResampleInfluence],
+    [(None, "hook_embed"), (1, "blocks.0.hook_resid_post")],
 )
-def test_an_edit_on_the_way_to_the_sources_is_refused(
-    token_model, token_inputs, make, source_layer, point
-):
+
+
+@pytest.mark.parametrize(
+    ("make", "place"), some_of(list(product(*ON_THE_WAY)), *spread(*ON_THE_WAY))
+)
+def test_an_edit_on_the_way_to_the_sources_is_refused(token_model, token_inputs, make, place):
+    source_layer, point = place
     x, donors = token_inputs[:3], token_inputs[3:5]
     given = (donors,) if make is ResampleInfluence else ()
     probe = lambda **more: make(*given, source_layer=source_layer, **more)  # noqa: E731

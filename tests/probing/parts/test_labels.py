@@ -55,6 +55,8 @@ def test_after_a_stop_it_goes_on_inside_a_batch(config, whole, tmp_path, monkeyp
     assert resumed[0] is None
     assert resumed[1].keys() == taken[stop - 1].keys()
     assert files_in(tmp_path) == whole
+    monkeypatch.setattr(heads, "label_heads", None)  # all is finished: nothing is measured
+    run_probing(tmp_path, config, progress=False, n_threads=1)
 
 
 HALTING = """

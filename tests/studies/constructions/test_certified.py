@@ -26,7 +26,7 @@ def few_substitutions(task, per_template):
         load_task("memorization", n_words=5, length=4, n_sequences=60).all_sequences(),
         load_task("memorization", n_sequences=300).all_sequences(),
         few_substitutions(load_task("template_matching", **FEW_TEMPLATES), 10),
-        load_task("in_context_qa").sample(500, seed=0),
+        load_task("in_context_qa").sample(200, seed=0),
     ],
     ids=["memorization", "memorization at the paper's size", "templates", "questions"],
 )

@@ -155,6 +155,6 @@ def test_a_random_model_of_gpt_2s_depth_needs_no_text():
     assert torch.tensor(ranked["spearman"].tolist()).isfinite().all()
 
 
-def test_it_needs_models():
+def test_graded_sets_without_a_model_are_refused():
     with pytest.raises(InfoFlowError, match="no model is named"):
         GradedSetsStudy().cases("smoke")

@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens import JacobianInfluence, PositionsProbe, propagate, run_probes
 from infoflow_lens.ranking import compare_rankings
-from infoflow_lens.studies.language_model.sets import Sets
+from infoflow_lens.studies.language_model.sets import Sets, _cell
 from infoflow_lens.studies.language_model.snapshots import load_snapshot
 from infoflow_lens.studies.sweep import run_study
 from tests.reference import zoo
@@ -116,3 +116,11 @@ BASE = {
 )
 def test_the_verdict_follows_its_rule(study, changed, passed):
     assert study.verdict(judged(**{**BASE, **changed})).passed is passed
+
+
+def test_a_cell_has_half_the_width_of_the_interval_and_who_is_ahead():
+    rows = judged(random=WIN).assign(auroc=0.8, auroc_low=0.7, auroc_high=0.9, influence_inside=0.5)
+    assert _cell(rows) == "0.800 ± 0.100; 0.500 (behind)"
+    assert _cell(rows.assign(method="measured")) == "0.800 ± 0.100; 0.500"
+    assert _cell(rows.assign(auroc_low=float("nan"))) == "0.800; 0.500 (behind)"
+    assert _cell(rows.assign(auroc=float("nan"))) is None

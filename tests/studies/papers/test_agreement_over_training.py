@@ -41,7 +41,7 @@ def frame(auroc=(0.5, 0.9, 0.99), coverage=0.99, nmse=(40.0, 5e-3, 1e-4)):
         (frame(auroc=(0.5, 0.99, math.nan)), False),  # undefined at the end
     ],
 )
-def test_the_rule(results, passed):
+def test_the_verdict_follows_the_stated_rule(results, passed):
     assert STUDY.verdict(results).passed is passed
 
 

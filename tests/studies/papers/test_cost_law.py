@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infoflow_lens.objectives import nmse
-from infoflow_lens.studies.papers import find_study
+from infoflow_lens.studies.papers import cost_law, find_study
 from infoflow_lens.theory.cost import DigitCode
 from tests.studies.by_theory import codes
 from tests.studies.studies_for_tests import broken
@@ -44,7 +44,7 @@ def rows(rows_of_codes):
         ({}, lambda rows: rows["width"] ** (2 / rows["law"]), [3, 4]),  # units bring nothing
     ],
 )
-def test_the_rule(where, times, claims, rows):
+def test_the_verdict_follows_the_stated_rule(where, times, claims, rows):
     chosen = trained(rows, **where)
     rows.loc[chosen, "nmse"] *= times(rows[chosen])
     assert set(claims) <= set(broken(STUDY, rows))
@@ -147,3 +147,9 @@ def test_that_width_decides_is_a_matter_of_the_start():
     assert steep < 1.2 * built
     page = (Path(__file__).parents[3] / "docs" / "results" / "README.md").read_text()
     assert "parameters cannot buy it back" not in page
+
+
+def test_memory_grows_with_the_widest_layer():
+    (case, *_) = [c for c in STUDY.cases("full") if c["model"] == "trained"]
+    one, two = (STUDY.memory({**case, "units": n}) for n in (10**4, 2 * 10**4))
+    assert two - one == 4 * 2 * cost_law._VALIDATION * 10**4 * case["d_model"]

@@ -42,7 +42,7 @@ def depths(one, two):
         (depths(-0.02, -2), depths(0.95, 0.5), {**SIZES, "two layers": (1000, 20000)}, False),
     ],
 )
-def test_the_rule(slopes, at_1000, sizes, passed):
+def test_the_verdict_follows_the_stated_rule(slopes, at_1000, sizes, passed):
     assert STUDY.verdict(frame(slopes, at_1000, sizes)).passed is passed
 
 

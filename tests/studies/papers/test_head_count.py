@@ -29,7 +29,7 @@ def frame(errors, preset="quick", length=16, table="3"):
         ({3: 1e-2, 4: 32 * 3e-6}, "full", False),  # and far above
     ],
 )
-def test_the_rule(errors, preset, passed):
+def test_the_verdict_follows_the_stated_rule(errors, preset, passed):
     assert STUDY.verdict(frame(errors, preset)).passed is passed
 
 

@@ -67,7 +67,7 @@ def passing():
         ({(2, PLAIN, "1 3"): 1e-3}, True),  # routed heads come close: no gap is owed
     ],
 )
-def test_the_rule(changed, passed):
+def test_the_verdict_follows_the_stated_rule(changed, passed):
     verdict = STUDY.verdict(frame({**SEEN, **changed}))
     assert verdict.passed is passed
     assert len(verdict.remarks) == 4

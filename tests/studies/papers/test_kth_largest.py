@@ -28,7 +28,7 @@ def frame(errors, picks=1.0):
         ({1: 1e-3, 2: 0.1, 4: 0.2, 8: 1e-3}, 0.9, False),  # by another mechanism
     ],
 )
-def test_the_rule(errors, picks, passed):
+def test_the_verdict_follows_the_stated_rule(errors, picks, passed):
     assert STUDY.verdict(frame(errors, picks)).passed is passed
 
 

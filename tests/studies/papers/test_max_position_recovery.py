@@ -48,7 +48,7 @@ def passing():
         ((0.05, 0.09), (1.3, 1.2), True),  # it is lost, which speaks for the theory
     ],
 )
-def test_the_rule(first, second, passed):
+def test_the_verdict_follows_the_stated_rule(first, second, passed):
     assert STUDY.verdict(frame(first, second)).passed is passed
 
 

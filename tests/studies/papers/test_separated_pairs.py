@@ -56,7 +56,7 @@ def passing():
         ({}, {"second": 7.0}, []),  # worse than before is in the theory's favour
     ],
 )
-def test_the_rule(changed, recovered, broken):
+def test_the_verdict_follows_the_stated_rule(changed, recovered, broken):
     results = frame({**SEEN, **changed}, **recovered)
     assert [i for i, c in enumerate(STUDY.claims()) if not c.judge(results).passed] == broken
     assert STUDY.verdict(results).passed is (not broken)

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from infoflow_lens.studies.papers import find_study
+from infoflow_lens.studies.papers import find_study, specific_position
 from infoflow_lens.studies.sweep import run_study
 from tests.studies.studies_for_tests import broken
 
@@ -31,7 +31,7 @@ def frame(weights, mse=1e-4, model="no normalization"):
         ((0.32, 0.32, 0.32, 0.04), 1e-4, [2]),  # looks elsewhere
     ],
 )
-def test_the_rule(weights, mse, claims):
+def test_the_verdict_follows_the_stated_rule(weights, mse, claims):
     assert broken(STUDY, frame(weights, mse)) == claims
 
 
@@ -68,6 +68,21 @@ def test_the_same_seed_gives_the_same_model():
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["unembed.0.weight"], other["unembed.0.weight"])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_papers_training_ends_with_a_tail_of_small_steps(monkeypatch):
+    asked = []
+
+    def note(model, train, validation, config, progress):
+        asked.append((config.lr, config.lr_end, config.epochs))
+        if len(asked) == 2:
+            raise StopIteration
+
+    monkeypatch.setattr(specific_position, "train", note)
+    case = next(case for case in STUDY.cases("full") if case["tail_epochs"])
+    with pytest.raises(StopIteration):
+        STUDY.measure({**case, "n_train": 8}, 0, "cpu")
+    assert asked[1] == (1e-4, 1e-4, case["tail_epochs"]) != asked[0]
 
 
 @pytest.mark.slow

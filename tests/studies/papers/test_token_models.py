@@ -131,7 +131,7 @@ def test_fresh_sequences_are_drawn_anew_and_of_the_training_split():
     assert not held_out & {tuple(row) for row in torch.cat([x, other]).tolist()}
 
 
-def test_chance():
+def test_chance_is_one_over_the_answers_to_choose_from():
     labels = torch.tensor([0, 1, 1, 2])
     assert chance_of(load_task("memorization", n_words=9, n_sequences=20), labels) == 1 / 20
     assert chance_of(load_task("in_context_qa", n_pairs=4), labels) == 1 / 4

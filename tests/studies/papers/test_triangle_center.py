@@ -47,7 +47,7 @@ def frame(means, controls=(0.1, 0.05)):
         ({8: (0.2, 0.25), 16: (0.8, 0.85), 32: (0.95, 1.0)}, [2]),  # sizes differ at T = 8
     ],
 )
-def test_the_rule(means, claims):
+def test_the_verdict_follows_the_stated_rule(means, claims):
     """Sizes that learnt nothing do not count as alike (T10)."""
     assert broken(STUDY, frame(means)) == claims
     largest = STUDY.claims()[1].numbers(frame(means))
