@@ -99,33 +99,36 @@ def render_answer(
     small = max(abs(answer.value), abs(answer.gap)) < 1  # such as cosines
     is_predicted = bool(answer.token_predicted[:2].isfinite().any())
     words = _tabulate(answer, "tokens")
-    environment = templates()
-    # answers may be line breaks and blanks, of which a browser shows one
-    environment.filters["dots"] = lambda said: re.sub(" {2,}", lambda b: "·" * len(b[0]), said)
-    environment.filters["signed"] = lambda score: f"{score:{'+.3f' if small else '+.2f'}}"
-    environment.filters["plain"] = lambda score: f"{score:{'.3f' if small else '.2f'}}"
-    page = environment.get_template("answer.html.j2").render(
-        answer=answer,
-        form=form,
-        can_cut=can_cut and form is not None and not form.waits,
-        presses=can_press and form is not None and not form.waits and bool(answer.guess),
-        chart=render_chart,
-        bundles=tabulate(drawn) if lines else None,
-        rest=tabulate(rest) if rest else None,
-        n_lines=len(lines),
-        n_drawn=len(drawn),
-        paths=None if paths is None else Table.from_frame(paths),
-        strips=draw_strips(answer) if len(answer.strips) else None,
-        tokens=_tokens(answer),
-        n_words=_WORDS,
-        is_predicted=is_predicted,
-        words=Table.from_frame(words if is_predicted else words.drop(columns=[*ORDERS[:2]])),
-        replacements=Table.from_frame(_tabulate(answer, "replacements"), most=1000),
-        heads=Table.from_frame(units.head(_HEADS)),
-        largest=Table.from_frame(largest) if len(largest) else None,
-        looks=_looks(answer),
-        against=_against(answer),
-        record=json.dumps(answer.record.to_dict(), indent=2),
+    page = (
+        templates()
+        .get_template("answer.html.j2")
+        .render(
+            answer=answer,
+            # answers may be line breaks and blanks, of which a browser shows one
+            dots=lambda said: re.sub(" {2,}", lambda b: "·" * len(b[0]), said),
+            signed=lambda score: f"{score:{'+.3f' if small else '+.2f'}}",
+            plain=lambda score: f"{score:{'.3f' if small else '.2f'}}",
+            form=form,
+            can_cut=can_cut and form is not None and not form.waits,
+            presses=can_press and form is not None and not form.waits and bool(answer.guess),
+            chart=render_chart,
+            bundles=tabulate(drawn) if lines else None,
+            rest=tabulate(rest) if rest else None,
+            n_lines=len(lines),
+            n_drawn=len(drawn),
+            paths=None if paths is None else Table.from_frame(paths),
+            strips=draw_strips(answer) if len(answer.strips) else None,
+            tokens=_tokens(answer),
+            n_words=_WORDS,
+            is_predicted=is_predicted,
+            words=Table.from_frame(words if is_predicted else words.drop(columns=[*ORDERS[:2]])),
+            replacements=Table.from_frame(_tabulate(answer, "replacements"), most=1000),
+            heads=Table.from_frame(units.head(_HEADS)),
+            largest=Table.from_frame(largest) if len(largest) else None,
+            looks=_looks(answer),
+            against=_against(answer),
+            record=json.dumps(answer.record.to_dict(), indent=2),
+        )
     )
     return add_policy(_isolate_places(page), "'none'" if form is None else "'self'")
 

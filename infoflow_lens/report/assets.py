@@ -5,10 +5,8 @@ import hashlib
 import re
 from functools import cache
 from importlib.resources import files
-from types import CodeType
 
 import jinja2
-from jinja2.bccache import Bucket
 
 from infoflow_lens.foundation.display import begin_sentence
 
@@ -72,32 +70,13 @@ def add_policy(page: str, form_action: str = "'none'") -> str:
     return page.replace(charset, meta, 1)
 
 
-class _CompiledOnce(jinja2.BytecodeCache):
-    """Keeps templates compiled, for the environments of this process."""
-
-    def __init__(self) -> None:
-        self._codes: dict[tuple[str, str], CodeType] = {}
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        """Give what was compiled of the same source."""
-        bucket.code = self._codes.get((bucket.key, bucket.checksum))
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        """Keep what was compiled."""
-        if bucket.code is not None:
-            self._codes[bucket.key, bucket.checksum] = bucket.code
-
-
-_COMPILED = _CompiledOnce()
-
-
+@cache
 def templates() -> jinja2.Environment:
     """Return the pages' templates, in which text is escaped and nothing may be missing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        bytecode_cache=_COMPILED,
     )
     environment.filters["begin_sentence"] = begin_sentence
     return environment
