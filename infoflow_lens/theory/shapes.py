@@ -224,21 +224,13 @@ def _from_ours(architecture: Any) -> ModelShape:
         raise InfoFlowError(
             "cls_is_key is True: in the theory's model CLS is no key (eq 1); expected False"
         )
-    n = len(architecture.n_heads)
-    # one width for all layers, or one for each
-    width = architecture.d_model
-    widths = tuple(width) if isinstance(width, (tuple, list)) else (width,) * n
-    heads = getattr(architecture, "head_dimensions", None)
-    # models of ours over token ids always embed positions
-    positional = tokens or getattr(architecture, "positional_embedding", "none") not in (
-        None, "none", False,
-    )  # fmt: skip
     return ModelShape(
         n_heads=tuple(architecture.n_heads),
-        d_model=widths,
+        d_model=(architecture.d_model,) * len(architecture.n_heads),
         n_tokens=architecture.n_tokens,
-        positional=positional,
-        d_head=heads,
+        # models of ours over token ids always embed positions
+        positional=tokens or getattr(architecture, "positional_embedding", "none") != "none",
+        d_head=getattr(architecture, "head_dimensions", None),
         routes=getattr(architecture, "d_encoder", None) is not None,
         has_mlp=not tokens and getattr(architecture, "d_mlp", 1) != 0,
         source=type(architecture).__name__,
