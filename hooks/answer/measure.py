@@ -466,7 +466,7 @@ def _choose_text(question: Question, tokens: TokenEffects) -> tuple[Int[Tensor, 
         Token ids, and a note of how they were chosen.
     """
     spans, effect = question.spans, torch.full((question.n_pos,), torch.nan, dtype=torch.float64)
-    for (start, stop), mean in zip(spans, tokens.mean.tolist(), strict=True):
+    for (start, stop), mean in zip(spans, mean_and_error(tokens.changes)[0].tolist(), strict=True):
         effect[start:stop] = mean
     likely = choose_likely_text(question, effect)
     if likely is not None and float(question.measure_texts(likely[None])[0]) <= -LEAST_GAP:

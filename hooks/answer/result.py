@@ -25,10 +25,10 @@ _NAMED = 5  # writers or readers of a line that are named
 ORDERS = ("contributions in squares", "best paths", "last tokens first")
 _LONGEST = 32  # letters of a unit that is named
 _WORDS = {
-    "query": "tells {} where to look",
-    "key": "is found by {}",
-    "value": "is carried by {}",
-    "answer": "writes the answer",
+    "query": "tells {readers} where to look",
+    "key": "is found by {readers}",
+    "value": "is carried by {readers}",
+    "answer": "writes {goal}",
 }
 KINDS = tuple(_WORDS)
 _OTHERS = {MLP: "MLP", MIXER: "mixer"}  # in the place of a head
@@ -422,10 +422,9 @@ class AnswerNumbers(Result):
             source = f"{writers} at {source}"
         several = "," in writers
         if first[3] < 0:
-            does = describe_kind(KINDS[first[6]], several=several)
-            return f"{source} {does.replace('the answer', self.goal)}"
+            return f"{source} {describe_kind(KINDS[first[6]], self.goal, several=several)}"
         names = self._name_most([tuple(p[3:6]) for p in places], group)
-        does = describe_kind(KINDS[first[6]], names, several=several)
+        does = describe_kind(KINDS[first[6]], self.goal, names, several=several)
         return f"{source} {does} at {self._unit(first[5])}"
 
     def _name_most(self, ends: list[tuple[int, ...]], group: list[int]) -> str:
@@ -699,12 +698,12 @@ def _name_first(said: Iterator[str]) -> str:
     return ", ".join(names[:_OPPOSED] + more)
 
 
-def describe_kind(kind: str, readers: str = "", *, several: bool = False) -> str:
-    """Say what paths of one of :data:`KINDS` do, with the names of their readers or without.
+def describe_kind(kind: str, goal: str, readers: str = "", *, several: bool = False) -> str:
+    """Say what paths of one of :data:`KINDS` do, where all end, with the names of readers or none.
 
     With several writers the verb is a plural.
     """
-    verb, rest = _WORDS[kind].format(readers).split(maxsplit=1)
+    verb, rest = _WORDS[kind].format(goal=goal, readers=readers).split(maxsplit=1)
     if several:
         verb = {"is": "are"}.get(verb, verb.removesuffix("s"))
     return " ".join([verb, *rest.split()])

@@ -27,13 +27,10 @@ class TokenEffects:
     """What the readout loses when a token, or a span of them at once, is replaced.
 
     Attributes:
-        mean, error: by the words that were put there: mean change and standard error.
         donors: int [pos, draw], what was put there, no token twice; -1 for none.
         changes: [span, draw], what each did; NaN for none.
     """
 
-    mean: Float[Tensor, " span"]
-    error: Float[Tensor, " span"]
     donors: Int[Tensor, "pos draw"]
     changes: Float[Tensor, "span draw"]
 
@@ -74,8 +71,7 @@ def measure_tokens(question: Question, seed: int = 0) -> TokenEffects:
     open_ = mean.abs() + error >= mean.abs()[largest] - error[largest]
     if int(open_.sum()) > 1:
         draw_guesses(open_.nonzero().flatten().tolist(), N_DRAWS)
-        mean, error = mean_and_error(changes)
-    return TokenEffects(mean, error, donors, changes)
+    return TokenEffects(donors, changes)
 
 
 def mean_and_error(

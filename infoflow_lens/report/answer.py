@@ -145,37 +145,11 @@ def _tabulate(answer: AnswerNumbers, what: str) -> Any:
     return answer.to_frame(what).rename(columns=_NAMES)
 
 
-@dataclass(frozen=True)
-class _Word:
-    """A row of the table of words: what becomes of the score by others in its place.
+def _tokens(answer: AnswerNumbers) -> list[dict[str, Any]]:
+    """List words: those that the other text has otherwise first, then as they move the score.
 
-    Attributes:
-        word, place: as one reads it, and where it begins.
-        others: what was put there, and the score then; the likeliest first.
-        score, error, change: with others in the mean, its standard error, and the change; NaN where
-            it was not asked.
-        n: how many others the mean counts.
-        is_open: whether it is open if the score falls or rises.
-        bar: the width of the change.
-        other, other_score: what the other text has there, and the score then; nothing where it has
-            the same.
+    Each is a row of the table of words: what becomes of the score by others in its place.
     """
-
-    word: str
-    place: int
-    others: list[tuple[str, float]]
-    score: float
-    error: float
-    change: float
-    n: int
-    is_open: bool
-    bar: float
-    other: str
-    other_score: float
-
-
-def _tokens(answer: AnswerNumbers) -> list[_Word]:
-    """List words: those that the other text has otherwise first, then as they move the score."""
     mean, swap = answer.token_mean, answer.token_other
     sizes = mean.abs().nan_to_num(0).tolist()
     otherwise = [a != b for a, b in zip(answer.span_words, answer.other_span_words, strict=True)]
@@ -190,21 +164,20 @@ def _tokens(answer: AnswerNumbers) -> list[_Word]:
             continue
         word, other = answer.span_words[i], answer.other_span_words[i]
         rows.append(
-            _Word(
-                strip_word(word),
-                int(answer.spans[i, 0]),
-                others,
-                answer.value + float(mean[i]),
-                float(answer.token_error[i]),
-                float(mean[i]),
-                answer.n_replacements[i],
-                not answer.find_direction(i),
-                _BAR
-                * abs(float(mean[i].nan_to_num(0)))
-                / max(float(mean.abs().nan_to_num(0).max()), 1e-12),
-                other.strip() if other != word else "",
-                answer.value + float(swap[i]),
-            )
+            {
+                "word": strip_word(word),
+                "place": int(answer.spans[i, 0]),
+                "others": others,  # the likeliest first
+                # NaN where others in the mean were not asked
+                "score": answer.value + float(mean[i]),
+                "error": float(answer.token_error[i]),
+                "change": float(mean[i]),
+                "n": answer.n_replacements[i],
+                "is_open": not answer.find_direction(i),
+                "bar": _BAR * sizes[i] / max(*sizes, 1e-12),
+                "other": other.strip() if other != word else "",
+                "other_score": answer.value + float(swap[i]),
+            }
         )
     return rows
 

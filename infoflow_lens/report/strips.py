@@ -122,8 +122,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
     keys = "".join(
         f'<span class="item"><svg class="swatch" width="14" height="4"><g class="s{kind}">'
         f'<circle cx="7" cy="2" r="7"/></g></svg>'
-        f"{describe_kind(KINDS[kind]).replace('the answer', answer.goal)}: "
-        f"{_MEANINGS[KINDS[kind]]}</span>"
+        f"{describe_kind(KINDS[kind], answer.goal)}: {_MEANINGS[KINDS[kind]]}</span>"
         for kind in kinds
     )
     keys = f'<p class="keys">{keys}</p>' if keys else ""
