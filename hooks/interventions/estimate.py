@@ -16,7 +16,6 @@ nearly every sample tells nothing. Here signs are drawn: sqrt(F) times a vector 
 the model is sure, F sees little of a change that overturns the choice: so p may be flattened.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +32,7 @@ from infoflow_lens.hooks.interventions.edits import mark_real_queries, split_hea
 from infoflow_lens.hooks.interventions.ideals import LayerMeans, make_ideal
 from infoflow_lens.hooks.interventions.kept import KeptNumbers
 from infoflow_lens.hooks.interventions.patterns import MeanPatterns, SeenKeys, edits_of_patterns
-from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.call import call, without_backward_hooks
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -102,20 +101,6 @@ def differentiate(
     if not outputs.requires_grad:
         return [None for _ in leaves]
     return torch.autograd.grad(outputs, leaves, direction, retain_graph=True, allow_unused=True)
-
-
-@contextmanager
-def without_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """Take off the user's backward hooks, which would see, or change, our gradients."""
-    modules = list(model.modules())
-    saved = [(module._backward_hooks, module._backward_pre_hooks) for module in modules]
-    try:
-        for module in modules:
-            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
-        yield
-    finally:
-        for module, (hooks, pre_hooks) in zip(modules, saved, strict=True):
-            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
 def draw_directions(

@@ -237,7 +237,14 @@ def call(
         ends = not has_user_hooks(model) if may_end is None else may_end
     edits = list(edit.items() if isinstance(edit, Mapping) else edit)
     layer = 0 if start is None else _layer_to_start(model, start[0], [*want, *dict(edits)])
-    with mark_own_call(), catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught:
+    # those of hook points may take part in influence
+    points = set(hook_points(model).values())
+    hidden = without_backward_hooks(model, points) if keep_graph else nullcontext()
+    with (
+        mark_own_call(),
+        hidden,
+        catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught,
+    ):
         try:
             caught.output = _call_model(model, batch, start, output, layer)
         except RuntimeError as error:
@@ -499,6 +506,30 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for point, name, hooks in saved:
             setattr(point, name, hooks)
+
+
+@contextmanager
+def without_backward_hooks(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Take off the user's backward hooks, which would see, or change, our gradients.
+
+    A module that has one runs on copies of what it is given, which hooks of ours do not know.
+
+    Args:
+        model: the model.
+        but: modules that keep theirs.
+    """
+    saved = [
+        (module, module._backward_hooks, module._backward_pre_hooks)
+        for module in modules_of(model)
+        if (module._backward_hooks or module._backward_pre_hooks) and module not in but
+    ]
+    try:
+        for module, *_ in saved:
+            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for module, hooks, pre_hooks in saved:
+            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from infoflow_lens import (
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
+    ask,
     attach,
     flow,
     inspect_model,
@@ -21,6 +22,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
     why,
+    why_all,
 )
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -40,7 +42,7 @@ from infoflow_lens.probing import measuring
 from infoflow_lens.probing.part import load_part
 from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, numbers
-from tests.reference import families
+from tests.reference import families, zoo
 
 SIZES = {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 24}  # fmt: skip
@@ -167,6 +169,45 @@ def test_generation_is_measured_of_the_model_that_is_called_without_a_cache():
         opened.generate(ids, max_new_tokens=1)
     with pytest.raises(InfoFlowError, match="calls the model inside, so attach to that"):
         probes.results()
+
+
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_users_take_no_part_in_our_derivatives(name):
+    """A block with one ran on copies: an MLP was missing in shares, and ask ended in a KeyError.
+
+    Those that change gradients changed ours.
+    """
+    plain, ids, seen = families.build("gpt2"), families.tokens()[:1], []
+    model = open_model(plain)
+    measures = {
+        "shares": lambda: measure_shares(model, ids, LogProbability(5)).to_frame(),
+        "ask": lambda: ask(model, ids, 5, 6, quick=True, progress=False).to_frame("heads"),
+        "influence": lambda: run_probes(
+            model, ids, [JacobianInfluence(positions=(-1,))], progress=False
+        )[0].to_frame(),
+    }
+    expected = {name: measure() for name, measure in measures.items()}
+
+    def double(module, *gradients):
+        seen.append(module)
+        return tuple(None if one is None else 2 * one for one in gradients[0])
+
+    handle = getattr(plain.transformer.h[1], name)(double)
+    for which, measure in measures.items():
+        pd.testing.assert_frame_equal(measure(), expected[which], rtol=1e-5)
+    assert not seen
+    plain.requires_grad_(True)(ids).logits.sum().backward()
+    assert seen  # it is where it was
+    handle.remove()
+
+
+def test_why_runs_in_inference_mode():
+    """It said that the weights had been made there."""
+    model = load_any(zoo.build("gpt2"), tokenizer=zoo.tokenizer())
+    with torch.inference_mode():
+        found = why(model, "w5 w6 w7 w5", 1, 0)
+        every = why_all(model, "w5 w6 w7 w5")
+    assert found.margin == pytest.approx(float(every.margins[1][0, 0, -1]), abs=1e-6)
 
 
 class Flagged(Plain):
