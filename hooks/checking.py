@@ -37,7 +37,7 @@ def check_probe(
 
     Args:
         probe: as it was made; it is copied, and measures nothing itself.
-        model: a TransformerLens model.
+        model: any Transformer.
         inputs: at least two texts or sequences, as for `run_probes`. Sequences of ids of one length
             are cut, so that there are two lengths; vectors cannot be padded.
         tolerance: how far numbers may differ, relative and absolute.

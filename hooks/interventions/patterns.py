@@ -243,7 +243,7 @@ def substituted(
     """Replace the patterns of some heads of a model by idealised ones, while the block lasts.
 
     Args:
-        model: a TransformerLens model whose pattern, when edited, reaches the output.
+        model: any Transformer whose pattern, when edited, reaches the output.
         heads: (layer, head) and what takes the place of its pattern; see :func:`ideal_pattern`.
         mean_patterns: for every layer the mean patterns, as `MechanismsResult.mean_patterns` has
             them; needed for "specific_position".

@@ -61,7 +61,7 @@ def measure_mechanisms(
     position", the more the fewer sequences there are.
 
     Args:
-        model: any TransformerLens model in which an edited pattern reaches the output.
+        model: any Transformer in which an edited pattern reaches the output.
         inputs: sequences that are judged, in any of the forms that `run_probes` reads.
         calibration: other sequences, over which the mean patterns are, none shorter than the
             longest of `inputs`; default, `inputs` themselves, of which each is then judged by the

@@ -414,7 +414,7 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
     a window of more than 254 positions does not show.
 
     Args:
-        model: a TransformerLens model.
+        model: any Transformer.
         n_sequences: how many.
         seed: of their generator; the global random state is left alone.
 

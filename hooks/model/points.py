@@ -86,8 +86,8 @@ def layer_count(model: nn.Module) -> int:
     """Return the number of attention layers.
 
     Raises:
-        InfoFlowError: if the model has no `blocks` and no hook points, that is, does not come from
-            TransformerLens, or is compiled.
+        InfoFlowError: if the model has no `blocks` and no hook points, that is, is neither opened
+            nor from TransformerLens, or is compiled.
     """
     if is_compiled(model):
         raise InfoFlowError(
@@ -97,8 +97,8 @@ def layer_count(model: nn.Module) -> int:
     blocks = getattr(model, "blocks", None)
     if blocks is None or not hook_points(model) or len(blocks) == 0:
         raise InfoFlowError(
-            f"{_words(model)} has no transformer blocks with hook points: expected a "
-            f"TransformerLens model such as HookedTransformer{_what_to_give(model)}"
+            f"{_words(model)} has no transformer blocks with hook points: expected a model that "
+            f"is opened, or one of TransformerLens{_what_to_give(model)}"
         )
     return len(blocks)
 
@@ -113,7 +113,7 @@ def _what_to_give(model: Any) -> str:
         return f"; give load_any({model!r}).model"
     if hasattr(getattr(model, "model", None), "hook_dict"):
         return "; give its .model"
-    return ""
+    return "; give open_model(model)" if isinstance(model, nn.Module) else ""
 
 
 def devices_of(model: nn.Module) -> list[str]:
@@ -205,7 +205,7 @@ def hook_name(model: nn.Module, name: str) -> str:
     lacks: Any = getattr(model, "lacks", dict[str, str])
     why = f" ({reason})" if (reason := lacks().get(name)) else ""
     raise InfoFlowError(
-        f"the model has no hook point {name!r}{why}: expected a TransformerLens model with that "
+        f"the model has no hook point {name!r}{why}: expected a model with that "
         f"activation; it has {', '.join(siblings) or 'no hook point there'}"
     )
 

@@ -42,7 +42,7 @@ def run(
     Where hooks of yours are on the model it runs whole, as they may stand further on.
 
     Args:
-        model: a TransformerLens model, in the mode that you want.
+        model: any Transformer, in the mode that you want.
         batch: sequences: token ids [batch, pos], vector tokens [batch, pos, d_token], or a
             :class:`Batch` with their lengths.
         want: what you will read from the pass, as :class:`Needs` or hook points.
@@ -198,7 +198,7 @@ def run_probes(
     memory runs out, the batch is halved once, with a warning.
 
     Args:
-        model: a TransformerLens model.
+        model: any Transformer, or what `load_any` gave; one without hook points is opened.
         inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts;
             a list of sequences of ids; a ``datasets.Dataset``; a DataLoader or another iterable of
             batches of these. Sequences of different lengths are padded on the right, and padding

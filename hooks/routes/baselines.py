@@ -241,7 +241,7 @@ def baselines(
     """Return other measures of what a state depends on, as probes for one call of ``run_probes``.
 
     Args:
-        model: a TransformerLens model; one whose states cannot be decomposed has no contribution
+        model: any Transformer; one whose states cannot be decomposed has no contribution
             routes.
         state: that of gradient x input, "resid_post" or "post_attention"; the others are the same.
         positions: whose states; default all.

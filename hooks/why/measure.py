@@ -253,7 +253,7 @@ def measure_why(
     """Say why a head prefers one key to another: :func:`infoflow_lens.why`, of a model in memory.
 
     Args:
-        model: a TransformerLens model.
+        model: any Transformer.
         inputs: one sequence: a text, token ids [1, pos] or vectors [1, pos, d_token].
         layer: of the head, from 0, or from -1 backwards.
         head: from 0.
@@ -304,7 +304,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
     """Measure why the first key, for every head and query; see :func:`infoflow_lens.why_all`.
 
     Args:
-        model: a TransformerLens model.
+        model: any Transformer.
         inputs: sequences, as for :func:`run_probes`; each is run alone.
         strongest: how many parts of the keys each line has by name.
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.hooks import find_heads
+from infoflow_lens.hooks import Needs, find_heads
 from tests.reference import families, zoo
 from tests.reference.real_models import folder_of
 
@@ -112,6 +112,13 @@ def test_what_says_nothing_is_refused(given, match):
 def test_a_name_is_no_model():
     with pytest.raises(InfoFlowError, match="the name 'stdlib-2l' has no transformer blocks"):
         find_heads("stdlib-2l", ["a b"], "self", progress=False)
+
+
+def test_needs_of_a_model_without_hook_points_name_what_opens_it():
+    with pytest.raises(
+        InfoFlowError, match=r"expected a model that is opened.*open_model\(model\)"
+    ):
+        Needs.of(zoo.build("llama"), pattern=True)
 
 
 @pytest.mark.slow
