@@ -147,7 +147,7 @@ class Question:
         return bool(len(self.reads)) or needs_order(self.components, self.reads, self.task.n_tokens)
 
     def answers(
-        self, shape: ModelShape, n_tokens: int, max_position_only: bool = False
+        self, shape: ModelShape, n_tokens: int, max_position_only: bool
     ) -> Iterator[Answer]:
         """Yield the best schedule for each list of components that has one, its own list first."""
         lists = self.readings
@@ -163,7 +163,7 @@ class Question:
         self,
         shape: ModelShape,
         n_tokens: int,
-        max_position_only: bool = False,
+        max_position_only: bool,
         roles: Sequence[int] | int = 1,
         reading: Reading | None = None,
     ) -> Found:

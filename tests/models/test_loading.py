@@ -828,7 +828,8 @@ def with_config(folder, **changes):
 def test_entries_that_size_nothing_may_be_large(tmp_path):
     """What a trainer wrote beside the sizes."""
     folder = zoo.save("gpt2", tmp_path / "gpt2")
-    load_any(with_config(folder, trained_tokens=15 * 10**12, created=20240101000000))
+    loaded = load_any(with_config(folder, trained_tokens=15 * 10**12, created=20240101000000))
+    assert logits(loaded.model).equal(plain("gpt2"))
 
 
 @pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "LlamaForCausalLM"])

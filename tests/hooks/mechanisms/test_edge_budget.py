@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.hooks.mechanisms.edge_budget import _count_kept
-from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, rank_edges
+from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, methods_of, rank_edges
 from tests.conftest import make_token_model, redraw_weights, some_of, spread
 from tests.reference import families, zoo
 from tests.reference.induction import induction_model, repeated_segments
@@ -330,7 +330,8 @@ def test_a_model_of_one_output_for_a_sequence_is_refused(head):
 
 
 def test_it_goes_on_where_it_stopped(model, tokens):
-    kept, ran, options = [], [], {"budgets": (0.25, 0.5), "draws": 2}
+    kept, ran = [], []
+    options = {"budgets": (0.25, 0.5), "draws": 2, "methods": ("product", "gradient", "chance")}
     found = measured(model, tokens[:3], tokens[6:], after=kept.append, **options)
     again = measured(model, tokens[:3], tokens[6:], resume=kept[3], after=ran.append, **options)
     assert again.losses.equal(found.losses)
@@ -421,9 +422,10 @@ def test_an_induction_circuit_needs_its_own_edges():
 def test_models_whose_rows_or_norms_are_others(name):
     """Sinks: rows of GPT-OSS sum to less than 1. Gemma 2 has norms on what heads add."""
     model, ids = load_any(zoo.build(name)).model, zoo.tokens(4, 8)
-    found = measured(model, ids[:2], ids[2:], budgets=(10**6,), draws=1)
+    of_parts = ("contributions", "product x norm", "weight x norm")
+    assert set(of_parts) <= set(methods_of(model))
+    found = measured(model, ids[:2], ids[2:], methods=of_parts, budgets=(10**6,))
     assert found.losses.equal(found.bare.expand_as(found.losses))
-    assert {"contributions", "product x norm", "weight x norm"} <= set(found.methods)
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,12 @@ def test_what_names_nothing_is_refused(model, most):
 
 def test_a_folder_with_a_sign_of_revisions_in_its_name_is_a_folder(tmp_path):
     (found,) = snapshots(str(zoo.save("gpt2", tmp_path / "me@home")))
-    load_snapshot(found.source, "cpu")
-    with reset_weights(found.source, 3) as drawn:
-        load_snapshot(drawn, "cpu")
+    whole, ids = load_snapshot(found.source, "cpu"), zoo.tokens(2, 7)
+    with torch.no_grad():
+        expected = zoo.build("gpt2")(ids).logits
+        torch.testing.assert_close(whole(ids), expected, rtol=1e-4, atol=1e-4)
+        with reset_weights(found.source, 3) as drawn:
+            assert not torch.allclose(load_snapshot(drawn, "cpu")(ids), expected, atol=0.1)
 
 
 def test_an_untrained_model_has_the_shape_but_not_the_weights(folder):
