@@ -441,7 +441,7 @@ def test_a_text_that_is_too_long_is_refused_with_what_ask_takes(answers):
     """It advised a setting that ask has not; what answers share counts, too."""
     model = zoo.build("gpt2")
     long = " ".join(["w5"] * (zoo.N_CTX - len(answers) // 2 + 1))
-    with pytest.raises(InfoFlowError, match=f"at most n_ctx {zoo.N_CTX}: expected shorter ones"):
+    with pytest.raises(InfoFlowError, match=f"at most n_ctx {zoo.N_CTX}: expected fewer; shorten"):
         ask(model, long, *answers, tokenizer=zoo.tokenizer(), quick=True, progress=False)
 
 
