@@ -106,15 +106,19 @@ class Why(Result):
         """Say in a sentence what is preferred to what, and what speaks most for and against it."""
         query, one, other = map(quote, self.tokens)
         parts = self.table().set_index("part")["value"]
-        said = ["none speaks for it"]
+        # keys may be given in the order in which the head does not prefer them
+        is_preferred = self.margin >= 0
+        goal = "it" if is_preferred else one
+        said = [f"none speaks for {goal}"]
         if parts.max() > 0:
-            said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
+            said = [f"{parts.idxmax()} speaks most for {goal} ({parts.max():+.3g})"]
         if parts.min() < 0:
             said.append(f"{parts.idxmin()} most against it ({parts.min():+.3g})")
         sentence = (
-            f"head {self.layer}.{self.head} at {query} ({self.query}) prefers {one} "
-            f"({self.keys[0]}) to {other} ({self.keys[1]}) by {self.margin:.3g}: of the parts of "
-            f"the keys {', '.join(said)}"
+            f"head {self.layer}.{self.head} at {query} ({self.query}) "
+            f"{'prefers' if is_preferred else 'scores'} {one} ({self.keys[0]}) "
+            f"{'to' if is_preferred else 'below'} {other} ({self.keys[1]}) by "
+            f"{abs(self.margin):.3g}: of the parts of the keys {', '.join(said)}"
         )
         left = [sink for sink in self.sinks if sink not in self.keys]
         if left:

@@ -120,18 +120,21 @@ class FlowComparison(Pictured):
 
     def summary(self) -> str:
         """Say in a sentence how many sets and first choices changed."""
-        counterpart = dict(self.aligned)
+        counterpart, n_pairs = dict(self.aligned), len(self.aligned)
+        n_layers = min(self.first.sets.n_layers, self.second.sets.n_layers)
         changed = [
             {counterpart.get(source, -1) for source in self.first.sets.of(layer, 0, one)}
             != self.second.sets.of(layer, 0, other)
-            for layer in range(min(self.first.sets.n_layers, self.second.sets.n_layers))
+            for layer in range(n_layers)
             for one, other in self.aligned
         ]
         asked = sum(len(pairs) for *_, pairs in self._first_keys())
+        where = f"at {n_pairs} pair{'s' * (n_pairs != 1)} of positions that stand for each other"
+        if self.first.sets.n_layers != self.second.sets.n_layers:
+            where += f", in layers 0 to {n_layers - 1}, which both have"
         return (
             f"{sum(changed)} of {len(changed)} predicted sets differ, and {len(self.choices())} of "
-            f"{asked} first choices of heads, at {len(self.aligned)} positions that stand for each "
-            "other"
+            f"{asked} first choices of heads, {where}"
         )
 
     def _first_keys(self) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:

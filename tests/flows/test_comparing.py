@@ -115,6 +115,7 @@ def test_two_models_of_other_depth_stand_side_by_side():
     assert compared.view.groups == [("shallow", 1), ("deep", 1)]
     assert len(compared.choices()) == 0  # no layer has as many heads on both sides
     assert "of 6 predicted sets differ, and 0 of 0" in compared.summary()
+    assert compared.summary().endswith(", in layers 0 to 0, which both have")
 
 
 def test_what_cannot_stand_side_by_side_is_refused(model):
@@ -151,7 +152,7 @@ def test_the_command_puts_two_texts_or_two_models_side_by_side(tmp_path):
 
     done = call(folders[0], "w5 w7 w9", "--with", "w5 w8 w9")
     assert done.exit_code == 0, done.output
-    assert "at 4 positions that stand for each other" in done.stdout
+    assert "at 4 pairs of positions that stand for each other" in done.stdout
     assert '"groups":[{"name":"' in out.read_text()
     done = call(folders[0], "w5 w7 w9", "--with-model", folders[1])
     assert done.exit_code == 0, done.output

@@ -337,6 +337,18 @@ def test_shares_are_of_the_margin_also_where_the_model_adds_to_it(token_model, t
     assert nothing.table()["share"].isna().all()
 
 
+def test_keys_in_the_other_order_are_not_preferred(token_model, token_inputs):
+    """It said that a key was preferred by less than nothing."""
+    found = [measure_why(token_model, token_inputs[:1], 1, 2, keys=k) for k in ((4, 1), (1, 4))]
+    better, worse = sorted(found, key=lambda one: -one.margin)
+    assert better.margin == pytest.approx(-worse.margin)
+    tokens, size = worse.tokens, f"{better.margin:.3g}"
+    assert f" prefers {tokens[2]!r} ({worse.keys[1]}) to " in better.summary()
+    assert f" scores {tokens[1]!r} ({worse.keys[0]}) below {tokens[2]!r}" in worse.summary()
+    assert all(f" by {size}: " in one.summary() for one in found)
+    assert f"for {tokens[1]!r}" in worse.summary()
+
+
 def test_a_picture_of_many_parts_has_the_strongest_and_the_sum_of_the_others(
     token_model, token_inputs
 ):
