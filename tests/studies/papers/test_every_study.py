@@ -24,7 +24,6 @@ BRIEF = {
     "varying_depth": {"n_train": 256, "n_test": 100},
     "varying_heads": {"n_train": 256, "n_test": 100, "epochs": 2},
     "specific_position": {"n_train": 256, "epochs": 1},
-    "separated_pairs": {"n_train": 512, "steps": 2},
 }
 
 
