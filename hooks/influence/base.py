@@ -21,7 +21,7 @@ from infoflow_lens.hooks.model.call import (
     restore_module_tensors,
     without_user_hooks,
 )
-from infoflow_lens.hooks.model.capabilities import note_mixed_tokens
+from infoflow_lens.hooks.model.capabilities import note_neighbours
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, has_positions_first
 from infoflow_lens.hooks.model.points import (
     config_value,
@@ -367,7 +367,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         half = next((s.dtype for s in expected if s.dtype in _HALF), None)
         more = {**more, "coarse": str(half or "").removeprefix("torch."), "mixed": ""}
         if self.source_layer is None and seen.batch is not None:
-            more["mixed"] = note_mixed_tokens(model, seen.batch)
+            more["mixed"] = note_neighbours(model, seen.batch)
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def notes(self) -> tuple[str, ...]:

@@ -337,16 +337,16 @@ def note_other_mixing(model: nn.Module, batch: Batch) -> str:
     layers = known[0] if known else []
     plural = "s" if len(layers) > 1 else ""
     inside = f"layer{plural} {_write_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
-    return "; ".join(filter(None, [note_mixed_tokens(model, batch), inside]))
+    return "; ".join(filter(None, [note_neighbours(model, batch), inside]))
 
 
-def note_mixed_tokens(model: nn.Module, batch: Batch) -> str:
+def note_neighbours(model: nn.Module, batch: Batch) -> str:
     """Say whether what enters layer 0 at a position holds other tokens; empty if it does not.
 
     A model over token ids that was opened is tried once, on the first batch with two tokens that
     differ: one takes the place of the other.
     """
-    known, point = _mixed_tokens(model), "blocks.0.hook_resid_pre"
+    known, point = _neighbour_notes(model), "blocks.0.hook_resid_pre"
     longest = _longest_of(batch)
     ids = longest.tokens
     if known or not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
@@ -371,7 +371,7 @@ def _longest_of(batch: Batch) -> Batch:
 
 
 @cache_by_mode
-def _mixed_tokens(model: nn.Module) -> list[str]:
+def _neighbour_notes(model: nn.Module) -> list[str]:
     """Hold what has been found of a model."""
     return []
 

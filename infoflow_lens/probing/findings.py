@@ -80,7 +80,7 @@ class Findings:
     def predicted(self) -> dict[str, InformationSets]:
         """The sets of the sequences whose influence was measured, by rule.
 
-        Empty without influence, and where it is :attr:`unpredicted`.
+        Empty without influence, and where it is :attr:`lack_of_sets`.
 
         By "max_position" every head passes the key of its largest score; by "mechanisms", where
         heads have labels, what its label says.
@@ -97,7 +97,7 @@ class Findings:
         return sets
 
     @property
-    def unpredicted(self) -> str:
+    def lack_of_sets(self) -> str:
         """Why influence was measured and no sets are predicted, in words; empty else."""
         if self.influence is None or self.predicted:
             return ""
@@ -199,4 +199,4 @@ class Findings:
             for name, part in self.parts.items()
             for sentence in part.sentences(self.found[name])
         ]
-        return [self.unpredicted, *of_parts] if self.unpredicted else of_parts
+        return [self.lack_of_sets, *of_parts] if self.lack_of_sets else of_parts

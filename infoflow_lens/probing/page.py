@@ -279,8 +279,8 @@ def build_report(result: Findings) -> ProbingReport:
         )
         for name, part in result.parts.items()
     }
-    if result.influence is not None and result.unpredicted:
-        text = f"{begin_sentence(result.unpredicted)}."
+    if result.influence is not None and result.lack_of_sets:
+        text = f"{begin_sentence(result.lack_of_sets)}."
         sections["influence"] = replace(
             sections["influence"], text=text, figures=[result.influence.plot()]
         )
