@@ -21,8 +21,10 @@ from infoflow_lens.commands.common import (
     Jobs,
     Quiet,
     folder,
+    print_lines,
     repeat_command,
     say,
+    say_json,
 )
 from infoflow_lens.commands.common import console as make_console
 from infoflow_lens.commands.common import report_errors as _report_errors
@@ -90,8 +92,6 @@ def inspect_command(
     as_json: AsJson = False,
 ) -> None:
     """Find out by running a model what it is and what can be measured on it."""
-    import json
-
     with _report_errors():
         from infoflow_lens.hooks.model.capabilities import inspect_model
         from infoflow_lens.hooks.model.inputs import example_input, local_window
@@ -103,7 +103,7 @@ def inspect_command(
     # for programs all of it, in a stable order of names
     if as_json:
         about = {"source": loaded.source, "description": loaded.description}
-        say(json.dumps({**about, **found.to_dict()}, indent=2, default=str))
+        say_json({**about, **found.to_dict()})
         return
     notes = []
     if loaded.tokenizer is None and not found.reads_vectors:
@@ -147,13 +147,9 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
     for label, values in rows.items():
         table.add_row(label, *("-" if value in (None, "") else str(value) for value in values))
     console.print(table)
-    problems = found.problems()
-    for heading, lines in (("Problems", problems), ("Notes", notes)):
-        if lines:
-            console.print(f"[bold]{heading}[/bold]")
-        for line in lines:
-            console.print(f"  - {line}", markup=False, soft_wrap=True)
-    if not problems:
+    print_lines("Problems", found.problems())
+    print_lines("Notes", notes)
+    if not found.problems():
         console.print("No problems found.")
 
 
@@ -244,8 +240,6 @@ def tasks(
     as_json: AsJson = False,
 ) -> None:
     """List the tasks, or print the dataset card of one."""
-    import json
-
     with _report_errors():
         from infoflow_lens.tasks import dataset_card, list_tasks, load_task
 
@@ -265,7 +259,7 @@ def tasks(
         for task in known
     ]
     if as_json:
-        say(json.dumps(rows, indent=2))
+        say_json(rows)
         return
     from rich.table import Table
 

@@ -180,4 +180,4 @@ def print_lines(heading: str, lines: Any) -> None:
     out = console()
     out.print(f"[bold]{heading}[/bold]")
     for line in lines:
-        out.print(f"  - {line}", markup=False)
+        out.print(f"  - {line}", markup=False, soft_wrap=True)

@@ -15,7 +15,6 @@ from infoflow_lens.commands.common import (
     console,
     print_lines,
     report_errors,
-    say,
     say_json,
     task_by_options,
 )
@@ -84,8 +83,6 @@ def estimate(
     config: Callable[[], Question], as_json: AsJson = False, overwrite: Overwrite = False
 ) -> None:
     """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
-    import json
-
     with report_errors():
         from infoflow_lens.foundation.documents import WITNESS
         from infoflow_lens.foundation.errors import InfoFlowError
@@ -131,7 +128,7 @@ def estimate(
         say_json(result.to_dict())
         return
     if asked.witness:
-        say(json.dumps(result.witness))
+        say_json(result.witness)
         return
     console().print(architecture.describe(), markup=False, soft_wrap=True)
     _print_estimate(result)

@@ -11,7 +11,7 @@ from infoflow_lens.commands.common import (
     Quiet,
     console,
     report_errors,
-    say,
+    say_json,
 )
 
 _SIGN = "<read>"
@@ -42,8 +42,6 @@ def certify(
     quiet: Quiet = False,
 ) -> None:
     """Decide whether one attention layer can fit all labels, and check the proof again."""
-    import json
-
     with report_errors():
         from infoflow_lens.foundation.documents import CERTIFICATE
         from infoflow_lens.foundation.errors import InfoFlowError
@@ -66,7 +64,7 @@ def certify(
         if out is not None:
             CERTIFICATE.write(out, add_digest(document), overwrite=overwrite)
     if as_json:
-        say(json.dumps(document))
+        say_json(document)
         return
     screen = console()
     for line in (*notes, *certificate.describe().splitlines()):
