@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from functools import cached_property
 
 from infoflow_lens.flows.result import Flow
+from infoflow_lens.foundation.display import cut
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.settings import checked
@@ -224,5 +225,4 @@ def _names(first: Flow, second: Flow) -> tuple[str, str]:
 
 def _short(tokens: Sequence[str], start: int) -> str:
     """Return the text from a token on, with a sign where something is left out."""
-    text = "…" * (start > 0) + "".join(tokens[start:]).strip()
-    return text if len(text) <= _NAME else text[: _NAME - 1] + "…"
+    return cut("…" * (start > 0) + "".join(tokens[start:]).strip(), _NAME)

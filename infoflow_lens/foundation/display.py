@@ -40,7 +40,7 @@ class Displayed:
 
     def __repr__(self) -> str:
         line = ", ".join(f"{name}={brief(value)}" for name, value in self._facts().items())
-        return f"{type(self).__name__}({_cut(line, _LONGEST_LINE)})"
+        return f"{type(self).__name__}({cut(line, _LONGEST_LINE)})"
 
     def _repr_html_(self) -> str:
         notes = tuple(getattr(self, "notes", ()))
@@ -97,16 +97,16 @@ def brief(value: Any) -> str:
         kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
         return f"{kind} {list(shape)}" if len(shape) else str(value)
     if value is None or isinstance(value, (bool, int)):
-        return _cut(repr(value), _LONGEST)
+        return cut(repr(value), _LONGEST)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):
-        return quote(_cut(value, _LONGEST))
+        return quote(cut(value, _LONGEST))
     if isinstance(value, Mapping):
         return f"{len(value)} of {_names(value)}" if len(value) else "{}"
     if isinstance(value, (tuple, list, set, frozenset)):
         return _sequence(value)
-    return _cut(repr(value), _LONGEST) if isinstance(value, Displayed) else _other(value)
+    return cut(repr(value), _LONGEST) if isinstance(value, Displayed) else _other(value)
 
 
 def _other(value: Any) -> str:
@@ -133,10 +133,11 @@ def _sequence(values: Any) -> str:
 
 
 def _names(names: Iterable[Any]) -> str:
-    return _cut(", ".join(map(str, islice(names, _ROWS))), _LONGEST)
+    return cut(", ".join(map(str, islice(names, _ROWS))), _LONGEST)
 
 
-def _cut(text: str, longest: int) -> str:
+def cut(text: str, longest: int) -> str:
+    """Cut a text that is longer, with a sign at its end."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
@@ -168,10 +169,10 @@ def panel(
     esc = html.escape
     rows = "".join(
         f"<tr><th style='text-align:left'>{esc(str(name))}</th><td style='text-align:left'>"
-        f"{esc(_cut(value, 400) if isinstance(value, str) else brief(value))}</td></tr>"
+        f"{esc(cut(value, 400) if isinstance(value, str) else brief(value))}</td></tr>"
         for name, value in list(facts.items())[:40]
     )
-    said = "".join(f"<li>{esc(_cut(str(note), 400))}</li>" for note in list(notes)[:_ROWS])
+    said = "".join(f"<li>{esc(cut(str(note), 400))}</li>" for note in list(notes)[:_ROWS])
     parts = [
         f"<b>{esc(title)}</b>",
         f"<ul>{said}</ul>" if said else "",
@@ -186,9 +187,9 @@ def table(frame: Any) -> str:
     """Return the first rows of a data frame as HTML, its strings escaped and cut."""
     first = frame.head(_ROWS)
     esc = html.escape
-    head = "".join(f"<th>{esc(_cut(str(name), 40))}</th>" for name in list(first.columns)[:20])
+    head = "".join(f"<th>{esc(cut(str(name), 40))}</th>" for name in list(first.columns)[:20])
     rows = "".join(
-        "<tr>" + "".join(f"<td>{esc(_cut(number(value), 60))}</td>" for value in row[:20]) + "</tr>"
+        "<tr>" + "".join(f"<td>{esc(cut(number(value), 60))}</td>" for value in row[:20]) + "</tr>"
         for row in first.itertuples(index=False, name=None)
     )
     left = len(frame) - len(first)

@@ -109,8 +109,6 @@ def check_device(device: Any) -> str:
     Raises:
         InfoFlowError: with what it answered.
     """
-    import torch
-
     try:
         torch.empty(1, device=device)
         kind = torch.device(device).type

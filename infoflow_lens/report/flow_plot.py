@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
-from infoflow_lens.foundation.display import plain_label
+from infoflow_lens.foundation.display import cut, plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl
 from infoflow_lens.report.flow_view import Move, ViewedInput
@@ -17,6 +17,7 @@ from infoflow_lens.theory.information_sets import propagate
 
 _PASSED, _KEPT, _INSIDE, _OUTSIDE, _QUIET = "#0072b2", "#9aa5b1", "#0072b2", "#d55e00", "#d5dae0"
 _MOST_LINES = 30  # of heads [chosen]
+_LETTERS = 12  # of a token
 
 
 class StillPicture(mpl.Figure):
@@ -99,7 +100,7 @@ def draw_flow(viewed: ViewedInput, rule: str, k: int, layer: int, position: int)
     bars.set_ylabel("in the set" if share is None else "influence\n/ largest", fontsize=8)
     bars.set_xticks(
         range(n_source),
-        [plain_label(_short(token)) for token in viewed.tokens],
+        [plain_label(cut(token, _LETTERS)) for token in viewed.tokens],
         rotation=90,
         fontsize=8,
     )
@@ -112,11 +113,7 @@ def draw_flow(viewed: ViewedInput, rule: str, k: int, layer: int, position: int)
 
 def _title(viewed: ViewedInput, layer: int, position: int) -> str:
     token = viewed.tokens[position] if position < len(viewed.tokens) else "CLS"
-    return f"What can reach {_short(token)} (position {position}) in layer {layer}"
-
-
-def _short(token: str) -> str:
-    return token if len(token) <= 12 else token[:11] + "…"
+    return f"What can reach {cut(token, _LETTERS)} (position {position}) in layer {layer}"
 
 
 def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:

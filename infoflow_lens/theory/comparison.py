@@ -228,7 +228,10 @@ def best_inside(
 ) -> Float[Tensor, "batch holder"]:
     """Find for each holder the largest score of a tuple inside its set; -inf for an empty one."""
     if component.tuples is not None:
-        return best_in_list(x, sets, component)
+        tuples = component_tuples(x.shape[1], component)
+        held = sets[:, :, tuples].all(dim=-1)
+        scores = component.preference(x[:, tuples])
+        return scores[:, None].expand_as(held).masked_fill(~held, -torch.inf).amax(dim=-1)
     sets = sets & component.inside(x.shape[1])
     sizes = sets.sum(dim=-1)
     width = max(1, int(sizes.max()))
@@ -247,18 +250,6 @@ def best_inside(
             scores = scores.masked_fill(~all_different(positions), -torch.inf)
         best = torch.maximum(best, scores.amax(dim=-1))
     return best.masked_fill(sizes == 0, -torch.inf)
-
-
-def best_in_list(
-    x: Float[Tensor, "batch pos d_token"],
-    sets: Bool[Tensor, "batch holder pos"],
-    component: Component,
-) -> Float[Tensor, "batch holder"]:
-    """Find for each holder the largest score of a listed tuple inside its set; -inf for none."""
-    tuples = component_tuples(x.shape[1], component)
-    held = sets[:, :, tuples].all(dim=-1)
-    scores = component.preference(x[:, tuples])
-    return scores[:, None].expand_as(held).masked_fill(~held, -torch.inf).amax(dim=-1)
 
 
 def pair_scores(

@@ -23,6 +23,7 @@ from infoflow_lens.theory.score_graph import (
     graph_of,
     order_of,
     permute,
+    score_beside,
 )
 from infoflow_lens.theory.trees import Plan, plans
 
@@ -335,7 +336,7 @@ def _ends(
     for place in places:
         others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)
         # [token, filling]
-        scores = _score_at(component.preference, others, place, tokens[-_ENDS:, None])
+        scores = score_beside(component.preference, [place], others, tokens[-_ENDS:, None])
         # for every filling of the other places, how each pair of tokens is ordered at this place
         signs = [
             (s[:, None] - s).sign() * ((s[:, None] - s).abs() > 1e-4 * s.std()) for s in scores.T
@@ -423,18 +424,9 @@ def _best_ends(
         for some in numbers.split(max(1, _MOST_AT_ONCE // (x.numel() * component.arity))):
             rows = beside[[kept[i][0] for i in some]]
             # [sequence, token, row]
-            scores = _score_at(component.preference, rows, place, x[:, :, None])
+            scores = score_beside(component.preference, [place], rows, x[:, :, None])
             found[some] = scores.argmax(dim=1).T
     return found
-
-
-def _score_at(
-    score: Score, others: Tensor, place: int, x: Tensor
-) -> Float[Tensor, "*batch filling"]:
-    """Score single tokens x [..., 1, d_token] at a place, by fillings of the other places."""
-    filled = others.to(x).expand(*x.shape[:-2], *others.shape).clone()
-    filled[..., place, :] = x
-    return score(filled)
 
 
 def _single(component: Component, others: Tensor, place: int, sign: float) -> Component:
@@ -444,7 +436,7 @@ def _single(component: Component, others: Tensor, place: int, sign: float) -> Co
 
 
 def _end(score: Score, others: Tensor, place: int, sign: float, x: Tensor) -> Tensor:
-    return sign * _score_at(score, others, place, x)[..., 0]
+    return sign * score_beside(score, [place], others, x)[..., 0]
 
 
 def _different(

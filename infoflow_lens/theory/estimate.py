@@ -349,21 +349,19 @@ def _fit_shape(architecture: Any, task: Any) -> ModelShape:
     return shape if shape.n_tokens == task.n_tokens else shape.set_length(task.n_tokens)
 
 
+@dataclass
 class _Case:
     """One target and one architecture: the schedules, run on samples, and the verdict."""
 
-    def __init__(
-        self,
-        asked: Question,
-        shape: ModelShape,
-        n_tokens: int,
-        samples: Samples | None,
-        task: Any,
-    ) -> None:
-        self.asked, self.shape, self.n_tokens, self.samples = asked, shape, n_tokens, samples
-        self.task = task
+    asked: Question
+    shape: ModelShape
+    n_tokens: int
+    samples: Samples | None
+    task: Any
+
+    def __post_init__(self) -> None:
         self._held: dict[Answer, float | None] = {}
-        self.reachable = shape.reach(n_tokens) >= n_tokens
+        self.reachable = self.shape.reach(self.n_tokens) >= self.n_tokens
 
     @cached_property
     def best(self) -> Answer:

@@ -21,7 +21,6 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import (
     Component,
     Score,
-    best_in_list,
     best_inside,
     common_positions,
     least,
@@ -234,12 +233,10 @@ class Max(Retrieval):
         component, held = run.components[self.component], run.sets[:, : run.n_tokens]
         if for_tokens and component.arity == 2:
             return run.best_seen(pair_scores(component, run.x, self.reverse))
-        if component.tuples is None:
-            best = best_inside(run.x, held, component)
-        else:
-            if not for_tokens:  # across two positions: the listed tuple that both together hold
-                held = held | run.sets[:, run.n_tokens :]
-            best = best_in_list(run.x, held, component)
+        # across two positions: the listed tuple that both together hold
+        if component.tuples is not None and not for_tokens:
+            held = held | run.sets[:, run.n_tokens :]
+        best = best_inside(run.x, held, component)
         if for_tokens:
             return run.best_seen(best[:, None])
         return best.argmax(dim=-1, keepdim=True)

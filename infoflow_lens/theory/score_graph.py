@@ -317,10 +317,10 @@ def order_of(component: Component, places: Sequence[int], n_filled: int, tokens:
 
 
 def _average(score: Score, places: Sequence[int], anchors: Tensor, x: Tensor) -> Tensor:
-    return _score_beside(score, places, anchors, x).double().mean(dim=-1)
+    return score_beside(score, places, anchors, x).double().mean(dim=-1)
 
 
-def _score_beside(
+def score_beside(
     score: Score, places: Sequence[int], anchors: Tensor, x: Tensor
 ) -> Float[Tensor, "*batch anchor"]:
     """Score tokens at some places beside each of several fillings of the rest."""
@@ -347,7 +347,7 @@ def _choose_anchors(
     first, second = (_fillings(tokens, ASKED, arity, generator)[:, list(places)] for _ in range(2))
     # places whose tokens are given hold the same ones in both fillings
     second[:, n_filled:] = first[:, n_filled:]
-    beside = partial(_score_beside, score, places)
+    beside = partial(score_beside, score, places)
     # differences that some filling of the rest shows, and others hide
     shown = _step(partial(beside, anchors), first, second) != 0
     if bool((shown.any(dim=1) == shown.all(dim=1)).all()):
