@@ -185,17 +185,25 @@ def measure_parts(
         KeyboardInterrupt: after the batch in which Ctrl-C came; finished batches are kept.
     """
     found: dict[str, Any] = {}
+    # one set of processes for the shards of probes, and for parts
     with context.executor.keep_processes() as executor:
         context = replace(context, executor=executor)
-        left = ["all", "detail"]
-        if executor.jobs > 1:
-            # what has several shards is spread by these, and comes first
-            left.sort(key=lambda which: not _has_shards(context, which))
-            while left and _has_shards(context, left[0]):
-                found |= _run_together(folder, left.pop(0), parts, context, say)
-            _measure_in_workers(folder, parts, context, say)  # which leave results in the folder
-        for which in left:
-            found |= _run_together(folder, which, parts, context, say)
+        for which in ("all", "detail"):  # probes of several parts share their passes
+            # what has several shards is spread by these, and comes first; workers leave the
+            # results of other parts in the folder
+            if context.executor.jobs > 1 and (which == "detail" or not _has_shards(context)):
+                _measure_in_workers(folder, parts, context, say)
+            wanted: dict[str, Probe[Any]] = {}
+            for part in parts.values():
+                of_part = _probes_of(part, context) if part.sequences == which else {}
+                twice = ", ".join(wanted.keys() & of_part.keys())
+                if twice:
+                    raise InfoFlowError(
+                        f"{type(part).__name__} names a probe {twice!r}, as another part does: "
+                        "expected a name of its own; rename it in the package that adds it"
+                    )
+                wanted |= of_part
+            found |= _run_together(folder, which, wanted, context, say)
     for name, part in parts.items():
         if name not in found:
             # parts without probes may read what the probes have found
@@ -271,23 +279,12 @@ def _divide(parts: Mapping[str, Part], context: RunContext) -> Iterator[dict[str
     yield from ({name: part} for name, part in parts.items() if not shared[name])
     for which in ("detail", "all"):
         some = {n: part for n, part in parts.items() if shared[n] and part.sequences == which}
-        if some and not _has_shards(context, which):
+        if some and not (which == "all" and _has_shards(context)):
             yield some
 
 
-_DETAIL_BATCHES = 2  # of a shard of the first sequences, on which probes take long
-
-
-def _shard_size(context: RunContext, which: str) -> int:
-    """Choose how many of all or of the first sequences are measured together."""
-    shard = context.config.shard
-    return shard if which == "all" else min(shard, _DETAIL_BATCHES * context.config.batch_size)
-
-
-def _has_shards(context: RunContext, which: str) -> bool:
-    """Say whether all or the first sequences are several shards."""
-    batches = context.batches if which == "all" else context.detail
-    return (batches.n_sequences or 0) > _shard_size(context, which)
+def _has_shards(context: RunContext) -> bool:
+    return (context.batches.n_sequences or 0) > context.config.shard
 
 
 def _measure_in_worker(task: _PartsTask) -> Mapping[str, Part]:
@@ -311,39 +308,19 @@ def _measure_in_worker(task: _PartsTask) -> Mapping[str, Part]:
     return task.parts
 
 
-def _probes_together(
-    parts: Mapping[str, Part], which: str, context: RunContext
-) -> dict[str, Probe[Any]]:
-    """Return the probes of all parts that read the same sequences.
-
-    Raises:
-        InfoFlowError: if two parts give a probe the same name.
-    """
-    wanted: dict[str, Probe[Any]] = {}
-    for part in parts.values():
-        of_part = _probes_of(part, context) if part.sequences == which else {}
-        twice = ", ".join(wanted.keys() & of_part.keys())
-        if twice:
-            raise InfoFlowError(
-                f"{type(part).__name__} names a probe {twice!r}, as another part does: "
-                "expected a name of its own; rename it in the package that adds it"
-            )
-        wanted |= of_part
-    return wanted
-
-
 def _run_together(
-    folder: RunFolder, which: str, parts: Mapping[str, Part], context: RunContext, say: Say
+    folder: RunFolder,
+    which: str,
+    wanted: Mapping[str, Probe[Any]],
+    context: RunContext,
+    say: Say,
 ) -> dict[str, Any]:
     """Run probes that share forward passes, or read their results from disk if they are there."""
-    wanted = _probes_together(parts, which, context)
     finished = {name: _load_result(folder, name) for name in wanted}
     if all(result is not None for result in finished.values()):
         return finished
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
     batches = context.batches if which == "all" else context.detail
-    config = replace(context.config, shard=_shard_size(context, which))
-    context = replace(context, config=config)
     # the comparison reads what is measured of the first sequences, and so it stays whole
     gathered = run_in_shards(context, batches, wanted, checkpoint, say, to_disk=which == "all")
     found, failed = {}, []

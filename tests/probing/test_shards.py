@@ -326,38 +326,12 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
         run(tmp_path / "disk", config)
 
 
-def in_turn(function, units, each_second):
-    """Run units as workers do, one after the other, each from what is sent to it."""
-    for unit in units:
-        yield function(pickle.loads(pickle.dumps(unit.value)))
-
-
-def test_what_is_measured_of_the_first_sequences_is_spread_too(config, tmp_path, monkeypatch):
-    """Influence takes longest: it was one unit, for which all other workers waited."""
-    changes = {"probes": ("influence",), "n_detail": 14}
-    config = ProbingConfig(**{**vars(config), **changes})
-    alone = run(tmp_path / "alone", config)
-    units = []
-
-    def counted(function, given, each_second):
-        some = list(given)
-        units.extend(some)
-        yield from in_turn(function, some, each_second)
-
-    monkeypatch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(counted))
-    spread = run(tmp_path / "spread", config, jobs=2)
-    assert [unit.name for unit in units] == [f"shard {i} (from sequence {6 * i})" for i in range(3)]
-    assert contents(spread.out) == contents(alone.out)
-    whole = ProbingConfig(**{**vars(config), "n": 14, "batch_size": 7})  # one shard
-    other = run(tmp_path / "whole", whole)
-    assert alone.influence.influence.shape[1] == 14
-    torch.testing.assert_close(
-        alone.influence.influence, other.influence.influence, rtol=1e-4, atol=1e-6
-    )
-
-
 def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path, monkeypatch):
     """A disk with room for all but little more is enough for workers, too."""
+
+    def in_turn(function, units, each_second):
+        for unit in units:
+            yield function(pickle.loads(pickle.dumps(unit.value)))
 
     def usage(path):
         taken = sum(file.stat().st_size for file in (tmp_path / "positions").glob("*"))
