@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import bind_to_thread
 from infoflow_lens.hooks.answer.question import Change, Question, keep_shown, make_edits
+from infoflow_lens.hooks.influence.base import find_precision
 from infoflow_lens.hooks.model.call import (
     AXES,
     HookFunction,
@@ -375,7 +376,7 @@ def _take_head(
 
 def _find_tolerance(tolerance: float, tensor: Tensor) -> float:
     """Return the tolerance, or what rounding in the precision of a tensor needs."""
-    return max(tolerance, _ROUNDINGS * torch.finfo(tensor.dtype).eps)
+    return max(tolerance, _ROUNDINGS * torch.finfo(find_precision(tensor)).eps)
 
 
 @dataclass(frozen=True)

@@ -361,10 +361,11 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         exists = mark_existing(place, lengths, n_source)
         influence = torch.where(exists, influence.cpu(), 0)
         # nor is rounding beside the largest influence on the same state an influence
-        floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in expected])
+        precisions = [find_precision(state) for state in expected]
+        floors = torch.tensor([_ROUNDING * torch.finfo(each).eps for each in precisions])
         largest = influence.amax(dim=-1, keepdim=True)
         influence = influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)
-        half = next((s.dtype for s in expected if s.dtype in _HALF), None)
+        half = next((each for each in precisions if each in _HALF), None)
         more = {**more, "coarse": str(half or "").removeprefix("torch."), "mixed": ""}
         if self.source_layer is None and seen.batch is not None:
             more["mixed"] = note_neighbours(model, seen.batch)
@@ -377,7 +378,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             return notes
         floor = f"{self.rounding * torch.finfo(getattr(torch, self.coarse)).eps:.1%}"
         note = f"in {self.coarse}, {self.floor_of.format(floor)} is rounding, and counts as 0"
-        return (*notes, f"{note}; load the model in float32 to see smaller influence")
+        return (*notes, f"{note}; measure in float32 to see smaller influence")
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
         """Refuse hooks that edit the sources: repeated passes begin with the edited values.
@@ -525,5 +526,14 @@ def enters_again(
 
 def tolerance(state: Tensor) -> float:
     """Return how far a state may differ between two passes, relative to its norm."""
-    half = state.dtype in _HALF
+    half = find_precision(state) in _HALF
     return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE
+
+
+def find_precision(state: Tensor) -> torch.dtype:
+    """Find the dtype a state was computed in: under autocast, sums of rounded parts are wide."""
+    device = state.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        narrow = torch.get_autocast_dtype(device)
+        return max(state.dtype, narrow, key=lambda dtype: torch.finfo(dtype).eps)
+    return state.dtype

@@ -18,6 +18,7 @@ from infoflow_lens.hooks.influence.base import (
     Rerun,
     StateInfluence,
     enters_again,
+    find_precision,
     rows_at_once,
     start_point,
 )
@@ -159,7 +160,8 @@ class ResampleInfluence(StateInfluence):
         rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
         # below this, a difference is what two passes of one input may have, too
         rounding = [
-            _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
+            _ROUNDING * torch.finfo(find_precision(state)).eps * state.float().norm(dim=-1)
+            for state in plain
         ]
         self._expect(n_source * n_donors * batch)
         asked = place.clamp(min=0)

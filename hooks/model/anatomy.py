@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import SeededRandom, eval_mode, modules_of
+from infoflow_lens.foundation.modules import SeededRandom, eval_mode, modules_of, on_user_device
 from infoflow_lens.hooks.model.log import (
     SAME,
     UNCHANGED,
@@ -393,7 +393,7 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
             watched = _run(model, example)
         check_gives_numbers(model, first_tensor(watched))
         with SeededRandom(0):
-            bare = model(**example)
+            bare = _run(model, example)
         anatomy = _read(model, log, given, stack, list(tensors_in(watched)))
     anatomy.distance = _measure_distance(list(tensors_in(bare)), list(tensors_in(watched)))
     anatomy._state = _describe_state(model)
@@ -424,7 +424,8 @@ def _check_is_visible(model: nn.Module) -> None:
 
 def _run(model: nn.Module, example: Mapping[str, Any]) -> Any:
     try:
-        return model(**example)
+        with on_user_device():
+            return model(**example)
     except InfoFlowError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.foundation.modules import SeededRandom, eval_mode
+from infoflow_lens.foundation.modules import SeededRandom, eval_mode, on_user_device
 from infoflow_lens.foundation.record import weight_processing
 from infoflow_lens.hooks.model.anatomy import Anatomy
 from infoflow_lens.hooks.model.call import (
@@ -635,7 +635,7 @@ def _find_last_state(
 
     has_stream = anatomy.blocks[-1].axes is not None
     names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if has_stream else []
-    with SiteRun(model, anatomy, names, keep).watching():
+    with SiteRun(model, anatomy, names, keep).watching(), on_user_device():
         output = model(**given)
     found = first_tensor(seen or output)
     assert found is not None  # a model gives something

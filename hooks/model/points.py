@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import outside_inference_mode
+from infoflow_lens.foundation.modules import outside_user_modes
 
 TOKENS = "hook_tokens"
 # what to do where a bridge lacks or loses something
@@ -38,7 +38,7 @@ def takes_model(function: FunctionT) -> FunctionT:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        with outside_inference_mode():
+        with outside_user_modes():
             bound.arguments["model"] = ensure_hook_points(bound.arguments["model"])
             return function(*bound.args, **bound.kwargs)
 
@@ -128,6 +128,13 @@ def check_one_device(model: nn.Module) -> None:
         InfoFlowError: with the devices.
     """
     devices = devices_of(model)
+    if "meta" in devices and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise InfoFlowError(
+            f"{type(model).__name__} is offloaded by accelerate, so that weights are there only "
+            "while their module runs: expected all of them on one device; load it with "
+            "device_map={'': 'cpu'}, or with one GPU in the place of 'cpu', and a smaller dtype "
+            "where memory does not hold it"
+        )
     if devices == ["meta"]:
         raise InfoFlowError(
             f"{type(model).__name__} is on the device 'meta', where weights have sizes and no "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import one_thread
+from infoflow_lens.foundation.modules import one_thread, outside_user_device
 from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import catching, is_own_call
@@ -114,9 +114,10 @@ def attach(
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
     split = Split(eval_every, first=first_index, step=index_step)
-    named = ensure_hook_points(model)  # what hook points are on
-    weights = WeightState(named)
-    session = Session(probes, split, prepare(named, probes, weights), weights)
+    with outside_user_device():
+        named = ensure_hook_points(model)  # what hook points are on
+        weights = WeightState(named)
+        session = Session(probes, split, prepare(named, probes, weights), weights)
     with one_thread(named):
         # the forward is wrapped once for all blocks, whose sessions come and go
         measured = _wrap_forward(model if isinstance(model, nn.Module) else named, named)
@@ -192,25 +193,27 @@ class _MeasuredForward:
         for session in self.sessions:
             session.weights.check()
             needs |= session.needs
-        tokens, mask = call_inputs(self._model, args, kwargs)
-        columns = call_columns(self._model, tokens, args, kwargs)
+        with outside_user_device():
+            tokens, mask = call_inputs(self._model, args, kwargs)
+            columns = call_columns(self._model, tokens, args, kwargs)
         self._running = True
         try:
             with catching(self._named, needs.points) as caught, self._watching():
                 output = self._forward(*args, **kwargs)
         finally:
             self._running = False
-        seen = Pass(
-            self._named,
-            caught.activations,
-            tokens=tokens,
-            mask=mask,
-            columns=columns,
-            needs=needs,
-        )
-        for session in tuple(self.sessions):
-            for probe in session.probes:
-                probe.take(seen, session.split)
+        with outside_user_device():
+            seen = Pass(
+                self._named,
+                caught.activations,
+                tokens=tokens,
+                mask=mask,
+                columns=columns,
+                needs=needs,
+            )
+            for session in tuple(self.sessions):
+                for probe in session.probes:
+                    probe.take(seen, session.split)
         return output
 
     def _watching(self) -> AbstractContextManager[None]:

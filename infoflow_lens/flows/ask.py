@@ -16,7 +16,7 @@ from infoflow_lens.flows.answer import Answer
 from infoflow_lens.flows.run import as_list, check_text
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
-from infoflow_lens.foundation.modules import eval_mode, outside_inference_mode
+from infoflow_lens.foundation.modules import eval_mode, outside_user_modes
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
@@ -128,7 +128,7 @@ _KEPT = "measured.safetensors"
 Text = str | tuple[str, str] | Tensor | Sequence[int] | Mapping[str, Any]
 
 
-@outside_inference_mode()
+@outside_user_modes()
 @checked
 def ask(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,

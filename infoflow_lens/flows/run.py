@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infoflow_lens.flows.next_tokens import next_tokens, predict_replacements
 from infoflow_lens.flows.result import Flow, RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import outside_inference_mode
+from infoflow_lens.foundation.modules import outside_user_modes
 from infoflow_lens.foundation.progress import hide_library_bars, progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.settings import (
@@ -426,7 +426,7 @@ _MOST_REASONS = 20_000  # heads times positions: half a megabyte of a page [chos
 _MOST_RANKS = 8  # that the picture's switch offers
 
 
-@outside_inference_mode()
+@outside_user_modes()
 @checked
 def flow(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.flows.run import load_and_read
-from infoflow_lens.foundation.modules import outside_inference_mode
+from infoflow_lens.foundation.modules import outside_user_modes
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs, holds_pairs
 from infoflow_lens.hooks.why.measure import measure_why, measure_why_all
@@ -15,7 +15,7 @@ from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
 from infoflow_lens.models.loading import LoadedModel
 
 
-@outside_inference_mode()
+@outside_user_modes()
 @checked
 def why(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
@@ -79,7 +79,7 @@ def why(
     return measure_why(loaded.model, inputs, layer, head, query, keys)
 
 
-@outside_inference_mode()
+@outside_user_modes()
 @checked
 def why_all(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,

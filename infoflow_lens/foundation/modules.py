@@ -4,7 +4,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -81,14 +81,44 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
 
 
+_user = threading.local()  # holds the default device of the user's, while we have left it
+
+
 @contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Leave an inference mode of the user's for a block: derivatives in it are 0, or fail."""
-    if torch.is_inference_mode_enabled():
-        # to leave it switches gradients on, which it had switched off
-        with torch.inference_mode(False), torch.no_grad():
+def outside_user_modes() -> Iterator[None]:
+    """Leave an inference mode of the user's, in which derivatives are 0 or fail, and its device."""
+    with outside_user_device():
+        if torch.is_inference_mode_enabled():
+            # to leave it switches gradients on, which it had switched off
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        else:
             yield
-    else:
+
+
+@contextmanager
+def outside_user_device() -> Iterator[None]:
+    """Leave a default device of the user's for a block: what we count lies on the host.
+
+    A device may be set in a notebook's first cell, ``torch.set_default_device("cuda")``.
+    """
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        yield
+        return
+    _user.device = device
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        del _user.device
+
+
+@contextmanager
+def on_user_device() -> Iterator[None]:
+    """Give a model of the user's the default device that it expects, for a block of its code."""
+    device = getattr(_user, "device", None)
+    with nullcontext() if device is None else torch.device(device):
         yield
 
 

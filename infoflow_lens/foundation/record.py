@@ -465,7 +465,7 @@ class _Reader:
         if isinstance(value, type) and is_own(value, self.root):
             parts = [(name, part) for name, part in vars(value).items() if _is_code(name, part)]
             return [self.read(sorted(parts)), self.read(value.__bases__)]
-        if hasattr(value, "__wrapped__") and not isinstance(value, (type, FunctionType)):
+        if _wraps_another(value) and not isinstance(value, (type, FunctionType)):
             return self.read(value.__wrapped__)
         if isinstance(value, (type, FunctionType)) or not hasattr(value, "__dict__"):
             return getattr(value, "__qualname__", type(value).__qualname__)
@@ -498,7 +498,12 @@ def _has_value(cell: Any) -> bool:
 
 def _stays(value: Any) -> bool:
     kinds = (*_CONSTANTS, Tensor, FunctionType, MethodType, partial, type, tuple, frozenset)
-    return isinstance(value, kinds) or hasattr(value, "__wrapped__")
+    return isinstance(value, kinds) or _wraps_another(value)
+
+
+def _wraps_another(value: Any) -> bool:
+    """Say whether a function was wrapped; objects that make up attributes are not asked for one."""
+    return "__wrapped__" in getattr(value, "__dict__", ())
 
 
 def _is_code(name: str, part: Any) -> bool:

@@ -21,7 +21,7 @@ from infoflow_lens.foundation.errors import (
 )
 from infoflow_lens.foundation.files import read_json, temporary_folder
 from infoflow_lens.foundation.memory import check_device
-from infoflow_lens.foundation.modules import outside_inference_mode
+from infoflow_lens.foundation.modules import outside_user_modes
 from infoflow_lens.foundation.naming import GGUF, find_model, nearest
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.adapters import ADAPTER, add_adapter, find_base
@@ -91,7 +91,7 @@ class LoadedModel:
         )
 
 
-@outside_inference_mode()  # whose weights would take part in no derivative
+@outside_user_modes()  # whose weights would take part in no derivative
 def load_any(
     name_or_path: str | os.PathLike[str] | nn.Module | LoadedModel,
     *,

@@ -20,6 +20,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import on_user_device, outside_user_modes
 from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
 from infoflow_lens.hooks.model.call import mark_own_call
@@ -214,6 +215,7 @@ def sum_biases(
     return total
 
 
+@outside_user_modes()
 def open_model(
     model: nn.Module,
     tokenizer: Any = None,
@@ -380,7 +382,7 @@ class NamedModel(HookedRootModule):
         some = args[0] if args and isinstance(args[0], list) else args[:1]
         if some and all(isinstance(text, str) for text in some):
             args, kwargs = args[1:], self._tokenize(args[0]) | kwargs
-        with self.watching():
+        with self.watching(), on_user_device():
             output = self.original_model(*args, **kwargs)
         if return_type == "logits":
             logits = getattr(output, "logits", None)
@@ -389,7 +391,7 @@ class NamedModel(HookedRootModule):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does; hook points fire in each of its passes."""
-        with self.watching():
+        with self.watching(), on_user_device():
             return self.original_model.generate(*args, **kwargs)
 
     @contextmanager

@@ -20,6 +20,7 @@ from infoflow_lens.foundation.documents import PROBE_PAGE
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import make_temporary_folder, write_signed, write_text
 from infoflow_lens.foundation.lazy import pd
+from infoflow_lens.foundation.modules import outside_user_modes
 from infoflow_lens.foundation.naming import is_path, nearest
 from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.processes import threads
@@ -355,6 +356,7 @@ def _accept_probes(function: Callable[..., ProbingResult]) -> Callable[..., Prob
 
 
 @_accept_probes
+@outside_user_modes()
 def probe(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     data: str | os.PathLike[str] | Inputs,

@@ -11,14 +11,19 @@ from itertools import product
 import pytest
 import torch
 
+import infoflow_lens
 from infoflow_lens import (
     InfoFlowError,
+    JacobianInfluence,
     PositionsProbe,
+    RecoveryProbe,
     ask,
     attach,
     flow,
     inspect_model,
+    label_heads,
     load_any,
+    open_model,
     run_probes,
 )
 from infoflow_lens.hooks import (
@@ -419,7 +424,7 @@ def test_an_inference_mode_of_the_users_changes_no_number():
             measure_shares(model, ids, LogitDifference(7, 3)).values,
             measure_why(model, ids, 1, 2).pieces,
             torch.cat(measure_why_all(model, ids).values),
-            flow(model, ids, progress=False).influence.values,
+            flow(model, ids, progress=False).influence.influence,
             torch.tensor(answer.to_frame("heads")["estimate"].to_numpy()),
         ]
 
@@ -434,6 +439,36 @@ def test_an_inference_mode_of_the_users_changes_no_number():
             assert not run(model, zoo.tokens(1, 7), output=True).output.requires_grad
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_default_device_of_the_users_changes_no_number():
+    """In a notebook that begins with set_default_device("cuda"), say; "meta" has no numbers."""
+    model, ids = zoo.build("llama"), zoo.tokens(6, 7)
+
+    def attached():
+        with attach(model, JacobianInfluence(), PositionsProbe()) as probes:
+            model(ids)
+        return probes.results()[0].influence
+
+    def measure():
+        named = open_model(model)
+        answer = ask(named, ids[:1], 7, 3, ids[1:2], quick=True, progress=False)
+        results = run_probes(named, ids, [RecoveryProbe((1,)), PatternsProbe()], progress=False)
+        return [
+            attached(),
+            results[0].fvu[0],
+            label_heads(named, ids, progress=False).worth[0],
+            measure_shares(named, ids[:1], LogitDifference(7, 3)).values,
+            infoflow_lens.probe(named, ids, progress=False).influence.influence,
+            torch.tensor(answer.to_frame("heads")["estimate"].to_numpy(), device="cpu"),
+        ]
+
+    expected = measure()
+    with torch.device("meta"):
+        found = measure()
+        assert torch.get_default_device().type == "meta"
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
 
 
 def test_weights_that_are_loaded_in_inference_mode_have_derivatives(folders):

@@ -287,6 +287,19 @@ def test_half_precision_agrees_with_single(token_model, token_inputs):
     assert not exact.notes
 
 
+@pytest.mark.parametrize("measure", [JacobianInfluence, ResampleInfluence])
+def test_autocast_counts_as_half_precision(measure):
+    """The states of the residual stream are float32 there, and what is added to them is not."""
+    model, ids = families.build("llama"), families.tokens(9)
+    settings = {"donors": ids.flip(0)} if measure is ResampleInfluence else {}
+    (exact,) = run_probes(model, ids, [measure(**settings)], progress=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = run_probes(model, ids, [measure(**settings)], progress=False)
+    assert (found.influence - exact.influence).norm() < 0.05 * exact.influence.norm()
+    assert "in bfloat16" in found.notes[0]
+    assert not exact.notes
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_bridges_run_whole(tmp_path, name):
     from transformer_lens.model_bridge import TransformerBridge

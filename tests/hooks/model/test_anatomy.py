@@ -246,6 +246,13 @@ def test_what_cannot_be_shown_is_refused_before_the_first_forward(model_of):
     assert not seen
 
 
+def test_what_is_offloaded_is_refused_with_what_to_load():
+    """It was taken for a model without weights, "load it with from_pretrained"."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(families.build("llama"), torch.device("cpu"))
+    refused(model, "is offloaded by accelerate.*device_map={'': 'cpu'}")
+
+
 def test_what_shows_no_attention_is_refused_with_the_reason():
     refused(families.build("longformer"), "takes softmaxes, but none is multiplied by values")
     refused(families.build("fnet"), "no attention was seen in FNetForMaskedLM")
