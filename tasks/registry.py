@@ -167,3 +167,43 @@ def load_task(name: str, **parameters: Any) -> Task:
     task = _task_of(name)
     check_known(parameters, parameter_names(task), f"task {name!r}", "parameter")
     return task(**parameters)
+
+
+def load_task_for(model: Any, name: str) -> Task:
+    """Load the task of that name, in the sizes of a model of ours where it has others.
+
+    Raises:
+        InfoFlowError: as :func:`load_task`.
+    """
+    task, architecture = load_task(name), getattr(model, "architecture", None)
+    sizes = {
+        size: getattr(architecture, size)
+        for size in ("n_tokens", "d_token")
+        if size in parameter_names(task)
+        and getattr(architecture, size, None) not in (None, getattr(task, size))
+    }
+    return load_task(name, **sizes) if sizes else task
+
+
+def resolve_task(task: Any, kind: type = object) -> Any:
+    """Load the task of that name with its own sizes; return what is no name as it is.
+
+    Args:
+        task: a task, its name, or for the theory another object with `n_tokens`.
+        kind: that the task must be of.
+
+    Raises:
+        InfoFlowError: for an unknown name, for a class in the place of a task, and for what is
+            neither.
+    """
+    task = load_task(task) if isinstance(task, str) else task
+    if isinstance(task, type):
+        raise InfoFlowError(
+            f"task is the class {task.__name__}: expected a task; make one, {task.__name__}()"
+        )
+    if not hasattr(task, "n_tokens") or not isinstance(task, kind):
+        raise InfoFlowError(
+            f"task is {task!r}: expected a task, or the name of one: {', '.join(list_tasks())}; "
+            "infoflow_lens.tasks.Target makes one of your own"
+        )
+    return task

@@ -244,8 +244,8 @@ def test_the_phase_diagram_turns_at_d():
         (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"heads are \[\(0,\)\]"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
-        (lambda: infoflow_lens.estimate((2,), None), "task is None: expected the name of a task"),
-        (lambda: infoflow_lens.design(5, 8), "task is 5: expected the name of a task"),
+        (lambda: infoflow_lens.estimate((2,), None), "task is None: expected a task, or the name"),
+        (lambda: infoflow_lens.design(5, 8), "task is 5: expected a task, or the name"),
         (
             lambda: infoflow_lens.estimate((3.0,), "d_retrieval"),
             r"heads are \(3.0,\): expected one or more integers of at least 1",
