@@ -636,7 +636,7 @@ def _find_last_state(
 
     has_stream = anatomy.blocks[-1].axes is not None
     names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if has_stream else []
-    with SiteRun(model, anatomy, names, keep).watching():
+    with SiteRun(model, anatomy, names, keep).watch():
         output = model(**given)
     found = first_tensor(seen or output)
     assert found is not None  # a model gives something

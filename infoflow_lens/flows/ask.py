@@ -245,7 +245,7 @@ def ask(
         read_inputs(opened, whole[None], name="text, with what the answers share,")
     spans = find_units(opened, whole, units)
     # a folder keeps what was measured, so that the same question goes on
-    with _keeping(resume) as kept:
+    with _keep_in(resume) as kept:
         numbers = measure_answer(
             opened,
             whole,
@@ -315,7 +315,7 @@ def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -
 
 
 @contextmanager
-def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
+def _keep_in(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
     """Give what a folder keeps as `resume`, and as `after` what keeps more there."""
     if folder is None:
         yield {}

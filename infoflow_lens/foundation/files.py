@@ -130,7 +130,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         InfoFlowError: where the file cannot be written, such as on a full disk; and for what the
             owner of the folder refuses (:func:`let_own`).
     """
-    with naming_file(Path(path)), atomic_paths([Path(path)]) as (temporary,):
+    with name_file_in_errors(Path(path)), atomic_paths([Path(path)]) as (temporary,):
         yield temporary
 
 
@@ -151,7 +151,7 @@ def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Itera
     temporaries = []
     try:
         for target in targets:
-            with naming_file(target):
+            with name_file_in_errors(target):
                 if owner is None:
                     temporary = target.with_name(temporary_name(target))
                 else:
@@ -161,7 +161,7 @@ def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Itera
                 temporaries.append((temporary, _mode_of(target, temporary)))
         yield [temporary for temporary, _ in temporaries]
         for target, (temporary, mode) in zip(targets, temporaries, strict=True):
-            with naming_file(target):
+            with name_file_in_errors(target):
                 with temporary.open("rb+") as file:
                     sync(file.fileno())
                 # safetensors puts a file of its own in this one's place, for its owner alone
@@ -170,7 +170,7 @@ def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Itera
                         temporary.chmod(mode)
         finished = [temporary for temporary, _ in temporaries]
         if owner is None:
-            with naming_file(targets[-1]):
+            with name_file_in_errors(targets[-1]):
                 _replace_together(finished, targets, removed)
         else:
             for temporary, target in zip(finished, targets, strict=True):
@@ -280,7 +280,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
+def name_file_in_errors(target: Path, verb: str = "write") -> Iterator[None]:
     """Turn errors of the system into an InfoFlowError that names the file and what was tried."""
     try:
         yield

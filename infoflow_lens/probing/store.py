@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file, read_signed, write_signed
+from infoflow_lens.foundation.files import name_file_in_errors, read_signed, write_signed
 from infoflow_lens.hooks.model.inputs import Batches, Extent, Rows
 from infoflow_lens.runs.folder import RunFolder
 
@@ -108,7 +108,7 @@ class _ArrowFile:
         Raises:
             InfoFlowError: if the file is spoiled or gone.
         """
-        with self._reading(start, stop, name) as (table, column):
+        with self._open_rows(start, stop, name) as (table, column):
             rows = column.combine_chunks()
             offsets = rows.offsets.to_numpy()
             # a slice of lists still holds all values; its offsets say which are its own
@@ -126,18 +126,18 @@ class _ArrowFile:
 
     def extent(self) -> Extent:
         """Count the sequences of the file, and find their lengths."""
-        with self._reading(0, 0) as (table, _):
+        with self._open_rows(0, 0) as (table, _):
             n = len(table)
         return Extent(n, *self.lengths(0, n))
 
     def columns(self) -> list[str]:
         """Name the columns beside the sequences."""
-        with self._reading(0, 0) as (table, _):
+        with self._open_rows(0, 0) as (table, _):
             return list(table.column_names[1:])
 
     def lengths(self, start: int, stop: int) -> tuple[int, int]:
         """Return the tokens of the longest and of the shortest of some sequences; 0 for none."""
-        with self._reading(start, stop) as (_, column):
+        with self._open_rows(start, stop) as (_, column):
             found = pc.min_max(pc.list_value_length(column)).as_py()
             return found["max"] or 0, found["min"] or 0
 
@@ -151,7 +151,7 @@ class _ArrowFile:
             return pa.OSFile(str(self.path))
 
     @contextmanager
-    def _reading(
+    def _open_rows(
         self, start: int, stop: int, name: str | None = None
     ) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
         try:
@@ -258,7 +258,7 @@ def store_sequences(parts: Iterable[Batches], scratch: Path, what: str) -> Seque
     changed: set[str] = set()
     n, longest, shortest = 0, 0, 2**63
     with ExitStack() as stack:
-        stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
+        stack.enter_context(name_file_in_errors(path))  # closing writes, too, also behind an error
         writer = None
         # written as they come: all sequences need not fit into memory
         for part in parts:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file
+from infoflow_lens.foundation.files import name_file_in_errors
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.texts import group_by_size, ids_of_texts, tokenize
 
@@ -94,13 +94,13 @@ def windows(
         return
     n_stream = 0
     with ExitStack() as stack:
-        with naming_file(scratch):
+        with name_file_in_errors(scratch):
             file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
         for ids in parts:
             n_stream += len(ids)
-            with naming_file(scratch):
+            with name_file_in_errors(scratch):
                 file.write(ids.to(torch.int32).numpy().tobytes())
-        with naming_file(scratch):
+        with name_file_in_errors(scratch):
             file.flush()
         # mapped anew for every part, so that what was read does not stay in memory
         yield from _spread(
