@@ -6,6 +6,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_text
+from infoflow_lens.foundation.memory import check_memory
 from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.loading import DTYPES
 from infoflow_lens.probing.config import FEWEST, SurveyConfig
@@ -13,7 +14,6 @@ from infoflow_lens.probing.measuring import possible_parts
 from infoflow_lens.probing.page import per_head
 from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.run import ProbingResult, run_probing
-from infoflow_lens.runs.memory import check_memory
 
 _PASS_ROOM = 2**25  # numbers in the largest tensor of a pass of the labels
 _TENSORS = 6  # of that size at a time: pattern, ideals, logits and their gradient
