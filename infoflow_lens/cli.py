@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.ask import ask, serve
 from infoflow_lens.commands.common import (
     AsJson,
     Backend,
@@ -21,6 +20,7 @@ from infoflow_lens.commands.common import (
     Jobs,
     Quiet,
     folder,
+    options_of,
     print_lines,
     repeat_command,
     say,
@@ -30,8 +30,7 @@ from infoflow_lens.commands.common import console as make_console
 from infoflow_lens.commands.common import report_errors as _report_errors
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
-from infoflow_lens.commands.flow import flow, why
-from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.texts import ask, flow, serve, why
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.foundation.streams import open_streams

@@ -11,12 +11,13 @@ from infoflow_lens.commands.common import (
     Quiet,
     TokenSize,
     console,
+    options_of,
     print_lines,
+    refuse_needless,
     report_errors,
     say_json,
     task_by_options,
 )
-from infoflow_lens.commands.options import options_of, refuse_needless
 
 
 @dataclass(frozen=True)

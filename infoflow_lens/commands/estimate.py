@@ -13,12 +13,13 @@ from infoflow_lens.commands.common import (
     Overwrite,
     TokenSize,
     console,
+    options_of,
     print_lines,
+    refuse_needless,
     report_errors,
     say_json,
     task_by_options,
 )
-from infoflow_lens.commands.options import options_of, refuse_needless
 
 _SIGNS = {
     "excluded, proved": "[red]X[/]",

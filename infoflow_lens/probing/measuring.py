@@ -7,7 +7,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.files import let_own
-from infoflow_lens.foundation.interrupts import defer_interrupts
+from infoflow_lens.foundation.processes import defer_interrupts
 from infoflow_lens.foundation.record import code_digest, is_own
 from infoflow_lens.hooks import ModelCapabilities, NextTokenLoss, Probe, Result, inspect_model
 from infoflow_lens.hooks.model.inputs import Batches

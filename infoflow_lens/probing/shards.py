@@ -20,7 +20,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import name_file_in_errors
-from infoflow_lens.foundation.interrupts import defer_interrupts
+from infoflow_lens.foundation.processes import defer_interrupts
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.saving import read_state
 from infoflow_lens.hooks import Probe
