@@ -44,10 +44,10 @@ from infoflow_lens.hooks.passes.run import run as run
 from infoflow_lens.hooks.passes.run import run_probes as run_probes
 from infoflow_lens.hooks.passes.view import Needs as Needs
 from infoflow_lens.hooks.passes.view import Pass as Pass
-from infoflow_lens.hooks.patterns import AttendedProbe as AttendedProbe
-from infoflow_lens.hooks.patterns import AttendedResult as AttendedResult
-from infoflow_lens.hooks.patterns import PatternsProbe as PatternsProbe
-from infoflow_lens.hooks.patterns import PatternsResult as PatternsResult
+from infoflow_lens.hooks.positions import AttendedProbe as AttendedProbe
+from infoflow_lens.hooks.positions import AttendedResult as AttendedResult
+from infoflow_lens.hooks.positions import PatternsProbe as PatternsProbe
+from infoflow_lens.hooks.positions import PatternsResult as PatternsResult
 from infoflow_lens.hooks.positions import PositionsProbe as PositionsProbe
 from infoflow_lens.hooks.positions import PositionsResult as PositionsResult
 from infoflow_lens.hooks.positions import ShardedPositions as ShardedPositions
@@ -73,8 +73,8 @@ from infoflow_lens.hooks.routes.baselines import baselines as baselines
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes as ContributionRoutes
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe as GradedSetsProbe
 from infoflow_lens.hooks.routes.graded import GradedSetsResult as GradedSetsResult
-from infoflow_lens.hooks.routes.powers import PowerRollout as PowerRollout
-from infoflow_lens.hooks.routes.powers import PowerRolloutResult as PowerRolloutResult
+from infoflow_lens.hooks.routes.graded import PowerRollout as PowerRollout
+from infoflow_lens.hooks.routes.graded import PowerRolloutResult as PowerRolloutResult
 from infoflow_lens.hooks.scores import StateScores as StateScores
 from infoflow_lens.hooks.shares.measure import Shares as Shares
 from infoflow_lens.hooks.shares.measure import measure_shares as measure_shares

@@ -45,7 +45,7 @@ from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import config_value, key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens
-from infoflow_lens.hooks.routes.powers import Question
+from infoflow_lens.hooks.routes.graded import Question
 from infoflow_lens.hooks.scores import Asked
 from infoflow_lens.hooks.why.measure import measure_why_all
 from infoflow_lens.hooks.why.result import WhyAll
