@@ -28,9 +28,8 @@ from infoflow_lens.commands.common import (
 )
 from infoflow_lens.commands.common import console as make_console
 from infoflow_lens.commands.common import report_errors as _report_errors
-from infoflow_lens.commands.design import design
-from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.texts import ask, flow, serve, why
+from infoflow_lens.commands.theory import design, estimate
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.foundation.streams import open_streams

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 
 _DEEPEST = 250  # folders in one another
 
@@ -285,13 +285,14 @@ def name_file_in_errors(target: Path, verb: str = "write") -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         remedy = _REMEDIES.get(
             getattr(error, "errno", None) or 0,
             "expected room on the disk and a folder that you may use; make room, and run the same "
             "again: what the folder of a run holds is kept (a study goes on with --resume)",
         )
-        raise InfoFlowError(f"cannot {verb} {str(target)!r} ({reason}): {remedy}") from error
+        raise InfoFlowError(
+            f"cannot {verb} {str(target)!r} ({explain_error(error)}): {remedy}"
+        ) from error
 
 
 _REMEDIES = {
@@ -343,8 +344,9 @@ def read_json(path: str | os.PathLike[str], what: str, hint: str) -> dict[str, A
         with open_regular(path) as file:
             value = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise InfoFlowError(f"{str(path)!r} is no {what} ({reason}): {hint}") from error
+        raise InfoFlowError(
+            f"{str(path)!r} is no {what} ({explain_error(error)}): {hint}"
+        ) from error
     if not isinstance(value, dict):
         raise InfoFlowError(
             f"{str(path)!r} is no {what} (it holds a {type(value).__name__}): {hint}"
@@ -435,9 +437,8 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InfoFlowError(
-            f"cannot write to the output folder {str(folder)!r} ({reason}): "
+            f"cannot write to the output folder {str(folder)!r} ({explain_error(error)}): "
             "expected a folder that you may write to; choose another folder"
         ) from error
     return folder

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.documents import NUMBERS, RESULT, header_of_tensors
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 from infoflow_lens.foundation.files import (
     atomic_path,
     atomic_paths,
@@ -369,7 +369,7 @@ def read_parts(
             raise ValueError(f"it has changed since {text.name} was written")
         yield plain, found
     except SPOILED as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = explain_error(error)
         # an error that names the other file already says what to do
         if isinstance(error, InfoFlowError) and str(text) in reason:
             raise

@@ -26,7 +26,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from infoflow_lens.foundation.display import brief
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 from infoflow_lens.foundation.files import (
     digest_of,
     digest_of_values,
@@ -478,10 +478,9 @@ def _lock_folder(folder: Path, what: str) -> Iterator[None]:
             "a time in a folder; wait until it ends, or choose another folder"
         ) from error
     except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise InfoFlowError(
-            f"{str(folder)!r} cannot be locked ({reason}): expected a folder that you may "
-            "write to; choose another folder"
+            f"{str(folder)!r} cannot be locked ({explain_error(error)}): expected a folder that "
+            "you may write to; choose another folder"
         ) from error
     try:
         shutil.rmtree(private / _SCRATCH, ignore_errors=True)

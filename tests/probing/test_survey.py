@@ -16,7 +16,7 @@ from infoflow_lens.probing.parts.heads import (
     TopKPart,
 )
 from infoflow_lens.probing.parts.tokens import RoutesPart
-from infoflow_lens.probing.survey import run_survey
+from infoflow_lens.probing.run import run_survey
 from infoflow_lens.runs import memory
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Executor
