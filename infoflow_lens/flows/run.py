@@ -41,7 +41,7 @@ from infoflow_lens.hooks import (
     run_probes,
 )
 from infoflow_lens.hooks.influence.base import StateInfluence, Threshold
-from infoflow_lens.hooks.influence.resample import donors_from
+from infoflow_lens.hooks.influence.probes import donors_from
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import config_value, key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens

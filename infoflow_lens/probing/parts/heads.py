@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from infoflow_lens.hooks import HeadLabels, label_heads
 from infoflow_lens.hooks.interventions.heads import COLOURS
-from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
+from infoflow_lens.hooks.mechanisms.budgets import TopKResult, measure_top_k
 from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.charts import Chart, Table, by_head, draw_names
 from infoflow_lens.runs.checkpoint import Checkpoint

@@ -25,7 +25,7 @@ from infoflow_lens.hooks import (
     ShardedPositions,
     baselines,
 )
-from infoflow_lens.hooks.influence.resample import donors_from
+from infoflow_lens.hooks.influence.probes import donors_from
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.probing.findings import predict_by_top_k
 from infoflow_lens.probing.part import Part, RunContext, lack_of_heads, where_lacking
