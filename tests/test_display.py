@@ -120,7 +120,7 @@ def test_objects_show_themselves_briefly(name):
 
 
 def test_a_flow_escapes_its_tokens(tmp_path):
-    pytest.importorskip("infoflow_lens.report.flow")
+    pytest.importorskip("infoflow_lens.report.pages")
     from tests.conftest import make_token_model
 
     found = il.flow(make_token_model(), [[1, 2, 3]], progress=False)

@@ -36,12 +36,6 @@ from infoflow_lens.hooks.interventions.edits import Edit
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.patterns import fill_with_mean, ideal_pattern, rescale
 from infoflow_lens.hooks.interventions.probe import EditsOfPass, InterventionResult
-from infoflow_lens.hooks.mechanisms.driver import (
-    NextTokenResult,
-    Rounds,
-    read_again,
-    read_calibration,
-)
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
     EdgeMethod,
@@ -50,6 +44,12 @@ from infoflow_lens.hooks.mechanisms.edges import (
     methods_of,
     open_edges,
     rank_edges,
+)
+from infoflow_lens.hooks.mechanisms.measure import (
+    NextTokenResult,
+    Rounds,
+    read_again,
+    read_calibration,
 )
 from infoflow_lens.hooks.model.call import run_few_tokens
 from infoflow_lens.hooks.model.inputs import Batches, Inputs

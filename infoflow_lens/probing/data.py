@@ -38,7 +38,7 @@ from infoflow_lens.hooks.model.inputs import (
     split_columns,
 )
 from infoflow_lens.hooks.model.points import check_inputs
-from infoflow_lens.probing.windows import windows
+from infoflow_lens.probing.store import windows
 from infoflow_lens.runs.folder import file_digests
 from infoflow_lens.tasks import TokenTask, list_tasks
 from infoflow_lens.tasks.registry import load_task_for

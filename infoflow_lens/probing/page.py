@@ -21,7 +21,7 @@ from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.parts.tokens import RoutesComparison
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.flow_view import FlowView, ViewedInput, view_mechanisms
-from infoflow_lens.report.probing import ProbingReport, Section
+from infoflow_lens.report.pages import ProbingReport, Section
 from infoflow_lens.theory import propagate
 
 _EXAMPLES = 3

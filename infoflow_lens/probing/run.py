@@ -49,9 +49,8 @@ from infoflow_lens.probing.measuring import (
 )
 from infoflow_lens.probing.page import build_report, per_head
 from infoflow_lens.probing.part import Part, ProbePart, RunContext, Say
-from infoflow_lens.probing.store import find_sequences, store_sequences
-from infoflow_lens.probing.windows import windows
-from infoflow_lens.report.probing import render_probing
+from infoflow_lens.probing.store import find_sequences, store_sequences, windows
+from infoflow_lens.report.pages import render_probing
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.folder import RunFolder, write_output
 

@@ -19,7 +19,7 @@ from infoflow_lens.theory.comparison import (
     growth_sizes,
     tuple_indices,
 )
-from infoflow_lens.theory.samples import Samples, resize
+from infoflow_lens.theory.schedule import Samples, resize
 from infoflow_lens.theory.shapes import ModelShape
 
 Document = dict[str, Any]

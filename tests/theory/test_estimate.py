@@ -23,8 +23,7 @@ from infoflow_lens.theory.estimate import (
     phase_diagram,
 )
 from infoflow_lens.theory.jobs import Max
-from infoflow_lens.theory.samples import Samples
-from infoflow_lens.theory.schedule import LayerSchedule, Schedule, rank_of, run_schedule
+from infoflow_lens.theory.schedule import LayerSchedule, Samples, Schedule, rank_of, run_schedule
 from infoflow_lens.theory.shapes import ModelShape
 from tests.conftest import some_of
 
@@ -478,7 +477,7 @@ def test_no_sentence_says_what_another_one_has_said():
 
 def test_tokens_that_fit_in_no_memory_are_refused(monkeypatch):
     """They ended the process: the system takes memory that is promised and not there."""
-    monkeypatch.setattr("infoflow_lens.theory.samples.free_memory", lambda: 10**9)
+    monkeypatch.setattr("infoflow_lens.theory.schedule.free_memory", lambda: 10**9)
     estimate(architecture((2,), 8), load_task("d_retrieval", n_tokens=8), verify=20)
     # of many inputs no more are drawn than are run
     assert Samples.draw(load_task("d_retrieval", n_tokens=64), 10**7, 0) is not None

@@ -18,7 +18,7 @@ from infoflow_lens.tasks.single import DRetrieval
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate, phase_diagram
 from infoflow_lens.theory.exclusion import _ties, excluding, values_of
-from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.schedule import Samples
 from infoflow_lens.theory.shapes import ModelShape
 
 
