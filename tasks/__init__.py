@@ -2,9 +2,9 @@
 
 from infoflow_lens.foundation import naming
 from infoflow_lens.tasks.card import dataset_card as dataset_card
-from infoflow_lens.tasks.memorization import Memorization as Memorization
-from infoflow_lens.tasks.question_answering import InContextQA as InContextQA
-from infoflow_lens.tasks.question_answering import NestedQA as NestedQA
+from infoflow_lens.tasks.questions import InContextQA as InContextQA
+from infoflow_lens.tasks.questions import Memorization as Memorization
+from infoflow_lens.tasks.questions import NestedQA as NestedQA
 from infoflow_lens.tasks.registry import list_tasks as list_tasks
 from infoflow_lens.tasks.registry import load_task as load_task
 from infoflow_lens.tasks.single import DRetrieval as DRetrieval

@@ -16,8 +16,7 @@ from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.naming import check_known, nearest
-from infoflow_lens.tasks.memorization import Memorization
-from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
+from infoflow_lens.tasks.questions import InContextQA, Memorization, NestedQA
 from infoflow_lens.tasks.single import DRetrieval, GlobalMean, KthLargest, PositionSum
 from infoflow_lens.tasks.task import Task
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching

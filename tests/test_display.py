@@ -36,7 +36,7 @@ from infoflow_lens.tasks import list_tasks, load_task
 from infoflow_lens.theory.information_sets import InformationSets
 from tests.conftest import make_token_model, some_of
 
-importlib.import_module("infoflow_lens.flows.answer")
+importlib.import_module("infoflow_lens.flows.ask")
 for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
     importlib.import_module(module.name)  # every class of results registers itself
 

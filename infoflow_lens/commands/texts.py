@@ -224,8 +224,7 @@ def serve(
     Nobody but a browser on this machine that has the printed address can open the page.
     """
     with report_errors():
-        from infoflow_lens.flows.answer import Answer
-        from infoflow_lens.flows.ask import ask, cut_lines
+        from infoflow_lens.flows.ask import Answer, ask, cut_lines
         from infoflow_lens.flows.serve import AnswerServer, read_place
         from infoflow_lens.foundation.progress import hide_library_bars
         from infoflow_lens.hooks.readouts import says_next_token

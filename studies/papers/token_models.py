@@ -18,8 +18,7 @@ from infoflow_lens.studies.constructions import (
 )
 from infoflow_lens.studies.study import Pair, Row, Settings, Study, run_bytes
 from infoflow_lens.tasks import Task, load_task
-from infoflow_lens.tasks.memorization import Memorization
-from infoflow_lens.tasks.question_answering import NestedQA
+from infoflow_lens.tasks.questions import Memorization, NestedQA
 from infoflow_lens.tasks.templates import TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 from infoflow_lens.training import TrainingConfig, TrainingResult, evaluate_labels, train
