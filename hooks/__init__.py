@@ -76,16 +76,16 @@ from infoflow_lens.hooks.routes.graded import GradedSetsResult as GradedSetsResu
 from infoflow_lens.hooks.routes.graded import PowerRollout as PowerRollout
 from infoflow_lens.hooks.routes.graded import PowerRolloutResult as PowerRolloutResult
 from infoflow_lens.hooks.scores import StateScores as StateScores
-from infoflow_lens.hooks.shares.measure import Shares as Shares
-from infoflow_lens.hooks.shares.measure import measure_shares as measure_shares
+from infoflow_lens.hooks.shares import Shares as Shares
+from infoflow_lens.hooks.shares import measure_shares as measure_shares
 from infoflow_lens.hooks.states import State as State
 from infoflow_lens.hooks.states import combined as combined
 from infoflow_lens.hooks.states import concatenated as concatenated
 from infoflow_lens.hooks.states import summed as summed
-from infoflow_lens.hooks.why.measure import measure_why as measure_why
-from infoflow_lens.hooks.why.measure import measure_why_all as measure_why_all
-from infoflow_lens.hooks.why.result import Why as Why
-from infoflow_lens.hooks.why.result import WhyAll as WhyAll
+from infoflow_lens.hooks.why import Why as Why
+from infoflow_lens.hooks.why import WhyAll as WhyAll
+from infoflow_lens.hooks.why import measure_why as measure_why
+from infoflow_lens.hooks.why import measure_why_all as measure_why_all
 
 if typing.TYPE_CHECKING:
     from infoflow_lens.hooks.passes.attach import AttachedProbes as AttachedProbes

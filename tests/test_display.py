@@ -213,7 +213,7 @@ def intervention_of(text):
 
 FIGURES = {  # by the file that draws
     "hooks/interventions/probe.py": intervention_of,
-    "hooks/why/result.py": why_of,
+    "hooks/why.py": why_of,
     "hooks/result.py": lambda text: array_of(text, 2, 3),
     "hooks/result.py, bars": lambda text: array_of(text, 3),
     "hooks/result.py, panels": lambda text: array_of(text, 2, 2, 3),
@@ -242,7 +242,7 @@ def test_every_file_that_draws_is_asked():
 
 TEXTS = ("$$", r"$\frac", r"\$5 and $6")
 DOLLARS = [(name, text) for name in FIGURES for text in TEXTS]
-WHY = "hooks/why/result.py"  # which draws fast
+WHY = "hooks/why.py"  # which draws fast
 
 
 @pytest.mark.parametrize(

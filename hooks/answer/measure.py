@@ -44,7 +44,7 @@ from infoflow_lens.hooks.readouts import (
     take_ids,
 )
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe, PowerRollout
-from infoflow_lens.hooks.shares.measure import measure_shares
+from infoflow_lens.hooks.shares import measure_shares
 
 
 def predict_tokens(
