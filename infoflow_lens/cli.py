@@ -152,14 +152,14 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 
 
 def _add_probing(
-    name: str, kind: type[Any], runner: tuple[str, str], text: str, short: str, *writes: str
+    name: str, kind: type[Any], runner: str, text: str, short: str, *writes: str
 ) -> None:
     """Add a command that makes a probe run, with an option for each of its settings.
 
     Args:
         name: of the command.
         kind: of its settings.
-        runner: module of `infoflow_lens.probing` and its function that runs.
+        runner: the function of `infoflow_lens.probing.run` that runs.
         text, short: the help of the command, and in the list of commands.
         writes: files of its folder beside those of every probe run.
     """
@@ -183,8 +183,7 @@ def _add_probing(
             # what a finished run has said is said again without loading its model
             said = read_output(out, probing.output_settings(), probing.sources(), writes)
             if said is None:
-                module, function = runner
-                run = getattr(import_module(f"infoflow_lens.probing.{module}"), function)
+                run = getattr(import_module("infoflow_lens.probing.run"), runner)
                 result = run(
                     out,
                     settings,
@@ -204,12 +203,12 @@ def _add_probing(
 
 
 _add_probing(
-    "probe", ProbingConfig, ("run", "run_probing"),
+    "probe", ProbingConfig, "run_probing",
     "Measure what a model's states depend on, predict it, and compare; run again to go on.",
     "Probe any model on any data: measure, predict, compare.",
 )  # fmt: skip
 _add_probing(
-    "survey", SurveyConfig, ("survey", "run_survey"),
+    "survey", SurveyConfig, "run_survey",
     "Measure which mechanisms the heads of a language model need, whether they are enough, and "
     "whether InfoFlow's sets are what its states depend on. A preset of probe; run again to go on.",
     "Run every measurement on a language model.", "heads.csv",

@@ -10,7 +10,8 @@ import torch
 
 from infoflow_lens import InfoFlowError, build_model, load_any, open_model
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
-from infoflow_lens.hooks.why import find_sinks, measure
+from infoflow_lens.hooks import why as measure
+from infoflow_lens.hooks.why import find_sinks
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
