@@ -225,7 +225,7 @@ FIGURES = {  # by the file that draws
 }
 FIXED = {
     "hooks/interventions/heads.py",
-    "infoflow_lens/probing/parts/tokens.py",
+    "infoflow_lens/probing/parts.py",
 }  # all words ours
 
 

@@ -276,9 +276,7 @@ def load_part(name: str) -> Part:
     if name in registered.get({}):
         return registered.get({})[name]
     if name in PARTS:
-        room, kind_name = PARTS[name].split(".")
-        module = import_module(f"infoflow_lens.probing.parts.{room}")
-        made: Part = getattr(module, kind_name)()
+        made: Part = getattr(import_module("infoflow_lens.probing.parts"), PARTS[name])()
         return made
     others = packages.find_entry_points(GROUP, PARTS)
     if name not in others:

@@ -26,12 +26,12 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import AttendedProbe, PatternsProbe, label_heads
 from infoflow_lens.hooks.model import semantics
+from infoflow_lens.probing import parts as heads
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig, part_names
 from infoflow_lens.probing.data import stream_data, stream_texts
 from infoflow_lens.probing.page import build_flow_view, build_report, per_head
-from infoflow_lens.probing.parts import heads
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.folder import MANIFEST
 from infoflow_lens.studies.constructions import build_construction
