@@ -33,7 +33,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import PowerRollout, ResampleInfluence
 from infoflow_lens.hooks.model.points import layer_count
-from infoflow_lens.hooks.routes.powers import PEAKED
+from infoflow_lens.hooks.routes.graded import PEAKED
 from tests.reference.real_models import load
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results" / "real_models"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import depth
-from infoflow_lens.hooks.mechanisms.edge_budget import measure_edge_budget
+from infoflow_lens.hooks.mechanisms.budgets import measure_edge_budget
 from infoflow_lens.models.named import open_model
 from tests.reference.real_models import load
 

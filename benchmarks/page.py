@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from infoflow_lens import ask
-from infoflow_lens.report.flow import write_flow
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
+from infoflow_lens.report.pages import write_flow
 from tests.reference import zoo
 
 _TARGET = 50

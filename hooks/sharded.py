@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import part_of, writing_parts
+from infoflow_lens.foundation.saving import open_parts, part_of
 from infoflow_lens.hooks.result import Result, digest_of_result
 
 PartT = TypeVar("PartT", bound=Result)
@@ -158,7 +158,7 @@ class ShardedResult(Result, Generic[PartT]):
         paths = [*(part_of(path, index) for index in range(copies)), path]
         try:
             n = self.n_shards
-            with writing_parts(paths, self.schema, n_parts=n, overwrite=overwrite) as writes:
+            with open_parts(paths, self.schema, n_parts=n, overwrite=overwrite) as writes:
                 parts = self.shards() if copies else ()
                 digests = [write(*part.to_parts()) for write, part in zip(writes, parts)]
                 saved = replace(self, digests=tuple(digests)) if copies else self

@@ -17,7 +17,7 @@ if "ipykernel" in sys.modules:  # a notebook, in which the libraries below would
 
 if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
-    from infoflow_lens.flows.answer import Answer as Answer
+    from infoflow_lens.flows.ask import Answer as Answer
     from infoflow_lens.flows.ask import ask as ask
     from infoflow_lens.flows.comparing import compare_flows as compare_flows
     from infoflow_lens.flows.result import Flow as Flow
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from infoflow_lens.training import train as train
 
 _HOMES = {
-    "Answer": "flows.answer",
+    "Answer": "flows.ask",
     "Architecture": "models.architecture",
     "Flow": "flows.result",
     "InfoFlowError": "foundation.errors",

@@ -1,12 +1,12 @@
 """Predicted against measured information sets, state by state, for the same inputs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
@@ -39,6 +39,7 @@ __all__ = [
 
 Predicted: TypeAlias = InformationSets | Bool[Tensor, "layer batch pos source"] | MovesKeys
 Measured: TypeAlias = Float[Tensor, "layer batch pos source"] | InfluenceResult
+_ROOM = 2**20  # numbers in a table of pairs
 SetsT = TypeVar("SetsT", InformationSets, GradedSets)
 
 
@@ -239,16 +240,14 @@ def auroc(
 
     The Mann-Whitney statistic with ties counted half, as scikit-learn's ``roc_auc_score``.
     """
-    positive = positive & candidate
-    negative = candidate & ~positive
-    # one pair table [state, positive source, negative source] at a time keeps memory in bounds
-    result = []
-    for s, p, n in zip(scores.split(256), positive.split(256), negative.split(256), strict=True):
-        pairs = p.unsqueeze(2) & n.unsqueeze(1)
-        wins = (s.unsqueeze(2) > s.unsqueeze(1)).double()
-        wins += 0.5 * (s.unsqueeze(2) == s.unsqueeze(1))
-        result.append((wins * pairs).sum((1, 2)) / pairs.sum((1, 2)))
-    return torch.cat(result)
+
+    def measure(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        pairs = positive.unsqueeze(2) & negative.unsqueeze(1)
+        wins = (scores.unsqueeze(2) > scores.unsqueeze(1)).double()
+        wins += 0.5 * (scores.unsqueeze(2) == scores.unsqueeze(1))
+        return (wins * pairs).sum((1, 2)) / pairs.sum((1, 2))
+
+    return measure_in_parts(measure, scores, positive & candidate, candidate & ~positive)
 
 
 def average_precision(
@@ -260,24 +259,30 @@ def average_precision(
 
     Sources of equal score enter together, as in scikit-learn's ``average_precision_score``.
     """
-    positive = positive & candidate
-    result = []
-    for s, p, c in zip(scores.split(256), positive.split(256), candidate.split(256), strict=True):
-        at_least = s.unsqueeze(1) >= s.unsqueeze(2)  # [state, threshold, source]
-        found = (at_least & p.unsqueeze(1)).sum(2).double()
-        n_above = (at_least & c.unsqueeze(1)).sum(2)
-        precision = torch.where(p, found / n_above, 0)  # a source left out shows nothing: 0 / 0
-        result.append(precision.sum(1) / p.sum(1))
-    return torch.cat(result)
+
+    def measure(scores: Tensor, positive: Tensor, candidate: Tensor) -> Tensor:
+        at_least = scores.unsqueeze(1) >= scores.unsqueeze(2)  # [state, threshold, source]
+        found = (at_least & positive.unsqueeze(1)).sum(2).double()
+        n_above = (at_least & candidate.unsqueeze(1)).sum(2)
+        # a source left out shows nothing: 0 / 0
+        return torch.where(positive, found / n_above, 0).sum(1) / positive.sum(1)
+
+    return measure_in_parts(measure, scores, positive & candidate, candidate)
+
+
+def measure_in_parts(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Call a function with some states at a time, as it makes tables of pairs of their sources."""
+    size = max(1, _ROOM // rows[0].shape[1] ** 2)
+    return torch.cat([function(*part) for part in zip(*(each.split(size) for each in rows))])
 
 
 def influence_inside(
     influence: Float[Tensor, "state source"],
-    members: Bool[Tensor, "state source"],
+    members: Shaped[Tensor, "state source"],
     candidate: Bool[Tensor, "state source"],
     squared: bool = True,
 ) -> Float[Tensor, " state"]:
-    """Return the share of each state's (squared) influence inside its set; NaN without any."""
+    """Return the share of (squared) influence inside sets, or probable members; NaN without any."""
     amount = influence.double() * candidate
     amount = amount.square() if squared else amount
     return (amount * members).sum(1) / amount.sum(1)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.ask import ask, serve
 from infoflow_lens.commands.common import (
     AsJson,
     Backend,
@@ -21,6 +20,7 @@ from infoflow_lens.commands.common import (
     Jobs,
     Quiet,
     folder,
+    options_of,
     print_lines,
     repeat_command,
     say,
@@ -28,10 +28,8 @@ from infoflow_lens.commands.common import (
 )
 from infoflow_lens.commands.common import console as make_console
 from infoflow_lens.commands.common import report_errors as _report_errors
-from infoflow_lens.commands.design import design
-from infoflow_lens.commands.estimate import estimate
-from infoflow_lens.commands.flow import flow, why
-from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.texts import ask, flow, serve, why
+from infoflow_lens.commands.theory import design, estimate
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.foundation.streams import open_streams
@@ -154,14 +152,14 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 
 
 def _add_probing(
-    name: str, kind: type[Any], runner: tuple[str, str], text: str, short: str, *writes: str
+    name: str, kind: type[Any], runner: str, text: str, short: str, *writes: str
 ) -> None:
     """Add a command that makes a probe run, with an option for each of its settings.
 
     Args:
         name: of the command.
         kind: of its settings.
-        runner: module of `infoflow_lens.probing` and its function that runs.
+        runner: the function of `infoflow_lens.probing.run` that runs.
         text, short: the help of the command, and in the list of commands.
         writes: files of its folder beside those of every probe run.
     """
@@ -185,8 +183,7 @@ def _add_probing(
             # what a finished run has said is said again without loading its model
             said = read_output(out, probing.output_settings(), probing.sources(), writes)
             if said is None:
-                module, function = runner
-                run = getattr(import_module(f"infoflow_lens.probing.{module}"), function)
+                run = getattr(import_module("infoflow_lens.probing.run"), runner)
                 result = run(
                     out,
                     settings,
@@ -206,12 +203,12 @@ def _add_probing(
 
 
 _add_probing(
-    "probe", ProbingConfig, ("run", "run_probing"),
+    "probe", ProbingConfig, "run_probing",
     "Measure what a model's states depend on, predict it, and compare; run again to go on.",
     "Probe any model on any data: measure, predict, compare.",
 )  # fmt: skip
 _add_probing(
-    "survey", SurveyConfig, ("survey", "run_survey"),
+    "survey", SurveyConfig, "run_survey",
     "Measure which mechanisms the heads of a language model need, whether they are enough, and "
     "whether InfoFlow's sets are what its states depend on. A preset of probe; run again to go on.",
     "Run every measurement on a language model.", "heads.csv",

@@ -6,7 +6,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import check, plain
-from infoflow_lens.tasks import load_task
+from infoflow_lens.tasks.registry import resolve_task
 from infoflow_lens.theory import design as _design
 from infoflow_lens.theory import estimate as _estimate
 from infoflow_lens.theory import schedule as _schedule
@@ -46,27 +46,6 @@ def learns(task: Any, schedule: Any, *args: Any, **settings: Any) -> float:  # n
             "estimate(architecture, task).schedule"
         )
     return _schedule.learns(resolve_task(task), schedule, *args, **settings)
-
-
-def resolve_task(task: Any) -> Any:
-    """Load the task of that name with its own sizes; return what is no name as it is.
-
-    Raises:
-        InfoFlowError: for an unknown name, for a class in the place of a task, and for what is
-            neither.
-    """
-    if isinstance(task, str):
-        return load_task(task)
-    if isinstance(task, type):
-        raise InfoFlowError(
-            f"task is the class {task.__name__}: expected a task; make one, {task.__name__}()"
-        )
-    if not hasattr(task, "n_tokens"):
-        raise InfoFlowError(
-            f"task is {task!r}: expected the name of a task, such as 'd_retrieval', or a task; "
-            "infoflow_lens.tasks.Target makes one of your own"
-        )
-    return task
 
 
 def _is_heads(value: Any) -> bool:

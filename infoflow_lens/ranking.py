@@ -1,7 +1,7 @@
 """Scores of sources beside information sets: both compared with influence, at equal set sizes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -17,6 +17,8 @@ from infoflow_lens.agreement import (
     auroc,
     check_kind,
     check_norms,
+    influence_inside,
+    measure_in_parts,
     select_layers,
     sets_of,
 )
@@ -31,20 +33,19 @@ from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 __all__ = ["RankingAgreement", "compare_rankings"]
 
 
-METRICS = (
+SET_METRICS = (
     "auroc",
     "average_precision",
     "precision",
     "precision_at_size",
     "influence_inside",
     "share_inside",
-    "auroc_measured",
-    "spearman",
 )
+WHOLE_METRICS = ("auroc_measured", "spearman")
+METRICS = (*SET_METRICS, *WHOLE_METRICS)
 CONTROLS = ("random", "recency", "measured")
 Starts = Annotated[tuple[Index, ...], MinLen(1), Distinct()]  # of ranges of positions
 Confidence = Annotated[float, Interval(gt=0, lt=1)]
-_ROOM = 2**20  # numbers in a table of pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +320,7 @@ def compare_rankings(
         without, {f"scores {name!r}": one for name, one in ranked.items()},
     )  # fmt: skip
     influence, candidate = pair.influence, pair.candidates(with_self)
-    n_layers, _, n_pos, n_source = influence.shape
+    n_pos, n_source = influence.shape[2:]
     # influence and scores may be of some positions: those of all count
     exists = pair.exists & pair.asked
     for has_scores in held:
@@ -332,24 +333,31 @@ def compare_rankings(
         "recency": -distance.abs().to(influence).expand_as(influence),
         "measured": influence,
     }
-    states = _States(influence, pair.measured, candidate, exists)
+    above = pair.measured
+    states = _States(influence.double(), above, candidate.expand_as(above), exists)
+    n_candidates = states.count(states.candidate)
+    can_rank = exists & (candidate.sum(dim=-1) > 1) & ((influence > 0) & candidate).any(dim=-1)
+
+    def rank(score: Tensor) -> dict[str, Tensor]:
+        return states.measure(_rank, WHOLE_METRICS, can_rank, score)
+
+    # ranks of whole scores do not depend on a set's size
+    whole = {name: rank(score) for name, score in everything.items()}
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
-    # ranks of whole scores do not depend on a set's size
-    whole = {name: states.rank(score) for name, score in everything.items()}
     for size_of, predicted in chosen_sets.items():
-        sizes[size_of], chosen = states.sizes(predicted.members)
-        size = sizes[size_of].to(chosen.device)[chosen]
-        for method, score in {size_of: predicted.members.float(), **everything}.items():
-            found = states.measure(chosen, size, score)
-            at_size = {metric: states.spread(chosen, value) for metric, value in found.items()}
-            values[size_of, method] = at_size | (
-                whole[method] if method in whole else states.rank(score)
-            )
+        size = sizes[size_of] = states.count(predicted.members)
+        # of a set that holds no candidate, or all, nothing can be said
+        chosen = ((size > 0) & (size < n_candidates)).to(influence.device)
+        size = size.to(influence.device)[chosen]
+        own = predicted.members.float()
+        for method, score in {size_of: own, **everything}.items():
+            at_size = states.measure(_cut, SET_METRICS, chosen, score, size)
+            values[size_of, method] = at_size | (whole[method] if method in whole else rank(own))
     return RankingAgreement(
         sets=tuple(sets),
         scores=tuple(scores),
-        n_candidates=states.count(candidate.expand(n_layers, -1, -1, -1)),
+        n_candidates=n_candidates,
         sizes=sizes,
         values=values,
         numbers=getattr(measured, "layers", ()),
@@ -439,11 +447,11 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class _States:
-    """Influence on states, of which some take part."""
+    """Influence on states, of which some exist, with the sources that are above the threshold."""
 
     influence: Float[Tensor, "layer batch pos source"]
     above: Bool[Tensor, "layer batch pos source"]
-    candidate: Bool[Tensor, "batch pos source"]
+    candidate: Bool[Tensor, "layer batch pos source"]
     exists: Bool[Tensor, "batch pos"]
 
     def count(
@@ -453,81 +461,38 @@ class _States:
         counts = (members & self.candidate).sum(dim=-1).double()
         return counts.masked_fill(~self.exists, math.nan).cpu()
 
-    def sizes(
-        self, members: Bool[Tensor, "layer batch pos source"]
-    ) -> tuple[Float[Tensor, "layer batch pos"], Bool[Tensor, "layer batch pos"]]:
-        """Count the candidates that a set holds; mark where it holds some and leaves some out."""
-        sizes = self.count(members)
-        chooses = (sizes > 0) & (sizes < self.count(torch.ones_like(members)))
-        return sizes, chooses.to(members.device)
-
-    def spread(
-        self, chosen: Bool[Tensor, "layer batch pos"], values: Float[Tensor, " state"]
-    ) -> Float[Tensor, "layer batch pos"]:
-        """Put the values of the chosen states in their places, NaN elsewhere."""
-        full = torch.full(chosen.shape, math.nan, dtype=torch.float64, device=chosen.device)
-        full[chosen] = values.double()
-        return full.cpu()
-
     def measure(
         self,
+        function: Callable[..., Float[Tensor, "state metric"]],
+        metrics: Sequence[str],
         chosen: Bool[Tensor, "layer batch pos"],
-        size: Float[Tensor, " state"],
         scores: Float[Tensor, "layer batch pos source"],
-    ) -> dict[str, Float[Tensor, " state"]]:
-        """Compute the metrics of the states that take part."""
-        return _measure_in_parts(
-            _metrics,
-            self.influence[chosen].double(),
-            self.above[chosen],
-            self.candidate.expand_as(self.above)[chosen],
-            scores[chosen],
-            size,
-        )
-
-    def rank(
-        self, scores: Float[Tensor, "layer batch pos source"]
+        *more: Float[Tensor, " state"],
     ) -> dict[str, Float[Tensor, "layer batch pos"]]:
-        """Compute the metrics of whole rankings, where two candidates have some influence."""
-        candidate = self.candidate.expand_as(self.above)
-        chosen = self.exists & (candidate.sum(dim=-1) > 1)
-        chosen = chosen & ((self.influence > 0) & candidate).any(dim=-1)
-        found = _measure_in_parts(
-            _rank,
-            self.influence[chosen].double(),
-            self.above[chosen],
-            candidate[chosen],
-            scores[chosen],
-        )
-        return {metric: self.spread(chosen, values) for metric, values in found.items()}
+        """Compute metrics of the chosen states, NaN elsewhere."""
+        rows = self.influence, self.above, self.candidate, scores
+        found = measure_in_parts(function, *(each[chosen] for each in rows), *more)
+        full = torch.full((len(metrics), *chosen.shape), math.nan, dtype=torch.float64)
+        full[:, chosen.cpu()] = found.double().T.cpu()
+        return dict(zip(metrics, full, strict=True))
 
 
-Metrics = dict[str, Float[Tensor, " state"]]
-
-
-def _measure_in_parts(function: Callable[..., Metrics], *rows: Tensor) -> Metrics:
-    """Call a function with some states at a time, as it makes tables of pairs of their sources."""
-    size = max(1, _ROOM // rows[0].shape[1] ** 2)
-    parts = [function(*part) for part in zip(*(each.split(size) for each in rows), strict=True)]
-    return {metric: torch.cat([part[metric] for part in parts]) for metric in parts[0]}
-
-
-def _rank(influence: Tensor, above: Tensor, candidate: Tensor, scores: Tensor) -> Metrics:
+def _rank(
+    influence: Tensor, above: Tensor, candidate: Tensor, scores: Tensor
+) -> Float[Tensor, "state metric"]:
     """Compute the metrics of whole rankings."""
-    return {
-        "auroc_measured": auroc(scores, above, candidate),
-        "spearman": spearman(scores.double(), influence, candidate),
-    }
+    ranks = spearman(scores.double(), influence, candidate)
+    return torch.stack([auroc(scores, above, candidate), ranks], dim=1)
 
 
-def _metrics(
+def _cut(
     influence: Float[Tensor, "state source"],
     above: Bool[Tensor, "state source"],
     candidate: Bool[Tensor, "state source"],
     scores: Float[Tensor, "state source"],
     size: Float[Tensor, " state"],
-) -> Metrics:
-    """Compute metrics, in expectation over the order of equal scores."""
+) -> Float[Tensor, "state metric"]:
+    """Compute the metrics of scores at a size, in expectation over the order of equal ones."""
     cut = _Cut.choose(scores, candidate, size)
     both = cut.both() * (candidate[:, :, None] & candidate[:, None])
     more = influence[:, :, None] - influence[:, None]  # of the first over the second
@@ -539,14 +504,13 @@ def _metrics(
     n_above = (at_least & candidate[:, None]).sum(dim=2)
     # for each source of the set, what share of those with at least its influence is in it, too
     found = (both * at_least).sum(dim=2) / n_above.clamp(min=1)
-    energy = influence.square() * candidate
     top = _Cut.choose(influence, candidate, size)
-    return {
+    metrics = {
         "auroc": (inside_only * wins).sum(dim=(1, 2)) / (size * n_out),
         "average_precision": found.sum(dim=1) / size,
         "precision": (cut.member * above).sum(dim=1) / size,
         "precision_at_size": (cut.member * top.member).sum(dim=1) / size,
-        "influence_inside": (energy * cut.member).sum(dim=1) / energy.sum(dim=1),
-        "share_inside": (influence * candidate * cut.member).sum(dim=1)
-        / (influence * candidate).sum(dim=1),
+        "influence_inside": influence_inside(influence, cut.member, candidate),
+        "share_inside": influence_inside(influence, cut.member, candidate, squared=False),
     }
+    return torch.stack([metrics[name] for name in SET_METRICS], dim=1)

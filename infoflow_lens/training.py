@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -49,7 +49,8 @@ from infoflow_lens.objectives import (
     tensors_of,
 )
 from infoflow_lens.runs.folder import RunFolder
-from infoflow_lens.tasks import Task, load_task
+from infoflow_lens.tasks import Task
+from infoflow_lens.tasks.registry import load_task_for
 
 __all__ = [
     "Data",
@@ -565,7 +566,7 @@ def train(
         )
     check_module(model)
     if isinstance(train_data, str):
-        train_data = _find_task(model, train_data)
+        train_data = load_task_for(model, train_data)
     train_data, validation_data = _draw_both(
         train_data, validation_data, n_train, n_validation, config.seed
     )
@@ -592,17 +593,6 @@ def train(
                 run.load(checkpoint)
         stack.enter_context(keep_modes(model))
         return _run_epochs(run, data, checkpoint, checkpoint_every, after_epoch, progress)
-
-
-def _find_task(model: nn.Module, name: str) -> Task:
-    """Return the task of that name in the sizes of the model."""
-    task, architecture = load_task(name), getattr(model, "architecture", None)
-    sizes = {
-        size: getattr(architecture, size)
-        for size in ("n_tokens", "d_token")
-        if size in {item.name for item in fields(task)} and hasattr(architecture, size)
-    }
-    return load_task(name, **sizes)
 
 
 def _draw_both(

@@ -14,9 +14,15 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
 from infoflow_lens.report.assets import add_policy, templates
 from infoflow_lens.report.charts import render_chart
-from infoflow_lens.report.flow import fallback, mounting_script, picture_data, picture_element
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
-from infoflow_lens.report.probing import METRICS, agreement_rows
+from infoflow_lens.report.pages import (
+    METRICS,
+    agreement_rows,
+    fallback,
+    mounting_script,
+    picture_data,
+    picture_element,
+)
 from infoflow_lens.theory.information_sets import InformationSets
 
 STAGE_COLOURS = {"initial": "#b8c2cc", "trained": "#0072b2"}

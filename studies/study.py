@@ -14,7 +14,6 @@ from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.objectives import Pair, standardise
-from infoflow_lens.runs.memory import run_bytes
 from infoflow_lens.studies.claims import Claim, Verdict, judge_claims, say_range
 from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.tables import Part, TableSpec, render
@@ -352,3 +351,54 @@ class FreshStudy(TrainedStudy):
     def steps(self, steps: int) -> Row:
         """Return the settings of so many steps; an epoch has at most 100."""
         return {"steps": steps, "n_train": min(steps, 100) * self.BATCH}
+
+
+_FLOAT = 4  # bytes
+_EVALUATED_AT_ONCE = 2048  # sequences, without gradients
+
+
+def run_bytes(
+    *,
+    n_train: int,
+    n_tokens: int,
+    d_token: int,
+    batch_size: int,
+    d_model: int,
+    heads: Sequence[int],
+    d_head: int | None = None,
+    d_mlp: int = 0,
+    d_encoder: int = 0,
+) -> int:
+    """Return an upper estimate, in bytes, of the peak memory of a training run of a hosted model.
+
+    It counts three copies of the training sequences (drawn, converted, on the device); the weights
+    with gradients, moments and kept states; and the larger of two numbers: what a step keeps for
+    its gradient, and what the largest layer takes in an evaluation. The last layer has one query
+    only. Intermediate data of a task and probes are not counted.
+
+    Args:
+        n_train: training sequences.
+        n_tokens: their length, T.
+        d_token: numbers in a token; 2 for token ids, which are long integers.
+        batch_size: sequences in a step.
+        d_model: width of the residual stream.
+        heads: of every layer.
+        d_head: dimension of a head; default, heads share `d_model`.
+        d_mlp: width of the feed-forward networks; 0 for none.
+        d_encoder: hidden width of the encoder; 0 for a linear one.
+    """
+    n_pos = n_tokens + 1
+    widths = [max(d_model, h * d_head) if d_head else d_model for h in heads]
+    # numbers for each sequence: states, queries, keys, values and outputs, and the scores
+    layers = [
+        n_pos * (3 * d_model + 4 * width + 2 * d_mlp + 4 * h * n_pos)
+        for h, width in zip(heads, widths, strict=True)
+    ]
+    layers[-1] = n_pos * (3 * d_model + 2 * widths[-1] + 4 * heads[-1])
+    # the encoder counts as a layer, though without attention
+    layers.append(n_pos * (2 * d_encoder + d_model))
+    step = batch_size * (sum(layers) + max(layers))
+    evaluation = _EVALUATED_AT_ONCE * max(layers)
+    data = 3 * n_train * (n_tokens * d_token + 1)
+    weights = 6 * sum(d_model * (4 * width + 2 * d_mlp) for width in widths)
+    return _FLOAT * (data + weights + max(step, evaluation))

@@ -16,7 +16,7 @@ from typing import Any
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.documents import Document, kind_by_signature
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
+from infoflow_lens.foundation.files import name_file_in_errors, open_regular, read_json, user_path
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.studies.claims import Numbers, deciding_number
 from infoflow_lens.studies.language_model.card import comparison, read_models
@@ -87,7 +87,7 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
             run = read_run(study, path) if _has_run(study, path) else None
             if run is not None:
                 runs[path] = run
-                with _naming_rows(path):
+                with _name_rows_in_errors(path):
                     pages[path / "table.md"] = run.write_table()
             rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
@@ -96,7 +96,7 @@ def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> Non
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
         runs[path] = read_run(study, path)
-        with _naming_rows(path):
+        with _name_rows_in_errors(path):
             pages[path / "table.md"] = runs[path].write_table()
     # pages quote the tables of their runs, which are made before
     for name in page_templates():
@@ -138,7 +138,7 @@ def _insert_summary(page: Path, text: str | None, summary: str) -> str:
     if text is None:
         text = ""
         if os.path.lexists(page):
-            with naming_file(page, "read"):
+            with name_file_in_errors(page, "read"):
                 text = _text_of(page)
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise InfoFlowError(
@@ -414,13 +414,13 @@ def read_run(study: Study, path: Path) -> Sweep:
     _check_rows(_rows_path(path), rows, config)
     finished = rows[rows["status"] == "finished"]
     run = Sweep(study, config["preset"], config["cases"], n_seeds, rows, finished)
-    with _naming_rows(path):
+    with _name_rows_in_errors(path):
         _ = run.verdict  # rows that cannot be judged are refused here
     return run
 
 
 @contextmanager
-def _naming_rows(path: Path) -> Iterator[None]:
+def _name_rows_in_errors(path: Path) -> Iterator[None]:
     """Name the file whose measured columns a study cannot take."""
     try:
         yield

@@ -24,13 +24,13 @@ from infoflow_lens.foundation.files import (
     write_text,
 )
 from infoflow_lens.foundation.lazy import pd
+from infoflow_lens.foundation.memory import check_memory
 from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.foundation.packages import versions_identity
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from infoflow_lens.runs.folder import RunFolder
-from infoflow_lens.runs.memory import check_memory
 from infoflow_lens.studies.claims import Verdict, Word, say_verdict, share_of_seeds
 from infoflow_lens.studies.study import ABOUT, Row, Settings, Study, TogetherStudy
 from infoflow_lens.training import TrainingDivergedError

@@ -4,8 +4,7 @@ import inspect
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.tasks.registry import list_tasks, load_task
+from infoflow_lens.tasks.registry import resolve_task
 from infoflow_lens.tasks.splits import SHARES
 from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
@@ -67,38 +66,29 @@ def dataset_card(task: Task | str) -> DatasetCard:
     Raises:
         InfoFlowError: for an unknown name, or what is no task.
     """
-    task = load_task(task) if isinstance(task, str) else task
-    if not isinstance(task, Task):
-        raise InfoFlowError(
-            f"task is a {_kind(task)}: expected a task, or the name of one: "
-            f"{', '.join(list_tasks())}"
-        )
+    found: Task = resolve_task(task, Task)
     header = DatasetCardData(
-        pretty_name=f"infoflow-lens: {task.name}",
+        pretty_name=f"infoflow-lens: {found.name}",
         license="mit",
         tags=["synthetic", "interpretability", "infoflow-lens"],
-        task_categories=["text-classification"] if isinstance(task, TokenTask) else ["other"],
+        task_categories=["text-classification"] if isinstance(found, TokenTask) else ["other"],
     )
-    parameters = task.parameters()
+    parameters = found.parameters()
     return DatasetCard(
         _TEMPLATE.format(
             header=header.to_yaml(),
-            name=task.name,
-            description=summary(task),
-            source=task.source,
-            columns=_columns(task),
-            splits=_splits(task),
+            name=found.name,
+            description=summary(found),
+            source=found.source,
+            columns=_columns(found),
+            splits=_splits(found),
             parameters="\n".join(f"| {key} | {value!r} |" for key, value in parameters.items()),
-            comparison=_comparison(task),
-            examples=_examples(task),
-            call=_call(task),
+            comparison=_comparison(found),
+            examples=_examples(found),
+            call=_call(found),
         ),
         ignore_metadata_errors=False,
     )
-
-
-def _kind(value: object) -> str:
-    return f"class, {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _call(task: Task) -> str:

@@ -16,11 +16,8 @@ from infoflow_lens.foundation import packages
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.naming import check_known, nearest
-from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
-from infoflow_lens.tasks.d_retrieval import DRetrieval
-from infoflow_lens.tasks.kth_largest import KthLargest
-from infoflow_lens.tasks.memorization import Memorization
-from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
+from infoflow_lens.tasks.questions import InContextQA, Memorization, NestedQA
+from infoflow_lens.tasks.single import DRetrieval, GlobalMean, KthLargest, PositionSum
 from infoflow_lens.tasks.task import Task
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 from infoflow_lens.tasks.tuples import BestTree, DepthSeparation, IntrinsicDimension, TriangleCenter
@@ -167,3 +164,43 @@ def load_task(name: str, **parameters: Any) -> Task:
     task = _task_of(name)
     check_known(parameters, parameter_names(task), f"task {name!r}", "parameter")
     return task(**parameters)
+
+
+def load_task_for(model: Any, name: str) -> Task:
+    """Load the task of that name, in the sizes of a model of ours where it has others.
+
+    Raises:
+        InfoFlowError: as :func:`load_task`.
+    """
+    task, architecture = load_task(name), getattr(model, "architecture", None)
+    sizes = {
+        size: getattr(architecture, size)
+        for size in ("n_tokens", "d_token")
+        if size in parameter_names(task)
+        and getattr(architecture, size, None) not in (None, getattr(task, size))
+    }
+    return load_task(name, **sizes) if sizes else task
+
+
+def resolve_task(task: Any, kind: type = object) -> Any:
+    """Load the task of that name with its own sizes; return what is no name as it is.
+
+    Args:
+        task: a task, its name, or for the theory another object with `n_tokens`.
+        kind: that the task must be of.
+
+    Raises:
+        InfoFlowError: for an unknown name, for a class in the place of a task, and for what is
+            neither.
+    """
+    task = load_task(task) if isinstance(task, str) else task
+    if isinstance(task, type):
+        raise InfoFlowError(
+            f"task is the class {task.__name__}: expected a task; make one, {task.__name__}()"
+        )
+    if not hasattr(task, "n_tokens") or not isinstance(task, kind):
+        raise InfoFlowError(
+            f"task is {task!r}: expected a task, or the name of one: {', '.join(list_tasks())}; "
+            "infoflow_lens.tasks.Target makes one of your own"
+        )
+    return task

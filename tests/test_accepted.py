@@ -160,7 +160,7 @@ SAYS = {
     ),
     "dataset_card, of a number": (
         lambda h: il.tasks.dataset_card(3),
-        "task is a int: expected a task, or the name of one: d_retrieval",
+        "task is 3: expected a task, or the name of one: d_retrieval",
     ),
     "load_task, of a task": (
         lambda h: il.load_task(h.task),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import load_task, why
 from infoflow_lens.cli import app
-from infoflow_lens.commands import flow
+from infoflow_lens.commands import texts
 from infoflow_lens.foundation.exclusions import verify_exclusion
 from tests.processes import started
 from tests.reference import zoo
@@ -298,7 +298,7 @@ def test_why_says_what_the_function_says(small):
     assert "why this key" in shown.output
     assert found.table()["part"][0] in shown.output
     # a part of +0.000 had 332% of a margin that is small itself
-    assert [*map(flow._write, (3.3e-4, 0, -1.2))] == ["+3.3e-04", "+0.000", "-1.200"]
+    assert [*map(texts._write, (3.3e-4, 0, -1.2))] == ["+3.3e-04", "+0.000", "-1.200"]
     said = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert said["margin"] == found.margin
     assert said["keys"] == list(found.keys)

@@ -36,7 +36,7 @@ from infoflow_lens.tasks import list_tasks, load_task
 from infoflow_lens.theory.information_sets import InformationSets
 from tests.conftest import make_token_model, some_of
 
-importlib.import_module("infoflow_lens.flows.answer")
+importlib.import_module("infoflow_lens.flows.ask")
 for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
     importlib.import_module(module.name)  # every class of results registers itself
 
@@ -120,7 +120,7 @@ def test_objects_show_themselves_briefly(name):
 
 
 def test_a_flow_escapes_its_tokens(tmp_path):
-    pytest.importorskip("infoflow_lens.report.flow")
+    pytest.importorskip("infoflow_lens.report.pages")
     from tests.conftest import make_token_model
 
     found = il.flow(make_token_model(), [[1, 2, 3]], progress=False)
@@ -213,19 +213,19 @@ def intervention_of(text):
 
 FIGURES = {  # by the file that draws
     "hooks/interventions/probe.py": intervention_of,
-    "hooks/why/result.py": why_of,
+    "hooks/why.py": why_of,
     "hooks/result.py": lambda text: array_of(text, 2, 3),
     "hooks/result.py, bars": lambda text: array_of(text, 3),
     "hooks/result.py, panels": lambda text: array_of(text, 2, 2, 3),
     "hooks/mechanisms/sufficiency.py": sufficiency_of,
-    "hooks/mechanisms/edge_budget.py": edge_budget_of,
+    "hooks/mechanisms/budgets.py": edge_budget_of,
     "infoflow_lens/ranking.py": rankings_of,
     "infoflow_lens/report/flow_plot.py": flow_of,
     "infoflow_lens/report/phase.py": phases_of,
 }
 FIXED = {
     "hooks/interventions/heads.py",
-    "infoflow_lens/probing/parts/tokens.py",
+    "infoflow_lens/probing/parts.py",
 }  # all words ours
 
 
@@ -242,7 +242,7 @@ def test_every_file_that_draws_is_asked():
 
 TEXTS = ("$$", r"$\frac", r"\$5 and $6")
 DOLLARS = [(name, text) for name in FIGURES for text in TEXTS]
-WHY = "hooks/why/result.py"  # which draws fast
+WHY = "hooks/why.py"  # which draws fast
 
 
 @pytest.mark.parametrize(

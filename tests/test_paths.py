@@ -41,9 +41,8 @@ from infoflow_lens.foundation.files import user_path
 from infoflow_lens.hooks import Result
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.config import ProbingConfig, SurveyConfig
-from infoflow_lens.probing.run import run_probing
-from infoflow_lens.probing.survey import run_survey
-from infoflow_lens.report.flow import write_flow
+from infoflow_lens.probing.run import run_probing, run_survey
+from infoflow_lens.report.pages import write_flow
 from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 from infoflow_lens.studies.demo import run_demo
 from infoflow_lens.studies.language_model.corpus import read_corpus

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import infoflow_lens.probing.parts.tokens
+import infoflow_lens.probing.parts
 from infoflow_lens import (
     Flow,
     InfoFlowError,
@@ -141,7 +141,7 @@ SAVED = [*RESULTS, *OTHERS]
 
 def test_everything_that_can_be_saved_is_here(made):
     assert set(made) == set(SAVED)
-    assert infoflow_lens.probing.parts.tokens.RoutesComparison.__name__ in SAVED
+    assert infoflow_lens.probing.parts.RoutesComparison.__name__ in SAVED
 
 
 def same(one, other):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from infoflow_lens import InfoFlowError, load_task
-from infoflow_lens.commands.design import _print_verification
+from infoflow_lens.commands.theory import _print_verification
 from infoflow_lens.theory.design import design
 from infoflow_lens.verification import Measured, Verification, judge, verify_design
 

@@ -43,9 +43,8 @@ from infoflow_lens.hooks.readouts import (
     name_choice,
     take_ids,
 )
-from infoflow_lens.hooks.routes.graded import GradedSetsProbe
-from infoflow_lens.hooks.routes.powers import PowerRollout
-from infoflow_lens.hooks.shares.measure import measure_shares
+from infoflow_lens.hooks.routes.graded import GradedSetsProbe, PowerRollout
+from infoflow_lens.hooks.shares import measure_shares
 
 
 def predict_tokens(

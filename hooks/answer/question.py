@@ -170,7 +170,7 @@ class Question:
         self._known = hook_points(model)
         self._points = self._list_points()
         self._starts = BlockStarts.find(model)
-        with self._starts.watching():
+        with self._starts.watch():
             self.clean = self.other = self._run(text[None])
         if not math.isfinite(self.clean.value):
             raise InfoFlowError(
@@ -368,7 +368,7 @@ class Question:
         edits = make_edits(rows, before)
         last = self.state(self.n_layers)
         batch = self._continue(tokens, position)
-        with self.starting(layer, position) as share:
+        with self.start_at(layer, position) as share:
             if self._reads_one:  # nothing behind the blocks runs for the other positions
                 states = call(self.model, batch, [last], edit=edits).activations[last]
             else:
@@ -401,7 +401,7 @@ class Question:
         for some in states.split(self.batch_size):
             edit = (point, _make_writer([(slice(None), (slice(None), at), some)]))
             tokens = self.clean.tokens[:, :n].expand(len(some), -1)
-            with self.starting(self.n_layers) as share:
+            with self.start_at(self.n_layers) as share:
                 output = call(self.model, self.batch(tokens), edit=[edit], output=True).output
             self.forwards += len(some) * n / self.n_pos * share
             found.append(readout.read(output).detach().double().cpu())
@@ -601,7 +601,7 @@ class Question:
                 self._starts.blocks = []
 
     @contextmanager
-    def starting(self, layer: int, position: int = 0) -> Iterator[float]:
+    def start_at(self, layer: int, position: int = 0) -> Iterator[float]:
         """Run passes of this thread from a layer on: blocks before it give the clean states.
 
         Args:
@@ -614,7 +614,7 @@ class Question:
         if not self._starts.can_start(layer):
             layer = 0
         states = [self.clean.shown[self.state(n + 1)][:, position:] for n in range(layer)]
-        with self._starts.starting(layer, states):
+        with self._starts.start_at(layer, states):
             yield (1 - layer / self.n_layers) * (1 - position / self.n_pos)
 
     def _list_points(self) -> list[str]:

@@ -23,7 +23,7 @@ from infoflow_lens.hooks.model.call import (
     HookFunction,
     NamedHook,
     call,
-    catching,
+    catch,
     is_stream,
     mark_own_call,
 )
@@ -161,7 +161,7 @@ class Streams:
         texts = self.question.batch(tokens)
         # of the first run also scores as a function of queries, and what blocks are called with
         if not self.rules:
-            with torch.enable_grad(), self._recording():
+            with torch.enable_grad(), self._record():
                 edits = [(p["q"], keep_shown(p["q"], shown)) for p in self._names]
                 caught = call(self.model, texts, [*names, *states], edit=edits, keep_graph=True)
                 at = caught.activations
@@ -188,7 +188,7 @@ class Streams:
         return found
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _record(self) -> Iterator[None]:
         """Keep what each block is called with."""
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ class Streams:
         edits.append((points["z"], pin))
         args, kwargs = self._move_arguments(layer, states, places)
         model: Any = self.model
-        with mark_own_call(), catching(model, (), edits), model.watching():
+        with mark_own_call(), catch(model, (), edits), model.watch():
             out = self.blocks[layer](*args, **kwargs)
         # some blocks give their states first in a tuple
         while not isinstance(out, Tensor):

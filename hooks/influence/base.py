@@ -17,7 +17,7 @@ from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
 from infoflow_lens.hooks.model.call import (
     block_starts,
     call,
-    catching,
+    catch,
     restore_module_tensors,
     without_user_hooks,
 )
@@ -458,13 +458,13 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             for name in hook_points(rerun.model)
             if name.endswith(_COMPUTED) and (layer_of(name) or 0) >= (self.source_layer or 0)
         ]
-        with catching(rerun.model, parts, keep_graph=True) as caught:
+        with catch(rerun.model, parts, keep_graph=True) as caught:
             named = find_missing_derivatives(lambda moved: rerun(moved, one), start[:1])
         # all that a layer computes hangs on the sources, unless it is a constant, such as 0
         values = caught.activations
         cut = [name for name, value in values.items() if not value.requires_grad]
         if cut:
-            with torch.no_grad(), catching(rerun.model, cut) as caught:
+            with torch.no_grad(), catch(rerun.model, cut) as caught:
                 rerun(start[:1].roll(1, dims=-1), one)
             moved = caught.activations
             cut = [name for name in cut if name in moved and not moved[name].equal(values[name])]

@@ -1,6 +1,6 @@
 """What the output loses: by position, at least 0 at each; and the loss of the next token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -276,34 +276,45 @@ class NextTokenLoss:
                 tokens behind a query, for sequences without a next token, or positions that have
                 none.
         """
+        found = next(self._find_lacks(model, shortest), None)
+        if found:
+            raise InfoFlowError("{}: expected {}".format(*found))
+
+    def explain_lack(self, model: nn.Module, shortest: int) -> str:
+        """Say why :meth:`check` refuses a model or its sequences; empty if it does not."""
+        return next((lack for lack, _ in self._find_lacks(model, shortest)), "")
+
+    def _find_lacks(self, model: nn.Module, shortest: int) -> Iterator[tuple[str, str]]:
+        """Yield what is lacking, and what is expected in its place."""
         if reads_vectors(model):
-            raise InfoFlowError(
-                "the model's output is a vector, which predicts no next token: expected a language "
-                "model; for others use measure_mechanisms"
+            yield (
+                "the model's output is a vector, which predicts no next token",
+                "a language model; for others use measure_mechanisms",
             )
         if not gives_token_logits(model, run_few_tokens(model).output):
-            raise InfoFlowError(
-                "the model gives states, classes or places, and no logits of a next token: "
-                "expected a language model with its head; for others use metric 'kl' or 'nmse'"
+            yield (
+                "the model gives states, classes or places, and no logits of a next token",
+                "a language model with its head; for others use metric 'kl' or 'nmse'",
             )
         if shortest < 2:
-            raise InfoFlowError(
-                f"a sequence has {shortest} token: expected at least 2, one to read and one to "
-                "predict; give longer ones"
+            yield (
+                f"a sequence has {shortest} token",
+                "at least 2, one to read and one to predict; give longer ones",
             )
         for position in self.read or ():
             if not (-shortest <= position < -1 or 0 <= position < shortest - 1):
-                raise InfoFlowError(
-                    f"read has position {position}: expected one with a next token in every "
-                    f"sequence, {-shortest} to -2 or 0 to {shortest - 2}; use metric 'kl' for the "
-                    "last"
+                yield (
+                    f"read has position {position}",
+                    f"one with a next token in every sequence, {-shortest} to -2 or 0 to "
+                    f"{shortest - 2}; use metric 'kl' for the last",
                 )
         layer = find_later_keys(model)
         if layer is not None:
-            raise InfoFlowError(
+            yield (
                 f"queries of layer {layer} attend to later keys, so that the model sees the next "
-                "token before it predicts it: expected a causal language model; for others use "
-                "measure_mechanisms, with metric 'kl' or 'nmse'"
+                "token before it predicts it",
+                "a causal language model; for others use measure_mechanisms, with metric 'kl' or "
+                "'nmse'",
             )
 
     def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:

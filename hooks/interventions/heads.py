@@ -40,8 +40,7 @@ from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.patterns import AttendedResult
-from infoflow_lens.hooks.positions import PositionsResult
+from infoflow_lens.hooks.positions import AttendedResult, PositionsResult
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.rules import MaxPosition, Rule
 

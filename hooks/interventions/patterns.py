@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.hooks.interventions.edits import check_head, split_heads
-from infoflow_lens.hooks.model.call import NamedHook, catching
+from infoflow_lens.hooks.model.call import NamedHook, catch
 from infoflow_lens.hooks.model.points import (
     has_own_attention,
     pattern_hook,
@@ -272,7 +272,7 @@ def substituted(
             edited[:, some] = ideal_pattern(pattern[:, some], visible[:, some], ideal, mean)
         return edited
 
-    with catching(model, (), edits_of_patterns(model, groups, replace)):
+    with catch(model, (), edits_of_patterns(model, groups, replace)):
         yield
 
 

@@ -24,7 +24,7 @@ from infoflow_lens.hooks.interventions.damage import NextTokenLoss
 from infoflow_lens.hooks.interventions.ideals import AllHeads, Head, check_means
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
 from infoflow_lens.hooks.interventions.patterns import IDEALS, Heads, Ideal, name_ideal
-from infoflow_lens.hooks.mechanisms.driver import NextTokenResult, Rounds, read_again
+from infoflow_lens.hooks.mechanisms.measure import NextTokenResult, Rounds, read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.model.points import layer_count, takes_model

@@ -389,7 +389,7 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
     log = PassLog(batch=given[0].shape[0])
     with eval_mode(model):
         # the same random numbers in both runs: a model may draw some in evaluation, too
-        with SeededRandom(0), log.watching(model):
+        with SeededRandom(0), log.watch(model):
             watched = _run(model, example)
         check_gives_numbers(model, first_tensor(watched))
         with SeededRandom(0):

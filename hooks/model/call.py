@@ -56,7 +56,7 @@ class BlockStarts:
         return cls([block.module for block in blocks] if is_usual else [])
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Note in a pass how each block gives its states: alone, or first in a tuple of Nones.
 
         Where something else goes on beside the states, such as a bias of positions, no pass begins
@@ -84,7 +84,7 @@ class BlockStarts:
         return layer <= len(self.blocks) and None not in self._sizes[:layer]
 
     @contextmanager
-    def starting(
+    def start_at(
         self, layer: int, states: Sequence[Float[Tensor, "_row pos d_model"]]
     ) -> Iterator[None]:
         """Run passes of this thread from a layer on.
@@ -243,7 +243,7 @@ def call(
     with (
         mark_own_call(),
         hidden,
-        catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught,
+        catch(model, want, edits, ends=ends, keep_graph=keep_graph) as caught,
     ):
         try:
             caught.output = _call_model(model, batch, start, output, layer)
@@ -301,7 +301,7 @@ def _call_model(
     handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
         # nobody looks at what the blocks left out give, so the state that enters stands for each
-        with block_starts(model).starting(layer, [entering] * layer) if layer else nullcontext():
+        with block_starts(model).start_at(layer, [entering] * layer) if layer else nullcontext():
             # the blocks of an opened model see as many rows as they give
             if hasattr(model, "anatomy") and len(whole) == 1 < len(entering):
                 whole = whole.take(torch.zeros(len(entering), dtype=torch.long))
@@ -331,7 +331,7 @@ def block_starts(model: nn.Module) -> BlockStarts:
     if (config_value(model, "d_vocab") or 0) < 1:  # no token ids to try it with
         starts.blocks = []
     if starts.blocks:
-        with starts.watching():
+        with starts.watch():
             run_few_tokens(model)
     return starts
 
@@ -367,7 +367,7 @@ def chooses_position(model: nn.Module) -> bool:
 
 
 @contextmanager
-def catching(
+def catch(
     model: nn.Module,
     want: Collection[str],
     edits: Iterable[NamedHook] = (),

@@ -1,7 +1,7 @@
 """What a model can be asked, found out by running it."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from infoflow_lens.hooks.model.log import first_tensor, tensors_in
 from infoflow_lens.hooks.model.parts import Block
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
+    FoundT,
     cache_by_mode,
     check_inputs,
     devices_of,
@@ -136,10 +137,7 @@ class ModelCapabilities:
         for index, layer in enumerate(self.layers):
             for text in _list_problems(layer):
                 by_text.setdefault(text, []).append(index)
-        found = [
-            f"layer{'s' if len(indices) > 1 else ''} {_write_numbers(indices)}: {text}"
-            for text, indices in by_text.items()
-        ]
+        found = [f"{name_layers(indices)}: {text}" for text, indices in by_text.items()]
         if "," in self.device:
             found.append(f"its weights lie on several devices ({self.device}); move it to one")
         return tuple(found)
@@ -229,6 +227,11 @@ def _write_numbers(indices: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def name_layers(layers: list[int]) -> str:
+    """Name layers, such as "layer 3" or "layers 0, 2-4"."""
+    return f"layer{'s' if len(layers) > 1 else ''} {_write_numbers(layers)}"
+
+
 @takes_model
 def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> ModelCapabilities:
     """Run a model to find out what it is and what can be measured on it.
@@ -286,7 +289,7 @@ def _inspect_layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities
             "the output holds NaN or infinity on the example input: expected numbers; look for "
             "bad weights, or run in float32"
         )
-    layers, mixing = [], layers_that_mix_elsewhere(model, Batch(inputs[:1]))
+    layers, mixing = [], layers_that_mix_elsewhere(model, Batch(inputs[:1])) or []
     for layer, carries in enumerate(hook_semantics(model).scores):
         found = _select_layer(plain, layer)
         anatomy: Any = getattr(model, "anatomy", None)
@@ -327,62 +330,60 @@ def _inspect_layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities
 
 
 def note_other_mixing(model: nn.Module, batch: Batch) -> str:
-    """Say where more than attention mixes positions, also before layer 0; empty if nowhere.
-
-    A model is tried once, on the first batch of several tokens, by its longest sequence.
-    """
-    known = _other_mixing(model)
-    if not known and batch.tokens.shape[1] > 1:
-        known.append(layers_that_mix_elsewhere(model, _longest_of(batch)))
-    layers = known[0] if known else []
-    plural = "s" if len(layers) > 1 else ""
-    inside = f"layer{plural} {_write_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
-    return "; ".join(filter(None, [note_neighbours(model, batch), inside]))
+    """Say where more than attention mixes positions, also before layer 0; empty if nowhere."""
+    layers = _try_once(model, batch, layers_that_mix_elsewhere) or []
+    inside = [f"{name_layers(layers)}: {_MIXES_ELSEWHERE}"] if layers else []
+    return "; ".join([*filter(None, [note_neighbours(model, batch)]), *inside])
 
 
 def note_neighbours(model: nn.Module, batch: Batch) -> str:
-    """Say whether what enters layer 0 at a position holds other tokens; empty if it does not.
+    """Say whether what enters layer 0 at a position holds other tokens; empty if it does not."""
+    return _MIXED_BEFORE if _try_once(model, batch, _mixes_before) else ""
 
-    A model over token ids that was opened is tried once, on the first batch with two tokens that
-    differ: one takes the place of the other.
+
+def _try_once(
+    model: nn.Module, batch: Batch, trial: Callable[[nn.Module, Batch], FoundT | None]
+) -> FoundT | None:
+    """Try a model by the longest sequence of the first batch that can tell; None before that."""
+    known = _list_trials(model)
+    if trial not in known:
+        row = 0 if batch.lengths is None else int(batch.lengths.argmax())
+        # alone, a sequence has no padding
+        found = trial(model, replace(batch.take(slice(row, row + 1)), lengths=None))
+        if found is None:
+            return None
+        known[trial] = found
+    return known[trial]
+
+
+@cache_by_mode
+def _list_trials(model: nn.Module) -> dict[Callable[[nn.Module, Batch], Any], Any]:
+    """Hold what trials have found of a model."""
+    return {}
+
+
+def _mixes_before(model: nn.Module, batch: Batch) -> bool | None:
+    """Say whether what enters layer 0 mixes tokens; None for sequences that cannot tell.
+
+    A model over token ids that was opened is tried, with two tokens that differ: one takes the
+    place of the other.
     """
-    known, point = _neighbour_notes(model), "blocks.0.hook_resid_pre"
-    longest = _longest_of(batch)
-    ids = longest.tokens
-    if known or not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
-        return "".join(known)
+    point, ids = "blocks.0.hook_resid_pre", batch.tokens
+    if not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
+        return None
     place = int((ids[0] != ids[0, 0]).int().argmax())
     if not place or point not in hook_points(model):
-        return ""
+        return None
     changed = ids.clone()
     changed[0, 0] = ids[0, place]
     with eval_mode(model), without_user_hooks(model):
-        pair = [replace(longest, tokens=each) for each in (ids, changed)]
+        pair = [replace(batch, tokens=each) for each in (ids, changed)]
         before, after = (call(model, each, [point]).activations[point] for each in pair)
     moved = (after - before).float().norm(dim=-1)[0]
-    known.append(_MIXED_BEFORE if moved[1:].max() > _MOVED * moved[0] else "")
-    return known[0]
+    return bool(moved[1:].max() > _MOVED * moved[0])
 
 
-def _longest_of(batch: Batch) -> Batch:
-    """Return the longest sequence of a batch, which has no padding."""
-    row = 0 if batch.lengths is None else int(batch.lengths.argmax())
-    return replace(batch.take(slice(row, row + 1)), lengths=None)
-
-
-@cache_by_mode
-def _neighbour_notes(model: nn.Module) -> list[str]:
-    """Hold what has been found of a model."""
-    return []
-
-
-@cache_by_mode
-def _other_mixing(model: nn.Module) -> list[list[int]]:
-    """Hold what has been found of a model."""
-    return []
-
-
-def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
+def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int] | None:
     """List the layers with attention in which more than that moves information between positions.
 
     Two passes tell, in which heads write nothing: what enters each layer is the same in both, but
@@ -391,7 +392,7 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
 
     Args:
         model: any Transformer; of one that was not opened nothing is found.
-        batch: a sequence.
+        batch: a sequence; a single position cannot tell, and gives None.
     """
     known = hook_points(model)
     layers = [
@@ -422,7 +423,7 @@ def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int]:
         given = call(model, batch, enter).activations
         n_pos = next(iter(given.values())).shape[1]  # of patches and frames fewer than were given
         if n_pos < 2:
-            return []
+            return None
         place = (n_pos - 1) // 2
         others = torch.arange(n_pos) != place
         changed = {name: change(state, place, others) for name, state in given.items()}
@@ -635,7 +636,7 @@ def _find_last_state(
 
     has_stream = anatomy.blocks[-1].axes is not None
     names = [f"blocks.{len(anatomy.blocks) - 1}.hook_resid_post"] if has_stream else []
-    with SiteRun(model, anatomy, names, keep).watching(), on_user_device():
+    with SiteRun(model, anatomy, names, keep).watch(), on_user_device():
         output = model(**given)
     found = first_tensor(seen or output)
     assert found is not None  # a model gives something

@@ -174,7 +174,7 @@ class PassLog(Tap):
         return out
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> Iterator[None]:
         """Log what runs while the block lasts."""
         handles = []
         try:

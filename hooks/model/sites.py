@@ -133,7 +133,7 @@ class SiteRun(Tap):
         self._awaits_ids: bool | None = not self._anatomy.start.within
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Show calls of the model while the block runs.
 
         Raises:

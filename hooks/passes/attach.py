@@ -14,7 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import one_thread, outside_user_device
 from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import catching, is_own_call
+from infoflow_lens.hooks.model.call import catch, is_own_call
 from infoflow_lens.hooks.model.inputs import call_columns, call_inputs
 from infoflow_lens.hooks.model.points import ensure_hook_points
 from infoflow_lens.hooks.passes.run import prepare
@@ -198,7 +198,7 @@ class _MeasuredForward:
             columns = call_columns(self._model, tokens, args, kwargs)
         self._running = True
         try:
-            with catching(self._named, needs.points) as caught, self._watching():
+            with catch(self._named, needs.points) as caught, self._watch():
                 output = self._forward(*args, **kwargs)
         finally:
             self._running = False
@@ -216,11 +216,11 @@ class _MeasuredForward:
                     probe.take(seen, session.split)
         return output
 
-    def _watching(self) -> AbstractContextManager[None]:
+    def _watch(self) -> AbstractContextManager[None]:
         """Let hook points fire in a call of the model that they were made for."""
         if self._named is self._model:
             return nullcontext()
-        watching: AbstractContextManager[None] = self._named.watching()  # type: ignore[operator]
+        watching: AbstractContextManager[None] = self._named.watch()  # type: ignore[operator]
         return watching
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -23,8 +23,7 @@ from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.base import Edges, Places, RoutesProbe, Scores, add_residual
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes, needs_of_parts
-from infoflow_lens.hooks.routes.graded import GradedSetsProbe
-from infoflow_lens.hooks.routes.powers import SETTINGS, PowerRollout
+from infoflow_lens.hooks.routes.graded import SETTINGS, GradedSetsProbe, PowerRollout
 from infoflow_lens.hooks.scores import Asked
 from infoflow_lens.theory.propagation import propagate_edges, rows_at
 

@@ -4,7 +4,8 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import torch
@@ -12,14 +13,16 @@ from annotated_types import MinLen
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from infoflow_lens.flows.answer import Answer
 from infoflow_lens.flows.run import as_list, check_text
+from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.documents import ANSWER_PAGE
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.modules import eval_mode, outside_user_modes
 from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.settings import Count, Remedy, Seed, check, checked, plain
 from infoflow_lens.hooks.answer.measure import measure_answer, measure_cut
+from infoflow_lens.hooks.answer.result import AnswerNumbers
 from infoflow_lens.hooks.model.call import call, gives_logits
 from infoflow_lens.hooks.model.inputs import Batch, Batches, read_inputs, read_one
 from infoflow_lens.hooks.model.points import is_causal
@@ -36,6 +39,43 @@ from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.models.named import NamedModel
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
+
+_ROWS = 12  # in a notebook
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Answer(AnswerNumbers):
+    """Why a model gives this answer and not that one, in one text; see :func:`ask`.
+
+    ``to_frame`` has the numbers ("tokens", "replacements", "states", "heads", "paths", "looks"),
+    ``summary()``, ``bundles()`` and ``nearest_order()`` say them.
+    """
+
+    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the answer as a page, which needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page, or one that was edited, may be replaced.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
+        """
+        from infoflow_lens.report.answer import render_answer
+
+        ANSWER_PAGE.check(path, overwrite=overwrite)  # before the page is made
+        return ANSWER_PAGE.write(path, render_answer(self), overwrite=overwrite)
+
+    def _repr_html_(self) -> str:
+        facts = {"": self.summary(), "passes": f"{self.forwards:.0f}"}
+        tables = '"tokens", "replacements", "states", "heads", "paths", "looks"'
+        more = f"more: .to_frame(one of {tables}), .to_html(path), .save(path)"
+        lines = self.to_frame("paths").head(_ROWS) if len(self.places) else None
+        return panel(type(self).__name__, facts, self.notes, more, lines)
+
 
 _STOPS, _WIDE = tuple(".!?\u2026"), tuple("\u3002\uff01\uff1f")  # the last need no blank behind
 _CLOSERS = "\"')]}\u2019\u201d\u00bb\u300d\u300f\uff09"  # quotes and brackets
@@ -245,7 +285,7 @@ def ask(
         read_inputs(opened, whole[None], name="text, with what the answers share,")
     spans = find_units(opened, whole, units)
     # a folder keeps what was measured, so that the same question goes on
-    with _keeping(resume) as kept:
+    with _keep_in(resume) as kept:
         numbers = measure_answer(
             opened,
             whole,
@@ -315,7 +355,7 @@ def _open(model: Any, tokenizer: Any, device: Any, dtype: Any, progress: bool) -
 
 
 @contextmanager
-def _keeping(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
+def _keep_in(folder: str | os.PathLike[str] | None) -> Iterator[dict[str, Any]]:
     """Give what a folder keeps as `resume`, and as `after` what keeps more there."""
     if folder is None:
         yield {}

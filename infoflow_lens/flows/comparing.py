@@ -11,8 +11,8 @@ from infoflow_lens.foundation.display import cut
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.settings import checked
-from infoflow_lens.report.flow import Pictured
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
+from infoflow_lens.report.pages import Pictured
 
 _NAME = 40  # characters of a text that names its side [chosen]
 

@@ -28,8 +28,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.passes.ranking import mark_places, mark_sources
 from infoflow_lens.hooks.routes.base import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
-from infoflow_lens.hooks.why.result import WhyAll
-from infoflow_lens.report.flow import Pictured, render_flow
+from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import (
     RULES,
     FlowView,
@@ -40,6 +39,7 @@ from infoflow_lens.report.flow_view import (
     ViewedReasons,
     view_mechanisms,
 )
+from infoflow_lens.report.pages import Pictured, render_flow
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
 from infoflow_lens.theory.rules import Rule
 

@@ -41,14 +41,13 @@ from infoflow_lens.hooks import (
     run_probes,
 )
 from infoflow_lens.hooks.influence.base import StateInfluence, Threshold
-from infoflow_lens.hooks.influence.resample import donors_from
+from infoflow_lens.hooks.influence.probes import donors_from
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import config_value, key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.model.texts import readable_tokens
-from infoflow_lens.hooks.routes.powers import Question
+from infoflow_lens.hooks.routes.graded import Question
 from infoflow_lens.hooks.scores import Asked
-from infoflow_lens.hooks.why.measure import measure_why_all
-from infoflow_lens.hooks.why.result import WhyAll
+from infoflow_lens.hooks.why import WhyAll, measure_why_all
 from infoflow_lens.models.loading import LoadedModel, load_any
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]

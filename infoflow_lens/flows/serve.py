@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from infoflow_lens.flows.answer import Answer
+from infoflow_lens.flows.ask import Answer
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, panics_as_errors
 from infoflow_lens.foundation.packages import import_optional

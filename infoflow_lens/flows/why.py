@@ -10,8 +10,7 @@ from infoflow_lens.flows.run import load_and_read
 from infoflow_lens.foundation.modules import outside_user_modes
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs, holds_pairs
-from infoflow_lens.hooks.why.measure import measure_why, measure_why_all
-from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
+from infoflow_lens.hooks.why import STRONGEST, Why, WhyAll, measure_why, measure_why_all
 from infoflow_lens.models.loading import LoadedModel
 
 

@@ -106,7 +106,7 @@ class Document:
             return False
 
     @contextmanager
-    def writing(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    def open(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
         """Yield a temporary path that takes the document's place when the block ends well.
 
         Args:
@@ -120,15 +120,15 @@ class Document:
             yield temporary
 
     def write(self, path: str | os.PathLike[str], text: str, *, overwrite: bool = False) -> Path:
-        """Write a text as such a document, whole or not at all; arguments as for :meth:`writing`.
+        """Write a text as such a document, whole or not at all; arguments as for :meth:`open`.
 
         Returns:
             The path.
 
         Raises:
-            InfoFlowError: as for :meth:`writing`.
+            InfoFlowError: as for :meth:`open`.
         """
-        with self.writing(path, overwrite=overwrite) as temporary:
+        with self.open(path, overwrite=overwrite) as temporary:
             temporary.write_bytes(self.sign(text.encode()))
         return user_path(path)
 

@@ -98,6 +98,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".:")[:300] if lines else type(error).__name__
 
 
+def explain_error(error: BaseException) -> str:
+    """Return what the system, or else the error itself, says; or the name of its class."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an error means that memory ran out, on the host or on a device."""
     words = ("not enough memory", "allocate memory", "out of memory")

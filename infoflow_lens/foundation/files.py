@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 
 _DEEPEST = 250  # folders in one another
 
@@ -130,7 +130,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         InfoFlowError: where the file cannot be written, such as on a full disk; and for what the
             owner of the folder refuses (:func:`let_own`).
     """
-    with naming_file(Path(path)), atomic_paths([Path(path)]) as (temporary,):
+    with name_file_in_errors(Path(path)), atomic_paths([Path(path)]) as (temporary,):
         yield temporary
 
 
@@ -151,7 +151,7 @@ def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Itera
     temporaries = []
     try:
         for target in targets:
-            with naming_file(target):
+            with name_file_in_errors(target):
                 if owner is None:
                     temporary = target.with_name(temporary_name(target))
                 else:
@@ -161,7 +161,7 @@ def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Itera
                 temporaries.append((temporary, _mode_of(target, temporary)))
         yield [temporary for temporary, _ in temporaries]
         for target, (temporary, mode) in zip(targets, temporaries, strict=True):
-            with naming_file(target):
+            with name_file_in_errors(target):
                 with temporary.open("rb+") as file:
                     sync(file.fileno())
                 # safetensors puts a file of its own in this one's place, for its owner alone
@@ -170,7 +170,7 @@ def atomic_paths(targets: Sequence[Path], removed: Sequence[Path] = ()) -> Itera
                         temporary.chmod(mode)
         finished = [temporary for temporary, _ in temporaries]
         if owner is None:
-            with naming_file(targets[-1]):
+            with name_file_in_errors(targets[-1]):
                 _replace_together(finished, targets, removed)
         else:
             for temporary, target in zip(finished, targets, strict=True):
@@ -280,18 +280,19 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
+def name_file_in_errors(target: Path, verb: str = "write") -> Iterator[None]:
     """Turn errors of the system into an InfoFlowError that names the file and what was tried."""
     try:
         yield
     except (OSError, SafetensorError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         remedy = _REMEDIES.get(
             getattr(error, "errno", None) or 0,
             "expected room on the disk and a folder that you may use; make room, and run the same "
             "again: what the folder of a run holds is kept (a study goes on with --resume)",
         )
-        raise InfoFlowError(f"cannot {verb} {str(target)!r} ({reason}): {remedy}") from error
+        raise InfoFlowError(
+            f"cannot {verb} {str(target)!r} ({explain_error(error)}): {remedy}"
+        ) from error
 
 
 _REMEDIES = {
@@ -343,8 +344,9 @@ def read_json(path: str | os.PathLike[str], what: str, hint: str) -> dict[str, A
         with open_regular(path) as file:
             value = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise InfoFlowError(f"{str(path)!r} is no {what} ({reason}): {hint}") from error
+        raise InfoFlowError(
+            f"{str(path)!r} is no {what} ({explain_error(error)}): {hint}"
+        ) from error
     if not isinstance(value, dict):
         raise InfoFlowError(
             f"{str(path)!r} is no {what} (it holds a {type(value).__name__}): {hint}"
@@ -435,9 +437,8 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InfoFlowError(
-            f"cannot write to the output folder {str(folder)!r} ({reason}): "
+            f"cannot write to the output folder {str(folder)!r} ({explain_error(error)}): "
             "expected a folder that you may write to; choose another folder"
         ) from error
     return folder

@@ -1,4 +1,4 @@
-"""How much memory is free, and amounts of it in words."""
+"""How much memory is free, amounts of it in words, and what does not fit."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
+
+_WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
 
 
 def free_on(device: str) -> int | None:
@@ -120,3 +122,32 @@ def check_device(device: Any) -> str:
     if kind == "meta":
         raise InfoFlowError("device 'meta' holds no numbers: expected cpu, or an accelerator")
     return str(device)
+
+
+def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
+    """Refuse runs that do not fit in the free memory, before work starts.
+
+    If the free memory is unknown, no run is refused.
+
+    Args:
+        needed_bytes: what one run takes.
+        device: where runs train, as PyTorch names it; the memory of others than CUDA's is the
+            machine's.
+        jobs: runs at a time, each in a process of its own if there are several.
+
+    Raises:
+        InfoFlowError: with what is needed and what is free; or for a device that is not there.
+    """
+    check_device(device)
+    needed = needed_bytes * jobs
+    if jobs > 1:
+        needed += _WORKER_BYTES * jobs
+    free = free_on(device)
+    if free is None or needed <= free:
+        return
+    runs = f"{jobs} runs at a time need" if jobs > 1 else "a run needs"
+    fewer = "fewer jobs, or " if jobs > 1 else ""
+    raise InfoFlowError(
+        f"{runs} about {format_bytes(needed)} of memory on {device}, but {format_bytes(free)} is "
+        f"free: expected it to fit; choose {fewer}a smaller preset"
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 from infoflow_lens.foundation.files import user_path
 
 NameKind = Literal["file", "task", "hub"]
@@ -112,9 +112,9 @@ def _check_path(named: Named) -> Named:
         try:
             path.exists()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
             raise InfoFlowError(
-                f"{named.name[:200]!r} is no path ({reason}): expected the path of a file or folder"
+                f"{named.name[:200]!r} is no path ({explain_error(error)}): expected the path of a "
+                "file or folder"
             ) from error
     return named
 

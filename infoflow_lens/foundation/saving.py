@@ -36,13 +36,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.documents import NUMBERS, RESULT, header_of_tensors
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 from infoflow_lens.foundation.files import (
     atomic_path,
     atomic_paths,
     digest_of,
     has_digest,
-    naming_file,
+    name_file_in_errors,
     open_regular,
     read_json,
     read_signed,
@@ -262,7 +262,7 @@ def write_parts(
     Raises:
         InfoFlowError: if they cannot be written, or other files stand in their places.
     """
-    with writing_parts([path], schema, overwrite=overwrite) as (write,):
+    with open_parts([path], schema, overwrite=overwrite) as (write,):
         write(plain, tensors)
 
 
@@ -271,7 +271,7 @@ Write: TypeAlias = Callable[[Mapping[str, Any], dict[str, Tensor]], str]
 
 
 @contextmanager
-def writing_parts(
+def open_parts(
     paths: Sequence[str | os.PathLike[str]],
     schema: str,
     *,
@@ -301,7 +301,7 @@ def writing_parts(
             digest = fingerprint(tensors)
             text = sign(schema, {**fields, "tensors": digest})
             held, described = places[2 * index : 2 * index + 2]
-            with naming_file(targets[2 * index]):
+            with name_file_in_errors(targets[2 * index]):
                 save_file(tensors, held, metadata=header_of_tensors(schema, digest))
                 described.write_bytes(text.encode())
                 return digest_of(described)[:16]
@@ -369,7 +369,7 @@ def read_parts(
             raise ValueError(f"it has changed since {text.name} was written")
         yield plain, found
     except SPOILED as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = explain_error(error)
         # an error that names the other file already says what to do
         if isinstance(error, InfoFlowError) and str(text) in reason:
             raise

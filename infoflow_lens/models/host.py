@@ -30,7 +30,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     add_digest,
     atomic_paths,
-    naming_file,
+    name_file_in_errors,
     user_path,
     writable_folder,
 )
@@ -374,7 +374,7 @@ def save_model(
     weights = _WEIGHTS.check(path / "model.safetensors", overwrite=overwrite)
     described = _ARCHITECTURE.check(path / "architecture.json", overwrite=overwrite)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    with atomic_paths([weights, described]) as (held, text), naming_file(weights):
+    with atomic_paths([weights, described]) as (held, text), name_file_in_errors(weights):
         save_file(state, held, metadata=header_of_tensors("model", fingerprint(state)))
         text.write_text(add_digest(settings), encoding="utf-8")
 

@@ -319,7 +319,7 @@ def _load_gguf(path: Path, place: Place) -> LoadedModel:
             f"an adapter (adapter_config.json) lies beside {str(path)!r}: expected the file in a "
             "folder without one; move it"
         )
-    with without_trace(), _naming_model(str(path)):
+    with without_trace(), _name_model_in_errors(str(path)):
         config, folder = config_of_gguf(path), str(path.parent)
         check_one_stack(str(path), config)
         check_sizes(path, config, Stored.read_gguf(path))
@@ -384,7 +384,7 @@ def _load_by_transformer_lens(name: str, place: Place) -> LoadedModel:
     import transformer_lens
     from huggingface_hub import errors, hf_hub_download
 
-    with without_trace(), _naming_model(name):
+    with without_trace(), _name_model_in_errors(name):
         try:
             hf_hub_download(name, "config.json")  # without a network, stop at the first attempt
         except errors.LocalEntryNotFoundError:
@@ -416,7 +416,7 @@ def _make_empty_tokenizer(folder: Path) -> Any:
 
 def _load_old_format(name: str, place: Place) -> LoadedModel:
     """Load a model from before the format of Hugging Face as TransformerLens 4's native bridge."""
-    with without_trace(), _naming_model(name):
+    with without_trace(), _name_model_in_errors(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=place.device, dtype=place.dtype)
     return _describe(model.eval(), "name", name)
@@ -428,7 +428,7 @@ def _download_revision(name: str) -> str:
 
     known, _, revision = name.partition("@")
     official = _map_official_names().get(known.lower(), known)
-    with _naming_model(name):
+    with _name_model_in_errors(name):
         files = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.txt", "*.model"]
         return snapshot_download(official, revision=revision or None, allow_patterns=files)
 
@@ -452,7 +452,7 @@ def _open(
     name: str, place: Place, source: Literal["folder", "name"], known_as: str | None = None
 ) -> LoadedModel:
     """Open a folder or a name of the hub; messages call it `known_as`, by default the same."""
-    with without_trace(), _naming_model(known_as or name):
+    with without_trace(), _name_model_in_errors(known_as or name):
         stored = Stored.read_folder(Path(name)) if source == "folder" else None
         if stored is not None:
             check_config(Path(name), stored)
@@ -473,7 +473,7 @@ def _open_adapter(folder: Path, place: Place) -> LoadedModel:
     Raises:
         InfoFlowError: for a base that is no folder of Hugging Face with a whole model.
     """
-    with _naming_model(str(folder)):
+    with _name_model_in_errors(str(folder)):
         base = find_base(folder)
     if _find_kind_of_folder(base) != "folder":
         raise InfoFlowError(
@@ -482,7 +482,7 @@ def _open_adapter(folder: Path, place: Place) -> LoadedModel:
             "yourself, and give the model"
         )
     found = _open(str(base), place, "folder")
-    with without_trace(), _naming_model(str(folder)):
+    with without_trace(), _name_model_in_errors(str(folder)):
         model = add_adapter(found.model.original_model, folder, place.device)
         # an adapter may bring a tokenizer with tokens of its own
         opened = open_model(model, load_tokenizer(str(folder)) or found.tokenizer)
@@ -557,7 +557,7 @@ def _describe(model: Any, source: Source, name: str, note: str = "") -> LoadedMo
 
 
 @contextmanager
-def _naming_model(name: str) -> Iterator[None]:
+def _name_model_in_errors(name: str) -> Iterator[None]:
     """Name the model in errors while it loads, with what to do."""
     try:
         with panics_as_errors(repr(name)):

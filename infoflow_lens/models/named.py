@@ -382,7 +382,7 @@ class NamedModel(HookedRootModule):
         some = args[0] if args and isinstance(args[0], list) else args[:1]
         if some and all(isinstance(text, str) for text in some):
             args, kwargs = args[1:], self._tokenize(args[0]) | kwargs
-        with self.watching(), on_user_device():
+        with self.watch(), on_user_device():
             output = self.original_model(*args, **kwargs)
         if return_type == "logits":
             logits = getattr(output, "logits", None)
@@ -391,11 +391,11 @@ class NamedModel(HookedRootModule):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does; hook points fire in each of its passes."""
-        with self.watching(), on_user_device():
+        with self.watch(), on_user_device():
             return self.original_model.generate(*args, **kwargs)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Let hook points fire in all calls of the model itself, in this thread, for a block.
 
         Hooks are to be on the points before it begins.
@@ -415,7 +415,7 @@ class NamedModel(HookedRootModule):
             answer: Tensor = points[name](tensor)
             return answer
 
-        with SiteRun(self.original_model, self.anatomy, names, fire).watching():
+        with SiteRun(self.original_model, self.anatomy, names, fire).watch():
             yield
 
     def refresh(self) -> None:

@@ -38,12 +38,12 @@ GROUP = "infoflow_lens.probes"  # of entry points
 
 # in the order of the report; imported when they are asked for
 PARTS = {
-    "labels": "heads.LabelsPart",
-    "influence": "tokens.InfluencePart",
-    "positions": "tokens.PositionsPart",
-    "recovery": "tokens.RecoveryPart",
-    "routes": "tokens.RoutesPart",
-    "top_k": "heads.TopKPart",
+    "labels": "LabelsPart",
+    "influence": "InfluencePart",
+    "positions": "PositionsPart",
+    "recovery": "RecoveryPart",
+    "routes": "RoutesPart",
+    "top_k": "TopKPart",
 }
 
 

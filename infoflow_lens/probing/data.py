@@ -38,9 +38,10 @@ from infoflow_lens.hooks.model.inputs import (
     split_columns,
 )
 from infoflow_lens.hooks.model.points import check_inputs
-from infoflow_lens.probing.windows import windows
+from infoflow_lens.probing.store import windows
 from infoflow_lens.runs.folder import file_digests
-from infoflow_lens.tasks import TokenTask, list_tasks, load_task
+from infoflow_lens.tasks import TokenTask, list_tasks
+from infoflow_lens.tasks.registry import load_task_for
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
 
@@ -625,17 +626,13 @@ def _draw_twice(model: nn.Module, n: int, max_length: int | None, seed: int) -> 
 
 
 def _task(model: nn.Module, name: str, n: int, seed: int) -> Tensor:
-    """Draw from a task, of ours in the sizes of the model."""
-    task, architecture = load_task(name), getattr(model, "architecture", None)
-    if not isinstance(task, TokenTask):
-        if architecture is None:
-            raise InfoFlowError(
-                f"task {name!r} has vector tokens, but {type(model).__name__} reads token ids: "
-                "expected a model of ours, or texts"
-            )
-        if name in list_tasks():  # a task of the user's own says its sizes itself
-            sizes = {"n_tokens": architecture.n_tokens, "d_token": architecture.d_token}
-            task = load_task(name, **sizes)
+    """Draw from a task, in the sizes of the model."""
+    task = load_task_for(model, name)
+    if not isinstance(task, TokenTask) and not hasattr(model, "architecture"):
+        raise InfoFlowError(
+            f"task {name!r} has vector tokens, but {type(model).__name__} reads token ids: "
+            "expected a model of ours, or texts"
+        )
     x, _ = task.sample(n, seed=seed)
     return x
 

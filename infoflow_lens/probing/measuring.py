@@ -7,7 +7,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.files import let_own
-from infoflow_lens.foundation.interrupts import defer_interrupts
+from infoflow_lens.foundation.processes import defer_interrupts
 from infoflow_lens.foundation.record import code_digest, is_own
 from infoflow_lens.hooks import ModelCapabilities, NextTokenLoss, Probe, Result, inspect_model
 from infoflow_lens.hooks.model.inputs import Batches
@@ -107,12 +107,10 @@ def parts_with_enough_data(
 
 def _lacking(name: str, part: Part, context: RunContext) -> str:
     """Say why the sequences are not enough for a part, or have no next-token loss that it reads."""
-    try:
-        if part.next_token:
-            NextTokenLoss().check(context.model, context.detail.shortest)
-    except InfoFlowError as error:
-        reason = str(error).partition(": expected")[0]
-        return f"{name} reads the loss of the next token, and {reason}"
+    if part.next_token:
+        reason = NextTokenLoss().explain_lack(context.model, context.detail.shortest)
+        if reason:
+            return f"{name} reads the loss of the next token, and {reason}"
     return part.lacking_of_data(context)
 
 

@@ -14,14 +14,14 @@ from infoflow_lens.agreement import CoverageCurve, Explained, explain_positions
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import AttendedResult, PositionsResult
-from infoflow_lens.hooks.mechanisms.top_k import TopKResult
+from infoflow_lens.hooks.mechanisms.budgets import TopKResult
 from infoflow_lens.hooks.passes.ranking import mark_sources
 from infoflow_lens.probing.findings import Findings, Rows
 from infoflow_lens.probing.part import Part
-from infoflow_lens.probing.parts.tokens import RoutesComparison
+from infoflow_lens.probing.parts import RoutesComparison
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.flow_view import FlowView, ViewedInput, view_mechanisms
-from infoflow_lens.report.probing import ProbingReport, Section
+from infoflow_lens.report.pages import ProbingReport, Section
 from infoflow_lens.theory import propagate
 
 _EXAMPLES = 3

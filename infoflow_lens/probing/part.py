@@ -17,6 +17,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.naming import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
+from infoflow_lens.hooks.model.capabilities import name_layers
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import INSTEAD_OF_A_BRIDGE, config_value
 from infoflow_lens.probing.config import (
@@ -96,11 +97,11 @@ def where_lacking(
     capabilities: ModelCapabilities, lacking: Callable[[LayerCapabilities], str]
 ) -> str:
     """Say in which layers something is lacking, and why in the first; empty if in none."""
-    reasons = {str(i): lacking(layer) for i, layer in enumerate(capabilities.layers)}
-    layers = [layer for layer, reason in reasons.items() if reason]
-    plural = "s" if len(layers) > 1 else ""
-    where = f"in layer{plural} {', '.join(layers)} of this {capabilities.kind}"
-    return f"{where}: {reasons[layers[0]]}" if layers else ""
+    reasons = [lacking(layer) for layer in capabilities.layers]
+    layers = [layer for layer, reason in enumerate(reasons) if reason]
+    if not layers:
+        return ""
+    return f"in {name_layers(layers)} of this {capabilities.kind}: {reasons[layers[0]]}"
 
 
 class Part:
@@ -275,9 +276,7 @@ def load_part(name: str) -> Part:
     if name in registered.get({}):
         return registered.get({})[name]
     if name in PARTS:
-        room, kind_name = PARTS[name].split(".")
-        module = import_module(f"infoflow_lens.probing.parts.{room}")
-        made: Part = getattr(module, kind_name)()
+        made: Part = getattr(import_module("infoflow_lens.probing.parts"), PARTS[name])()
         return made
     others = packages.find_entry_points(GROUP, PARTS)
     if name not in others:

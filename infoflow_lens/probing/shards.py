@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file
-from infoflow_lens.foundation.interrupts import defer_interrupts
+from infoflow_lens.foundation.files import name_file_in_errors
+from infoflow_lens.foundation.processes import defer_interrupts
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.saving import read_state
 from infoflow_lens.hooks import Probe
@@ -172,7 +172,7 @@ class ShardSums:
     def add_shard(self) -> None:
         """Add the next shard, which its probes have measured to the end."""
         manifests = write_growing(self.begun, self.growing, self.n_shards, self.folder.path)
-        with self._changing():
+        with self._change():
             for name, probe in self.begun.items():
                 if name in manifests:
                     self._manifests[name].append(manifests[name])
@@ -208,7 +208,7 @@ class ShardSums:
         # files of what grows are in place before the sums that count their shards
         for name, digest in measured.digests.items():
             target = self.folder.path / name
-            with naming_file(target):
+            with name_file_in_errors(target):
                 target.parent.mkdir(exist_ok=True)
             self.folder.replace(folder / name, target, digest)
         if measured.stretch == self.n_shards // self.stride:
@@ -247,7 +247,7 @@ class ShardSums:
         return copy.deepcopy(dict(self.fresh))
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _change(self) -> Iterator[None]:
         """Mark the sums as incomplete in a block: after a second Ctrl-C they must not be kept."""
         self._is_whole = False
         yield
@@ -278,7 +278,7 @@ class ShardSums:
         with _read(path, "measure it again") as state:
             _load(sums, state["sums"])
             manifests = self._manifests_in(state)
-        with self._changing():
+        with self._change():
             for name, parts in manifests.items():
                 self._manifests[name] += parts
             self._stretch = sums

@@ -1,4 +1,4 @@
-"""The sequences of a run: one Arrow file, which is mapped into memory, and what it was made from.
+"""The sequences of a run: texts joined and cut, and one Arrow file, which is mapped into memory.
 
 ``datasets.Dataset.from_file`` opens the file, too: its column is "input_ids", or "x" for vectors;
 others are what the model takes beside ids, such as "token_type_ids".
@@ -7,22 +7,29 @@ others are what the model takes beside ids, such as "token_type_ids".
 import errno
 import hashlib
 import json
+import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import Tensor
+from annotated_types import Ge
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file, read_signed, write_signed
+from infoflow_lens.foundation.files import name_file_in_errors, read_signed, write_signed
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.inputs import Batches, Extent, Rows
+from infoflow_lens.hooks.model.texts import group_by_size, ids_of_texts, tokenize
 from infoflow_lens.runs.folder import RunFolder
 
 _FOLDER, _FILE, _ABOUT = "inputs", "sequences.arrow", "sequences.json"
@@ -108,7 +115,7 @@ class _ArrowFile:
         Raises:
             InfoFlowError: if the file is spoiled or gone.
         """
-        with self._reading(start, stop, name) as (table, column):
+        with self._open_rows(start, stop, name) as (table, column):
             rows = column.combine_chunks()
             offsets = rows.offsets.to_numpy()
             # a slice of lists still holds all values; its offsets say which are its own
@@ -126,18 +133,18 @@ class _ArrowFile:
 
     def extent(self) -> Extent:
         """Count the sequences of the file, and find their lengths."""
-        with self._reading(0, 0) as (table, _):
+        with self._open_rows(0, 0) as (table, _):
             n = len(table)
         return Extent(n, *self.lengths(0, n))
 
     def columns(self) -> list[str]:
         """Name the columns beside the sequences."""
-        with self._reading(0, 0) as (table, _):
+        with self._open_rows(0, 0) as (table, _):
             return list(table.column_names[1:])
 
     def lengths(self, start: int, stop: int) -> tuple[int, int]:
         """Return the tokens of the longest and of the shortest of some sequences; 0 for none."""
-        with self._reading(start, stop) as (_, column):
+        with self._open_rows(start, stop) as (_, column):
             found = pc.min_max(pc.list_value_length(column)).as_py()
             return found["max"] or 0, found["min"] or 0
 
@@ -151,7 +158,7 @@ class _ArrowFile:
             return pa.OSFile(str(self.path))
 
     @contextmanager
-    def _reading(
+    def _open_rows(
         self, start: int, stop: int, name: str | None = None
     ) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
         try:
@@ -258,7 +265,7 @@ def store_sequences(parts: Iterable[Batches], scratch: Path, what: str) -> Seque
     changed: set[str] = set()
     n, longest, shortest = 0, 0, 2**63
     with ExitStack() as stack:
-        stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
+        stack.enter_context(name_file_in_errors(path))  # closing writes, too, also behind an error
         writer = None
         # written as they come: all sequences need not fit into memory
         for part in parts:
@@ -345,3 +352,167 @@ def _read_values(numbers: Tensor, what: str) -> pa.Array:
     if numbers.ndim > 1:
         values = pa.FixedSizeListArray.from_arrays(values, numbers.shape[1])
     return values
+
+
+_PIECE = 2**20  # characters that are tokenised at a time, about; each takes hundreds of bytes
+_WINDOWS_AT_ONCE = 1000
+
+
+def token_stream(
+    model: nn.Module, texts: Sequence[str]
+) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
+    """Join all texts as ids, and find what the model's tokenizer puts before a text.
+
+    Args:
+        model: with a tokenizer.
+        texts: at least one; the ids of each begin with what the tokenizer puts before a text. Those
+            of more than a million characters are tokenised in pieces that end with a line.
+
+    Returns:
+        The prefix, such as BOS, which may be empty; and the stream.
+
+    Raises:
+        InfoFlowError: for no text, or a model without a tokenizer.
+    """
+    prefix, *parts = _prefix_and_stream(model, texts)
+    return prefix, torch.cat(parts)
+
+
+def spread_windows(
+    prefix: Int[Tensor, " prefix"],
+    stream: Int[Tensor, " pos"],
+    length: int,
+    n: int | None,
+    name: str = "the text",
+) -> Int[Tensor, "window length"]:
+    """Cut windows that share no token, spread evenly over the stream, each behind the prefix.
+
+    Args:
+        prefix, stream: as :func:`token_stream` gives them.
+        length: tokens of a window, prefix included.
+        n: at most so many windows; None for all.
+        name: what errors call the stream.
+
+    Raises:
+        InfoFlowError: for a length without room, or a stream shorter than one window.
+    """
+    return torch.cat(list(_spread(prefix, stream.numpy().take, len(stream), length, n, name)))
+
+
+def windows(
+    model: nn.Module,
+    texts: Iterable[str],
+    length: int,
+    n: int | None,
+    name: str,
+    *,
+    one_text: bool = False,
+    scratch: Path | None = None,
+) -> Iterator[Int[Tensor, "window length"]]:
+    """Yield the windows of :func:`spread_windows` over a :func:`token_stream`, some at a time.
+
+    Args:
+        model: with a tokenizer.
+        texts: as they are read.
+        length, n, name: as for :func:`spread_windows`.
+        one_text: whether these are pieces of one text.
+        scratch: a folder for the stream, of four bytes a token; None keeps it in memory.
+
+    Raises:
+        InfoFlowError: as for :func:`token_stream` and :func:`spread_windows`, and if the stream
+            cannot be written to `scratch`.
+    """
+    parts = _prefix_and_stream(model, texts, one_text)
+    prefix = next(parts)
+    if scratch is None:
+        yield spread_windows(prefix, torch.cat(list(parts)), length, n, name)
+        return
+    n_stream = 0
+    with ExitStack() as stack:
+        with name_file_in_errors(scratch):
+            file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
+        for ids in parts:
+            n_stream += len(ids)
+            with name_file_in_errors(scratch):
+                file.write(ids.to(torch.int32).numpy().tobytes())
+        with name_file_in_errors(scratch):
+            file.flush()
+        # mapped anew for every part, so that what was read does not stay in memory
+        yield from _spread(
+            prefix, lambda places: np.memmap(file, np.int32, "r")[places], n_stream, length, n, name
+        )
+
+
+def _spread(
+    prefix: Tensor,
+    read: Callable[[NDArray[np.int64]], NDArray[np.integer]],
+    n_stream: int,
+    length: int,
+    n: int | None,
+    name: str,
+) -> Iterator[Tensor]:
+    """Yield the windows of a stream that is read by places; see :func:`spread_windows`."""
+    own: int = check(length, Annotated[int, Ge(len(prefix) + 1)], "window") - len(prefix)
+    n_stream -= len(prefix)  # the stream begins with one, and each window brings its own
+    most = n_stream // own
+    if most < 1:
+        raise InfoFlowError(
+            f"{name} has {n_stream} tokens: expected at least {own}, one window; give more text "
+            "or a shorter window"
+        )
+    # no more windows than fit side by side, so none overlap; float64 is exact for these places
+    chosen = torch.linspace(0, n_stream - own, min(most, n or most), dtype=torch.float64).long()
+    for starts in (chosen + len(prefix)).split(_WINDOWS_AT_ONCE):
+        rows = torch.from_numpy(np.array(read(starts.numpy()[:, None] + np.arange(own)))).long()
+        yield torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
+
+
+def _prefix_and_stream(
+    model: nn.Module, texts: Iterable[str], one_text: bool = False
+) -> Iterator[Tensor]:
+    """Yield the prefix that the tokenizer puts before a text, then the ids of all texts.
+
+    The ids of each text begin with the prefix.
+
+    Args:
+        model: with a tokenizer.
+        texts: as they are read.
+        one_text: whether these are pieces of one text; then only the first has the prefix.
+
+    Raises:
+        InfoFlowError: for no text, or a model without a tokenizer.
+    """
+    coming = iter(texts)
+    first = next(coming, None)
+    if first is None:
+        raise InfoFlowError("there are no texts: expected at least one")
+    # the start of a text is enough to see what the tokenizer puts before it
+    beginning = [first[:256]]
+    (whole,), (bare,) = (
+        tokenize(model, beginning, "the texts"), ids_of_texts(model, beginning, bare=True)
+    )  # fmt: skip
+    prefix = whole[: len(whole) - len(bare)]
+    yield prefix
+    # only the first piece of a text begins with the prefix; a file is one text
+    pieces = (
+        (piece, place == 0 and not (one_text and index))
+        for index, text in enumerate(chain([first], coming))
+        for place, piece in enumerate(_pieces(text))
+    )
+    for group in group_by_size(pieces, size=lambda pair: len(pair[0])):
+        rows = ids_of_texts(model, [piece for piece, _ in group], bare=True)
+        yield torch.cat(
+            [torch.cat([prefix, row]) if begins else row for row, (_, begins) in zip(rows, group)]
+        )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces that end with a line, or with a word where lines are very long."""
+    start = 0
+    while len(text) - start > _PIECE:
+        stop = text.rfind("\n", start, start + _PIECE) + 1
+        stop = stop if stop > start else text.rfind(" ", start + 1, start + _PIECE)
+        stop = stop if stop > start else start + _PIECE
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

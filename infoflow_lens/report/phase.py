@@ -113,7 +113,7 @@ def draw_phase_diagram(
     """
     target = check_picture_path(path, overwrite=overwrite)
     maker = {"Software" if target.suffix == ".png" else "Creator": PICTURE_MAKER}
-    with PICTURE.writing(target, overwrite=overwrite) as temporary:
+    with PICTURE.open(target, overwrite=overwrite) as temporary:
         figure = phase_figure(rows, title)
         figure.savefig(temporary, format=target.suffix[1:], dpi=150, metadata=maker)
         temporary.write_bytes(PICTURE.sign(temporary.read_bytes()))

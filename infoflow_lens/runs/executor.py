@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file
+from infoflow_lens.foundation.files import name_file_in_errors
 from infoflow_lens.foundation.packages import import_optional
 from infoflow_lens.foundation.processes import exit_with_parent, threads
 from infoflow_lens.foundation.settings import Count, check
@@ -407,7 +407,7 @@ def _acquire_gpu(names: list[str]) -> tuple[FileLock, int]:
     """
     user = getattr(os, "getuid", lambda: os.environ.get("USERNAME", ""))()
     folder = Path(tempfile.gettempdir()) / f"infoflow-lens-gpus-{user}"
-    with naming_file(folder):
+    with name_file_in_errors(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
     # a second process of a GPU takes its second lock, once all have a first one
     for n_others in count():

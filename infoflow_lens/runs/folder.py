@@ -26,12 +26,12 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from infoflow_lens.foundation.display import brief
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, explain_error
 from infoflow_lens.foundation.files import (
     digest_of,
     digest_of_values,
     let_own,
-    naming_file,
+    name_file_in_errors,
     open_regular,
     read_json,
     read_signed,
@@ -189,7 +189,7 @@ class RunFolder:
                     f"{str(path)!r} is gone, and belongs to {names[0]}: expected all that this run "
                     f"has written; delete {' and '.join(names)} to make it again"
                 )
-            with naming_file(path, "read"):
+            with name_file_in_errors(path, "read"):
                 digest = digest_of(path)
             if digest not in self._digests_of(name):
                 raise InfoFlowError(
@@ -204,7 +204,7 @@ class RunFolder:
         for name in names:
             if self._digests_of(name):
                 refuse_links(self.path, self.path / name)
-                with naming_file(self.path / name):
+                with name_file_in_errors(self.path / name):
                     (self.path / name).unlink(missing_ok=True)
 
     def subfolder(self, name: str) -> Path:
@@ -247,7 +247,7 @@ class RunFolder:
         """The folder for what is unfinished, which is swept when a run begins and ends."""
         scratch = self.path / PRIVATE / _SCRATCH
         refuse_links(self.path, scratch)
-        with naming_file(scratch):
+        with name_file_in_errors(scratch):
             scratch.mkdir(parents=True, exist_ok=True)
         return scratch
 
@@ -267,10 +267,10 @@ class RunFolder:
         """Put a finished file in its place, named in the manifest; its digest, if it is known."""
         if not self._is_private(target):
             self._check_own([target])
-            with naming_file(temporary, "read"):
+            with name_file_in_errors(temporary, "read"):
                 digest = digest_of(temporary) if digest is None else digest
             self._append(target.relative_to(self.path).as_posix(), digest)
-        with naming_file(target):
+        with name_file_in_errors(target):
             os.replace(temporary, target)
 
     def replace_folder(self, temporary: Path, target: Path) -> None:
@@ -278,7 +278,7 @@ class RunFolder:
         self._check_own([target, *(target / file.name for file in temporary.iterdir())], {target})
         files = sorted(temporary.iterdir())
         below = target.relative_to(self.path).as_posix()
-        with naming_file(target):
+        with name_file_in_errors(target):
             # a new folder moves at once; into one that is there files go one by one
             if not target.exists():
                 for file in files:
@@ -325,7 +325,7 @@ class RunFolder:
         refuse_links(self.path, path)
         if not os.path.lexists(path):
             return
-        with naming_file(path, "read"), open_regular(path) as file:
+        with name_file_in_errors(path, "read"), open_regular(path) as file:
             found = os.fstat(file.fileno())
             # another file under the name, or a shorter one: read from the beginning
             if found.st_ino != self._read_position[0] or found.st_size < self._read_position[1]:
@@ -374,7 +374,7 @@ class RunFolder:
         line = json.dumps({"name": name, "sha256": digest}) + "\n"
         # before the file is in its place: a file without an entry counts as somebody else's
         flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        with naming_file(self.path / MANIFEST):
+        with name_file_in_errors(self.path / MANIFEST):
             descriptor = os.open(self.path / MANIFEST, flags)
             with os.fdopen(descriptor, "ab") as file:  # which writes all of it, or says why not
                 # what a full disk has cut off before is a line of its own, and is not read
@@ -417,7 +417,7 @@ class RunFolder:
             lines += [json.dumps({"name": name, "sha256": digest}) for digest in digests]
         # replaced at once: a reader sees the old manifest or the new one
         temporary = self.scratch / f"{MANIFEST}.{uuid.uuid4().hex[:12]}"
-        with naming_file(target):
+        with name_file_in_errors(target):
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(temporary, target)
         self._read_position = (-1, 0)
@@ -478,14 +478,13 @@ def _lock_folder(folder: Path, what: str) -> Iterator[None]:
             "a time in a folder; wait until it ends, or choose another folder"
         ) from error
     except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise InfoFlowError(
-            f"{str(folder)!r} cannot be locked ({reason}): expected a folder that you may "
-            "write to; choose another folder"
+            f"{str(folder)!r} cannot be locked ({explain_error(error)}): expected a folder that "
+            "you may write to; choose another folder"
         ) from error
     try:
         shutil.rmtree(private / _SCRATCH, ignore_errors=True)
-        with naming_file(writer):
+        with name_file_in_errors(writer):
             writer.unlink(missing_ok=True)
             about = {"what": what, "process": os.getpid(), "machine": socket.gethostname()}
             writer.write_text(json.dumps(about), encoding="utf-8")

@@ -19,13 +19,14 @@ from infoflow_lens.theory.comparison import Component, Part, Score, best_tuples
 from infoflow_lens.theory.score_graph import (
     ASKED,
     Order,
+    Plan,
     collapse,
     graph_of,
     order_of,
     permute,
+    plans,
     score_beside,
 )
-from infoflow_lens.theory.trees import Plan, plans
 
 Outer = Callable[[Float[Tensor, "batch component"]], Tensor]
 

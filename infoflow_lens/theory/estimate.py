@@ -29,8 +29,7 @@ from infoflow_lens.theory.cost import MODES, exponent
 from infoflow_lens.theory.exclusion import Document, carry_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, measure_routing
-from infoflow_lens.theory.samples import Samples, resize
-from infoflow_lens.theory.schedule import Demand, Schedule, Target, demands
+from infoflow_lens.theory.schedule import Demand, Samples, Schedule, Target, demands, resize
 from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 

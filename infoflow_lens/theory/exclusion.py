@@ -19,7 +19,7 @@ from infoflow_lens.theory.comparison import (
     growth_sizes,
     tuple_indices,
 )
-from infoflow_lens.theory.samples import Samples, resize
+from infoflow_lens.theory.schedule import Samples, resize
 from infoflow_lens.theory.shapes import ModelShape
 
 Document = dict[str, Any]
@@ -272,6 +272,10 @@ def _ties(shape: ModelShape, samples: Samples) -> Iterator[Document]:
             tokens = torch.cat([x, _worst(component, x, samples).expand(rest, -1)])
             gradient = _along(component, x.view(m, a, -1))
             slopes = gradient.norm(dim=-1, keepdim=True)
+            # a token that the score does not see there, as of the larger of two under a minimum,
+            # cannot be moved so
+            if not slopes.all():
+                continue
             # the distance of a token to itself must not count
             near = torch.cdist(x, tokens) + torch.eye(n, len(tokens)).mul(1e9)
             # every token moves so far that the preference grows by the same step

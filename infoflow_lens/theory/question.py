@@ -19,8 +19,7 @@ from infoflow_lens.theory.comparison import (
     reading_profile,
 )
 from infoflow_lens.theory.equivalence import Reading, readings
-from infoflow_lens.theory.samples import Samples
-from infoflow_lens.theory.schedule import Schedule
+from infoflow_lens.theory.schedule import Samples, Schedule
 from infoflow_lens.theory.score_graph import graph_of, partners_grow
 from infoflow_lens.theory.search import Found, find, needs_order
 from infoflow_lens.theory.shapes import ModelShape

@@ -27,7 +27,7 @@ from infoflow_lens.theory.jobs import (
     Specific,
 )
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule
-from infoflow_lens.theory.trees import Plan
+from infoflow_lens.theory.score_graph import Plan
 
 _MOST_KEPT = 400  # partial schedules of a layer in the full search
 _BEAM = 100  # in the first pass, which finds an upper bound
@@ -519,7 +519,7 @@ def find(
         d_model: E, or E_l of each layer: the largest |I| / E_l is made small.
         usable: layers whose heads may have jobs; default, all.
         plans: gives plans for components whose scores' graphs are trees, as
-            :func:`infoflow_lens.theory.trees.plans` makes them; none in causal models.
+            :func:`infoflow_lens.theory.score_graph.plans` makes them; none in causal models.
 
     Raises:
         InfoFlowError: for nothing to retrieve, too many components, bad sizes, or arity > T.

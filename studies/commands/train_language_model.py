@@ -7,8 +7,14 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from infoflow_lens.commands.common import Quiet, console, folder, report_errors
-from infoflow_lens.commands.options import help_texts, options_of
+from infoflow_lens.commands.common import (
+    Quiet,
+    console,
+    folder,
+    help_texts,
+    options_of,
+    report_errors,
+)
 from infoflow_lens.studies.language_model.config import PRESETS, LanguageModelConfig, preset
 
 # The same settings, each of which may be left to the preset.

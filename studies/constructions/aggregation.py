@@ -8,7 +8,7 @@ from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.studies.constructions.parameters import Beta
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
+from infoflow_lens.tasks.single import GlobalMean, PositionSum
 
 
 @construction("InfoFlow 2026, C.3")

@@ -10,7 +10,7 @@ from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.studies.constructions.parameters import Beta, Limit
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.kth_largest import KthLargest
+from infoflow_lens.tasks.single import KthLargest
 
 _FAR = 4.0  # more than numbers in [-1, 1] differ
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infoflow_lens.studies.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.memorization import Memorization
+from infoflow_lens.tasks.questions import Memorization
 
 Form = Literal["blocks", "compact"]
 

@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens.studies.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.question_answering import NestedQA
+from infoflow_lens.tasks.questions import NestedQA
 
 NestedForm = Literal["copy_match", "copy_once", "doubling"]
 

@@ -10,7 +10,7 @@ from infoflow_lens.foundation.settings import Positive
 from infoflow_lens.studies.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.studies.constructions.parameters import Beta
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.question_answering import InContextQA
+from infoflow_lens.tasks.questions import InContextQA
 
 SoftmaxForm = Literal["scaled", "separate"]
 

@@ -10,7 +10,7 @@ from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.studies.constructions.parameters import Beta, Limit
 from infoflow_lens.studies.constructions.products import product_units
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.d_retrieval import DRetrieval
+from infoflow_lens.tasks.single import DRetrieval
 from infoflow_lens.tasks.tuples import IntrinsicDimension
 
 _FAR = 100.0  # below all scores of tokens, for positions outside a subset

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
+from infoflow_lens.hooks.mechanisms.budgets import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.studies.language_model.study import (

@@ -23,7 +23,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.routes.graded import Strength
 from infoflow_lens.models.loading import load_any
-from infoflow_lens.probing.windows import spread_windows, token_stream
+from infoflow_lens.probing.store import spread_windows, token_stream
 from infoflow_lens.ranking import RankingAgreement, compare_rankings
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.corpus import read_corpus

@@ -226,11 +226,11 @@ class Roles(BesideUntrained):
                 partial(_collect, _correlation), ">", 0,
             ),
             Claim(
-                "it is above a share of {bound} of permutations",
+                "the share of permutations below it is {bound}",
                 partial(_collect, _level), ">", _LEVEL,
             ),
             Claim(
-                "less that of the untrained model it is {bound}",
+                "the correlation less that of the untrained model is {bound}",
                 lambda results: measure_models(results, _lead), ">", 0,
             ),
         )  # fmt: skip

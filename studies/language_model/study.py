@@ -15,7 +15,7 @@ from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.configs import read_shape
 from infoflow_lens.probing.data import read_texts
-from infoflow_lens.probing.windows import spread_windows, token_stream
+from infoflow_lens.probing.store import spread_windows, token_stream
 from infoflow_lens.studies.claims import Numbers
 from infoflow_lens.studies.language_model.corpus import read_corpus
 from infoflow_lens.studies.language_model.snapshots import (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from infoflow_lens.foundation.lazy import pd
-from infoflow_lens.hooks.mechanisms.top_k import LARGEST, RANDOM, measure_top_k
+from infoflow_lens.hooks.mechanisms.budgets import LARGEST, RANDOM, measure_top_k
 from infoflow_lens.studies.claims import Claim, Numbers
 from infoflow_lens.studies.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.studies.language_model.study import (

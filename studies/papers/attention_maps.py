@@ -27,7 +27,7 @@ from infoflow_lens.studies.papers.rows import numbers_of
 from infoflow_lens.studies.plots import FigureSpec, HeatMap, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, Words, groups, spread
-from infoflow_lens.tasks.question_answering import InContextQA
+from infoflow_lens.tasks.questions import InContextQA
 from infoflow_lens.tasks.templates import TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 from infoflow_lens.training import evaluate_labels, restored

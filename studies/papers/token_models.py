@@ -11,16 +11,14 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.models.host import TokenTransformer, build_token_model
-from infoflow_lens.runs.memory import run_bytes
 from infoflow_lens.studies.constructions import (
     build_construction,
     perturbed_construction,
     with_scores_of,
 )
-from infoflow_lens.studies.study import Pair, Row, Settings, Study
+from infoflow_lens.studies.study import Pair, Row, Settings, Study, run_bytes
 from infoflow_lens.tasks import Task, load_task
-from infoflow_lens.tasks.memorization import Memorization
-from infoflow_lens.tasks.question_answering import NestedQA
+from infoflow_lens.tasks.questions import Memorization, NestedQA
 from infoflow_lens.tasks.templates import TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 from infoflow_lens.training import TrainingConfig, TrainingResult, evaluate_labels, train

@@ -15,7 +15,7 @@ from infoflow_lens.studies.papers import token_models as tokens
 from infoflow_lens.studies.plots import GREY, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec
-from infoflow_lens.tasks.question_answering import InContextQA
+from infoflow_lens.tasks.questions import InContextQA
 from infoflow_lens.tasks.templates import InContextTemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
 

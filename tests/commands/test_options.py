@@ -9,8 +9,7 @@ import typer
 from annotated_types import Ge
 from typer.testing import CliRunner
 
-from infoflow_lens.commands.common import report_errors
-from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.common import options_of, report_errors
 from infoflow_lens.foundation.settings import Count, Ranks, Remedy, Repeated, Share, settings
 
 

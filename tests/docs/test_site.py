@@ -11,7 +11,7 @@ import pytest
 
 import infoflow_lens
 from benchmarks.routing import describe_floor, published
-from infoflow_lens.report.probing import TERMS
+from infoflow_lens.report.pages import TERMS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))

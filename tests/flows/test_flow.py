@@ -400,7 +400,7 @@ def test_the_picture_says_why_heads_look_there_or_why_it_does_not(host, found, m
     for name in ("keys", "margins", "parts", "values", "rest"):
         for layer, known in zip(getattr(shown, name), getattr(expected, name), strict=True):
             torch.testing.assert_close(layer, known[0], equal_nan=True)
-    monkeypatch.setattr("infoflow_lens.hooks.why.measure._points", lambda *place: [])
+    monkeypatch.setattr("infoflow_lens.hooks.why._points", lambda *place: [])
     refused = quick(host, TEXT)
     assert refused.reasons is None
     assert "shows no queries" in refused.notes[0]

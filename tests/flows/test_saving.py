@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infoflow_lens import Flow, InfoFlowError, PositionsProbe, flow, run_probes
-from infoflow_lens.report.flow import render_flow
+from infoflow_lens.report.pages import render_flow
 from tests.conftest import make_token_model
 
 RULES = [{}, {"rule": "top_k", "k": 2}, {"influence": None}, {"rule": "mechanisms"}]

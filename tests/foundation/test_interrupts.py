@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from infoflow_lens.foundation.interrupts import defer_interrupts
+from infoflow_lens.foundation.processes import defer_interrupts
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")

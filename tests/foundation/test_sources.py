@@ -44,8 +44,7 @@ EVALUATES = {
     "jinja2": {
         "studies/pages.py": "templates of the package, in a sandbox",
         "infoflow_lens/report/assets.py": "templates of the package",
-        "infoflow_lens/report/flow.py": "JSON for pages",
-        "infoflow_lens/report/probing.py": "JSON for pages",
+        "infoflow_lens/report/pages.py": "JSON for pages",
     },
     "joblib": {"infoflow_lens/runs/executor.py": "processes of this machine"},
     "pkgutil": {"infoflow_lens/__init__.py": "the modules of the package"},

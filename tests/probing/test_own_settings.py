@@ -25,7 +25,7 @@ from infoflow_lens.probing.config import (
 )
 from infoflow_lens.probing.measuring import check_own_settings
 from infoflow_lens.probing.part import ProbePart, RunContext, load_part, name_of
-from infoflow_lens.probing.parts.tokens import PositionsPart
+from infoflow_lens.probing.parts import PositionsPart
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo
 

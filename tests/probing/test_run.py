@@ -26,12 +26,12 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import AttendedProbe, PatternsProbe, label_heads
 from infoflow_lens.hooks.model import semantics
+from infoflow_lens.probing import parts as heads
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig, part_names
 from infoflow_lens.probing.data import stream_data, stream_texts
 from infoflow_lens.probing.page import build_flow_view, build_report, per_head
-from infoflow_lens.probing.parts import heads
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.folder import MANIFEST
 from infoflow_lens.studies.constructions import build_construction
@@ -466,7 +466,7 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, texts)
     """A bridge that loses edits."""
     model, out = zoo.bridge("opt"), tmp_path / "out"
     settings = {"ranks": (1, 2), "batch_size": 4, "n_detail": 3, "progress": False}
-    with pytest.raises(InfoFlowError, match=r"labels cannot be measured in layers 0, 1") as said:
+    with pytest.raises(InfoFlowError, match=r"labels cannot be measured in layers 0-1") as said:
         probe(model, texts, out, probes=part_names(), **settings)
     assert "give the model that it hosts" in str(said.value)
     assert not (tmp_path / "out").exists()

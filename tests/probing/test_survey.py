@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, save_model
+from infoflow_lens.foundation import memory
 from infoflow_lens.probing import measuring, shard
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing.config import SurveyConfig
-from infoflow_lens.probing.parts.heads import (
+from infoflow_lens.probing.parts import (
     LabelsPart,
+    RoutesPart,
     TopKPart,
 )
-from infoflow_lens.probing.parts.tokens import RoutesPart
-from infoflow_lens.probing.survey import run_survey
-from infoflow_lens.runs import memory
+from infoflow_lens.probing.run import run_survey
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.studies.constructions import build_construction

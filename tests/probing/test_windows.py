@@ -7,9 +7,9 @@ import torch
 
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.probing import data as reading
-from infoflow_lens.probing import windows as windowing
+from infoflow_lens.probing import store as windowing
 from infoflow_lens.probing.data import read_texts
-from infoflow_lens.probing.windows import spread_windows, token_stream
+from infoflow_lens.probing.store import spread_windows, token_stream
 from tests.reference import zoo
 from tests.reference.data import read_data
 

@@ -13,9 +13,8 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.probing.page import overview_table
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table, render_chart
-from infoflow_lens.report.flow import fit_into_page
 from infoflow_lens.report.flow_view import FlowView
-from infoflow_lens.report.probing import ProbingReport, Section, render_probing
+from infoflow_lens.report.pages import ProbingReport, Section, fit_into_page, render_probing
 from infoflow_lens.theory import InformationSets, propagate
 from tests.report.test_flow_page import EVIL, make_input
 

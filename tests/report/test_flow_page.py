@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.report.flow import picture_data, render_flow
 from infoflow_lens.report.flow_view import (
     FlowView,
     Replaced,
@@ -20,6 +19,7 @@ from infoflow_lens.report.flow_view import (
     ViewedMechanism,
     ViewedReasons,
 )
+from infoflow_lens.report.pages import picture_data, render_flow
 from infoflow_lens.theory import MaxPosition, propagate
 
 HEADS = (4, 2, 3)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infoflow_lens.report.assets import asset
-from infoflow_lens.report.flow import picture_data
 from infoflow_lens.report.flow_view import FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.pages import picture_data
 from infoflow_lens.theory import propagate
 
 NODE = shutil.which("node")

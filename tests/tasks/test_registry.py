@@ -88,7 +88,7 @@ def test_packages_add_tasks_by_entry_points(tmp_path, monkeypatch):
     package = tmp_path / "yours-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: yours\nVersion: 1.0\n")
-    entries = "mine = infoflow_lens.tasks.d_retrieval:DRetrieval\nbroken = no_such_module:Task\n"
+    entries = "mine = infoflow_lens.tasks.single:DRetrieval\nbroken = no_such_module:Task\n"
     (package / "entry_points.txt").write_text("[infoflow_lens.tasks]\n" + entries)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert list_tasks()[-2:] == ("mine", "broken")
@@ -100,6 +100,6 @@ def test_packages_add_tasks_by_entry_points(tmp_path, monkeypatch):
     later = tmp_path / "later-1.0.dist-info"  # installed while the process runs
     later.mkdir()
     (later / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
-    entry = "late = infoflow_lens.tasks.d_retrieval:DRetrieval\n"
+    entry = "late = infoflow_lens.tasks.single:DRetrieval\n"
     (later / "entry_points.txt").write_text("[infoflow_lens.tasks]\n" + entry)
     assert "late" in list_tasks()

@@ -2,6 +2,7 @@
 
 import itertools
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, t
 from infoflow_lens.cli import app
 from infoflow_lens.studies.comparison_trees import trees_of
 from infoflow_lens.tasks import Target, dataset_card
+from infoflow_lens.tasks.registry import load_task_for
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
@@ -131,6 +133,11 @@ def test_a_target_is_trained_estimated_and_described():
     assert "module:name" in str(dataset_card(task))
 
 
+class ModelOf:
+    def __init__(self, **sizes):
+        self.architecture = SimpleNamespace(**sizes)
+
+
 def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
@@ -146,6 +153,9 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
             def sized(n_tokens=4):
                 return Target(components=(Component(1, largest, True),) , n_tokens=n_tokens)
 
+            def fixed():
+                return task
+
             nothing = 3
             """
         )
@@ -157,6 +167,11 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
         assert '"verdict": "allowed by construction"' in result.stdout
     assert load_task("mine:task", n_tokens=12).n_tokens == 12
     assert load_task("mine:sized", n_tokens=5).n_tokens == 5
+    # in the sizes of a model, where it takes them; train() refused a maker without parameters
+    assert load_task_for(ModelOf(n_tokens=12, d_token=2), "mine:task").n_tokens == 12
+    assert load_task_for(ModelOf(n_tokens=8, d_token=2), "mine:fixed").n_tokens == 8
+    with pytest.raises(InfoFlowError, match="parameter"):
+        load_task_for(ModelOf(n_tokens=12, d_token=2), "mine:fixed")
     with pytest.raises(InfoFlowError, match="did you mean 'n_tokens'"):
         load_task("mine:sized", n_token=5)
     for name, message in {

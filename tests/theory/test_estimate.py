@@ -23,8 +23,7 @@ from infoflow_lens.theory.estimate import (
     phase_diagram,
 )
 from infoflow_lens.theory.jobs import Max
-from infoflow_lens.theory.samples import Samples
-from infoflow_lens.theory.schedule import LayerSchedule, Schedule, rank_of, run_schedule
+from infoflow_lens.theory.schedule import LayerSchedule, Samples, Schedule, rank_of, run_schedule
 from infoflow_lens.theory.shapes import ModelShape
 from tests.conftest import some_of
 
@@ -244,8 +243,8 @@ def test_the_phase_diagram_turns_at_d():
         (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"heads are \[\(0,\)\]"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
-        (lambda: infoflow_lens.estimate((2,), None), "task is None: expected the name of a task"),
-        (lambda: infoflow_lens.design(5, 8), "task is 5: expected the name of a task"),
+        (lambda: infoflow_lens.estimate((2,), None), "task is None: expected a task, or the name"),
+        (lambda: infoflow_lens.design(5, 8), "task is 5: expected a task, or the name"),
         (
             lambda: infoflow_lens.estimate((3.0,), "d_retrieval"),
             r"heads are \(3.0,\): expected one or more integers of at least 1",
@@ -478,7 +477,7 @@ def test_no_sentence_says_what_another_one_has_said():
 
 def test_tokens_that_fit_in_no_memory_are_refused(monkeypatch):
     """They ended the process: the system takes memory that is promised and not there."""
-    monkeypatch.setattr("infoflow_lens.theory.samples.free_memory", lambda: 10**9)
+    monkeypatch.setattr("infoflow_lens.theory.schedule.free_memory", lambda: 10**9)
     estimate(architecture((2,), 8), load_task("d_retrieval", n_tokens=8), verify=20)
     # of many inputs no more are drawn than are run
     assert Samples.draw(load_task("d_retrieval", n_tokens=64), 10**7, 0) is not None

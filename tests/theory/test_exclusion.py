@@ -14,11 +14,11 @@ from infoflow_lens import load_task
 from infoflow_lens.foundation import exclusions
 from infoflow_lens.foundation.exclusions import verify_exclusion
 from infoflow_lens.tasks import Target
-from infoflow_lens.tasks.d_retrieval import DRetrieval
+from infoflow_lens.tasks.single import DRetrieval
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate, phase_diagram
 from infoflow_lens.theory.exclusion import _ties, excluding, values_of
-from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.schedule import Samples
 from infoflow_lens.theory.shapes import ModelShape
 
 

@@ -204,6 +204,11 @@ def test_the_minimum_of_two_pairs_is_served_where_its_parts_are_declared():
     assert (declared.verdict, declared.verified) == ("allowed by construction", 1.0)
 
 
+def test_tuples_with_a_token_that_their_score_does_not_see_are_no_witness_by_ties():
+    """Of a minimum of two pairs one is hidden: its tokens were moved to NaN, which was refused."""
+    assert asked(Component(3, SCORES["min of two pairs"][1]), (1, 1), 8, seed=1).verdict == "open"
+
+
 def test_other_jobs_take_the_heads_that_messages_leave():
     """A chain and the two largest first coordinates, each by heads of its own."""
     components = (

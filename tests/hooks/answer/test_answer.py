@@ -45,7 +45,7 @@ from infoflow_lens.hooks.readouts import (
     Readout,
     logits_of,
 )
-from infoflow_lens.hooks.shares.measure import measure_shares
+from infoflow_lens.hooks.shares import measure_shares
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of, spread

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import EdgeBudgetResult, measure_edge_budget
-from infoflow_lens.hooks.mechanisms.edge_budget import _count_kept
+from infoflow_lens.hooks.mechanisms.budgets import _count_kept
 from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, methods_of, rank_edges
 from tests.conftest import make_token_model, redraw_weights, some_of, spread
 from tests.reference import families, zoo

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, substituted
+from infoflow_lens.hooks.mechanisms.budgets import measure_top_k
 from infoflow_lens.hooks.mechanisms.measure import replace_greedily
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
@@ -19,7 +20,6 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     choose_least_damage,
     measure_sufficiency,
 )
-from infoflow_lens.hooks.mechanisms.top_k import measure_top_k
 from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments

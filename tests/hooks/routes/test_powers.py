@@ -17,7 +17,7 @@ from infoflow_lens.hooks import (
     PowerRolloutResult,
 )
 from infoflow_lens.hooks.model.parts import Norm
-from infoflow_lens.hooks.routes.powers import PEAKED, find_readers
+from infoflow_lens.hooks.routes.graded import PEAKED, find_readers
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import some_of, spread
 from tests.reference import contributions, real_models, zoo

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.hooks.shares.writers import HeldNorms
+from infoflow_lens.hooks.shares import HeldNorms
 
 
 def by_hand(x):

@@ -10,8 +10,8 @@ import torch
 
 from infoflow_lens import InfoFlowError, build_model, load_any, open_model
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
-from infoflow_lens.hooks.why import measure
-from infoflow_lens.hooks.why.measure import find_sinks
+from infoflow_lens.hooks import why as measure
+from infoflow_lens.hooks.why import find_sinks
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
@@ -79,7 +79,7 @@ def test_scores_of_other_queries_and_keys_than_those_that_are_shown_are_refused(
     monkeypatch, token_model, token_inputs
 ):
     monkeypatch.setattr(
-        "infoflow_lens.hooks.why.measure._points",
+        "infoflow_lens.hooks.why._points",
         lambda model, layer, side: [f"blocks.0.attn.hook_{side}"],  # of another layer
     )
     with pytest.raises(InfoFlowError, match="do not depend on what it shows as queries"):
@@ -405,7 +405,7 @@ def test_a_sink_is_no_second_key_unless_it_is_asked_for(monkeypatch, token_model
     plain = measure_why(token_model, token_inputs[:1], 1, 2)
     first, second = plain.keys
     monkeypatch.setattr(
-        "infoflow_lens.hooks.why.measure.find_sinks",
+        "infoflow_lens.hooks.why.find_sinks",
         lambda scores, special: torch.arange(9).eq(second).expand(len(scores), -1),
     )
     found = measure_why(token_model, token_inputs[:1], 1, 2)

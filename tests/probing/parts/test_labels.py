@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from infoflow_lens.probing import parts as heads
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.parts import heads
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import RunFolder

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, build_model
-from infoflow_lens.runs import memory
-from infoflow_lens.runs.memory import check_device, check_memory, run_bytes
+from infoflow_lens.foundation import memory
+from infoflow_lens.foundation.memory import check_device, check_memory
+from infoflow_lens.studies.study import run_bytes
 
 GIB = 2**30
 

@@ -1,4 +1,4 @@
-"""D-retrieval: the target that needs D heads in one layer."""
+"""Targets over single tokens: the largest, the k-th largest, fixed positions, all positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Positions
 from infoflow_lens.tasks.target import Outer, OuterName, RetrievalTask
-from infoflow_lens.tasks.task import check_positions
+from infoflow_lens.tasks.task import TokenDistribution, VectorTask, check_positions
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
     components_profile,
     d_retrieval_profile,
+    kth_largest_profile,
 )
 
 Extremum = Literal["max", "min"]
@@ -135,3 +136,118 @@ class DRetrieval(RetrievalTask):
                 outside[list(subset), component] = False
             scores = scores.masked_fill(outside.to(x.device), -torch.inf)
         return self.outer_function(scores.amax(dim=1) * signs)
+
+
+def _number(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
+    return x[..., 0, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KthLargest(RetrievalTask):
+    """F(X) = x_(k), the k-th largest of T numbers in [0, 1] (InfoFlow 2026, Theorem 2).
+
+    For k >= 2, encoder and decoder around one attention layer need eps^-((T-k+1)/(n+1) - 1)
+    parameters. It is the largest over k-subsets of their smallest number, so its dimension of
+    comparison is at most k, and by the same argument from below T - k + 1 [derived].
+
+    Attributes:
+        k: the rank, 1 for the largest number.
+
+    Raises:
+        InfoFlowError: for tokens that are no numbers (d_token other than 1), or k outside 1 .. T.
+    """
+
+    name: ClassVar[str] = "kth_largest"
+    source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
+
+    d_token: Count = 1
+    tokens: TokenDistribution = "unit"
+    k: Count = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.d_token != 1:
+            raise InfoFlowError(
+                f"d_token is {self.d_token}: the k-th largest is one of numbers; expected 1"
+            )
+        if self.k > self.n_tokens:
+            raise InfoFlowError(
+                f"k is {self.k} for {self.n_tokens} tokens: expected 1 to {self.n_tokens}"
+            )
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The k-th largest number."""
+        return (Component(arity=1, score=_number, symmetric=True, rank=self.k),)
+
+    @property
+    def comparison(self) -> ComparisonProfile:
+        """Between ceil(T/m) - 1 and C(T, m) - 1 comparisons of m-tuples, m = min(k, T - k + 1)."""
+        return kth_largest_profile(min(self.k, self.n_tokens - self.k + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionSum(VectorTask):
+    """F(X) = x(1) + x(2) + x(3), the sum of the tokens at fixed positions (InfoFlow 2026, eq 57).
+
+    The target of mechanism III: one head with positional encoding aggregates fixed positions,
+    whatever their tokens are (App. C.3). It compares nothing.
+
+    Attributes:
+        positions: the positions that are summed, counted from 0; the paper's are (0, 1, 2).
+
+    Raises:
+        InfoFlowError: for positions that are none of the sequence's, repeat, or are missing.
+    """
+
+    name: ClassVar[str] = "position_sum"
+    source: ClassVar[str] = "InfoFlow 2026, App. C.3, eq 57"
+
+    positions: Positions = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = check_positions(self.positions, self.n_tokens)
+        object.__setattr__(self, "positions", chosen)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The positions that are summed."""
+        return self.positions
+
+    @property
+    def d_output(self) -> int:
+        """Dimension of the sum, that of a token."""
+        return self.d_token
+
+    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
+        """Return the sum of the tokens at the positions."""
+        self.check_input(x)
+        return x[:, list(self.positions)].sum(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalMean(VectorTask):
+    """F(X) = (x(1) + ... + x(T)) / T, which depends on every token [target chosen].
+
+    The target of mechanism II: one head aggregates all tokens (InfoFlow 2026, Sec. 4.2). Its
+    active index set is all positions; it compares nothing.
+    """
+
+    name: ClassVar[str] = "global_mean"
+    source: ClassVar[str] = "InfoFlow 2026, Sec. 4.2, mechanism II [target chosen]"
+
+    @property
+    def reads(self) -> range:
+        """The positions that the mean depends on: all of them."""
+        return range(self.n_tokens)
+
+    @property
+    def d_output(self) -> int:
+        """Dimension of the mean, that of a token."""
+        return self.d_token
+
+    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
+        """Return the mean of all tokens."""
+        self.check_input(x)
+        return x.mean(dim=1)

@@ -1,1 +1,0 @@
-"""Why a head prefers one key to another: the difference of two scores, by what wrote them."""

@@ -1,1 +1,0 @@
-"""The parts of a probe run, a file each."""
