@@ -341,9 +341,13 @@ class Anatomy:
 def _describe_state(model: nn.Module) -> tuple[Any, ...]:
     """List what an anatomy depends on: modules, their functions, kinds of attention, sizes."""
     modules = list(modules_of(model))
-    own = [(vars(m).get("forward"), vars(m).get("_compiled_call_impl")) for m in modules]
-    # what `attach` puts on a model runs the model's own function
-    own = [(_under_ours(forward), compiled) for forward, compiled in own]
+    own = []
+    for values in map(vars, modules):
+        # what `attach` puts on a model runs the model's own function
+        forward = _under_ours(values["forward"]) if "forward" in values else None
+        compiled = values.get("_compiled_call_impl")
+        if forward is not None or compiled is not None:  # few modules have one
+            own.append((forward, compiled))
     # a module may be the same and its weights of another size, as after resizing in place
     sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
     return (*modules, own, *_list_kinds_of_attention(modules), _describe_precision(model), sizes)

@@ -118,7 +118,7 @@ def _what_to_give(model: Any) -> str:
 
 def devices_of(model: nn.Module) -> list[str]:
     """Return the devices that a model's weights lie on."""
-    return sorted({str(parameter.device) for parameter in model.parameters()})
+    return sorted(map(str, {parameter.device for parameter in model.parameters()}))
 
 
 def check_one_device(model: nn.Module) -> None:

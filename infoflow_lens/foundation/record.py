@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -154,10 +154,11 @@ class WeightState:
     def __init__(self, model: nn.Module) -> None:
         # weak references: a record of its weights keeps no model alive
         self._model = weakref.ref(model)
-        self._owners = _owners(model)
+        modules = list(modules_of(model))
+        self._owners = _owners(modules)
         self._tensors = [
             (weakref.ref(module), kind, name, weakref.ref(tensor), _mark(tensor))
-            for module in model.modules()
+            for module in modules
             for kind, left_out in (
                 ("_parameters", frozenset[str]()),
                 ("_buffers", module._non_persistent_buffers_set),
@@ -165,7 +166,7 @@ class WeightState:
             for name, tensor in getattr(module, kind).items()
             if tensor is not None and name not in left_out
         ]
-        self.adapters = _adapters(model)
+        self.adapters = _adapters(modules)
         self.marks = (*(mark for *_, mark in self._tensors), *self.adapters)
         self.sample = self._sample()
 
@@ -186,7 +187,8 @@ class WeightState:
     def has_same_counters(self) -> bool:
         """Say whether no tensor was written, added or replaced since, by PyTorch's counters."""
         model = self._model()
-        if model is None or _owners(model) != self._owners or _adapters(model) != self.adapters:
+        modules = [] if model is None else list(modules_of(model))
+        if _owners(modules) != self._owners or _adapters(modules) != self.adapters:
             return False
         for module, kind, name, given, mark in self._tensors:
             tensor = getattr(module(), kind, {}).get(name)
@@ -214,17 +216,23 @@ class WeightState:
         return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in by_device.values())
 
 
-def _owners(model: nn.Module) -> list[tuple[int, int]]:
+def _owners(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """List the modules that have weights, by identity, and how many; one may be replaced."""
-    return [(id(m), len(m._parameters)) for m in modules_of(model) if m._parameters]
+    return [(id(module), len(module._parameters)) for module in modules if module._parameters]
 
 
-def _adapters(model: nn.Module) -> tuple[str, ...]:
+def _adapters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """Describe which adapters of PEFT act, and how much, which stands in none of their weights."""
+    # a model has many modules of few classes, and each pass asks
+    kinds = {
+        kind
+        for kind in set(map(type, modules))
+        if isinstance(getattr(kind, "disable_adapters", None), property)
+    }
+    parts: list[Any] = [module for module in modules if type(module) in kinds]
     return tuple(
         repr((part.disable_adapters, part.active_adapters, getattr(part, "scaling", None)))
-        for part in modules_of(model)
-        if isinstance(getattr(type(part), "disable_adapters", None), property)
+        for part in parts
     )
 
 
