@@ -27,7 +27,7 @@ from infoflow_lens.hooks import (
     PowerRolloutResult,
 )
 from infoflow_lens.hooks.passes.ranking import mark_places, mark_sources
-from infoflow_lens.hooks.routes.base import within_one
+from infoflow_lens.hooks.routes.contributions import within_one
 from infoflow_lens.hooks.scores import describe_orders, spearman
 from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import (
