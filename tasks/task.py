@@ -1,4 +1,4 @@
-"""What every task offers: samples, splits that share nothing, datasets; targets made of components."""
+"""What every task offers: samples, splits, datasets; targets made of components."""
 
 import inspect
 import itertools
