@@ -556,34 +556,35 @@ def measure_sufficiency(
         )
     means = mechanisms.means()
     check_means(means, batches.longest or 0, layer_count(model))
-    mine = assign_ideals(mechanisms)
-    heads = list(mine)
-    ideals = [ideal for ideal, _ in mine.values()]
-    dealt: dict[str, Mapping[Head, str]] = {
+    least = assign_ideals(mechanisms)
+    heads = list(least)
+    ideals = [ideal for ideal, _ in least.values()]
+    # measured at every share of heads; the others where all are replaced
+    by_share: dict[str, Mapping[Head, str]] = {
         MECHANISMS: dict(zip(heads, ideals, strict=True)),
         MEAN: dict.fromkeys(heads, "ablated"),
     }
     for draw in range(draws):
         generator = torch.Generator().manual_seed(derive_seed("sufficiency", seed, draw))
         order = torch.randperm(len(heads), generator=generator).tolist()
-        dealt[f"{RANDOM} {draw}"] = {heads[at]: ideals[i] for at, i in enumerate(order)}
-    single = [f"top {k}" for k in ks] + ["specific_position", "global", "own_position"]
-    whole: dict[str, Mapping[Head, str]] = {EVERY + i: dict.fromkeys(heads, i) for i in single}
-    if taken := set(others or ()) & {*dealt, *whole}:
+        by_share[f"{RANDOM} {draw}"] = {heads[at]: ideals[i] for at, i in enumerate(order)}
+    uniform = [f"top {k}" for k in ks] + ["specific_position", "global", "own_position"]
+    of_all: dict[str, Mapping[Head, str]] = {EVERY + i: dict.fromkeys(heads, i) for i in uniform}
+    if repeated := set(others or ()) & {*by_share, *of_all}:
         raise InfoFlowError(
-            f"others has {sorted(taken)}, which are names of assignments that are measured in any "
-            "case: expected other names"
+            f"others has {sorted(repeated)}, which are names of assignments that are measured in "
+            "any case: expected other names"
         )
-    whole |= others or {}
+    of_all |= others or {}
     counts = [max(1, round(share * len(heads))) for share in shares]
-    names = (*dealt, *whole)
+    names = (*by_share, *of_all)
     assignments = {
         f"{name} {n}": {
             head: name_ideal(given[head], mechanisms.k) for head in heads[:n] if head in given
         }
-        for name, given in {**dealt, **whole}.items()
+        for name, given in {**by_share, **of_all}.items()
         for n in counts
-        if name in dealt or n == len(heads)
+        if name in by_share or n == len(heads)
     }
     settings = {
         "probe": "sufficiency",
@@ -597,8 +598,8 @@ def measure_sufficiency(
     patterns = fingerprint({str(i): mean for i, mean in enumerate(mechanisms.mean_patterns)})
     # what takes the place of heads, and of their patterns, is no setting and goes into the losses
     replaced = [(name, sorted(given.items())) for name, given in assignments.items()]
-    known = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
-    kept = KeptNumbers(identify(model, known, inputs=batches), resume, after)
+    identity = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
+    kept = KeptNumbers(identify(model, identity, inputs=batches), resume, after)
     rounds = Rounds(model, batches, None, kept, batch_size, progress)
     # one mean over all positions, put at each of them
     own = rounds.find_means("outputs").mean_outputs()
