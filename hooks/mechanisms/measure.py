@@ -549,11 +549,8 @@ def measure_sufficiency(
     loss = NextTokenLoss(last)
     loss.check(model, batches.shortest)
     weights = model_fingerprint(model)
-    if mechanisms.record.model_fingerprint != weights:
-        raise InfoFlowError(
-            f"mechanisms are of model {mechanisms.record.model_fingerprint}, this is {weights} "
-            "(other weights): expected the same; measure the mechanisms of this model"
-        )
+    remedy = "expected the same; measure the mechanisms of this model"
+    mechanisms.record.check_model(weights, "mechanisms are of", remedy)
     means = mechanisms.means()
     check_means(means, batches.longest or 0, layer_count(model))
     least = assign_ideals(mechanisms)
