@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import baselines, propagate, run_probes
-from infoflow_lens.hooks.routes.base import add_residual
+from infoflow_lens.hooks.routes.contributions import add_residual
 from infoflow_lens.theory.propagation import BEST, Path, add_own, propagate_back, propagate_edges
 from tests.reference import sets as reference
 

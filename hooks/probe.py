@@ -498,11 +498,9 @@ class Probe(ABC, Generic[ResultT]):
         Raises:
             InfoFlowError: if it is not the one that was measured.
         """
-        if self._record is not None and self._record.model_fingerprint != fingerprint:
-            raise InfoFlowError(
-                f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
-                f"is {fingerprint} (other weights or adapters): use a new probe for each model"
-            )
+        if self._record is not None:
+            what = f"{type(self).__name__} has measured"
+            self._record.check_model(fingerprint, what, "use a new probe for each model")
 
     def growing_bytes(self) -> int:
         """Give bytes of what grows with the sequences; sums and what waits to be settled do not."""

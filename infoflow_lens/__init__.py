@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.flows.ask import Answer as Answer
     from infoflow_lens.flows.ask import ask as ask
-    from infoflow_lens.flows.comparing import compare_flows as compare_flows
     from infoflow_lens.flows.result import Flow as Flow
+    from infoflow_lens.flows.result import compare_flows as compare_flows
     from infoflow_lens.flows.run import flow as flow
     from infoflow_lens.flows.why import why as why
     from infoflow_lens.flows.why import why_all as why_all
@@ -61,7 +61,7 @@ _HOMES = {
     "baselines": "hooks",
     "build_model": "models.host",
     "compare": "agreement",
-    "compare_flows": "flows.comparing",
+    "compare_flows": "flows.result",
     "design": "named",
     "estimate": "named",
     "flow": "flows.run",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, checked
-from infoflow_lens.tasks.target import RetrievalTask
+from infoflow_lens.tasks.task import RetrievalTask
 from infoflow_lens.theory.comparison import Component, Score, component_tuples
 
 Shape = Literal["balanced", "chain"] | torch.Generator

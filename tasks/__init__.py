@@ -11,7 +11,7 @@ from infoflow_lens.tasks.single import DRetrieval as DRetrieval
 from infoflow_lens.tasks.single import GlobalMean as GlobalMean
 from infoflow_lens.tasks.single import KthLargest as KthLargest
 from infoflow_lens.tasks.single import PositionSum as PositionSum
-from infoflow_lens.tasks.target import Target as Target
+from infoflow_lens.tasks.task import Target as Target
 from infoflow_lens.tasks.task import Task as Task
 from infoflow_lens.tasks.task import VectorTask as VectorTask
 from infoflow_lens.tasks.templates import InContextTemplateMatching as InContextTemplateMatching

@@ -5,9 +5,7 @@ import inspect
 from huggingface_hub import DatasetCard, DatasetCardData
 
 from infoflow_lens.tasks.registry import resolve_task
-from infoflow_lens.tasks.splits import SHARES
-from infoflow_lens.tasks.target import Target
-from infoflow_lens.tasks.task import Task, VectorTask
+from infoflow_lens.tasks.task import SHARES, Target, Task, VectorTask
 from infoflow_lens.tasks.tokens import TokenTask
 
 _TEMPLATE = """---

@@ -15,7 +15,7 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Remedy
-from infoflow_lens.tasks.splits import Split
+from infoflow_lens.tasks.task import Split
 from infoflow_lens.tasks.tokens import (
     RESPONSE,
     WORD,

@@ -11,8 +11,14 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Positions
-from infoflow_lens.tasks.target import Outer, OuterName, RetrievalTask
-from infoflow_lens.tasks.task import TokenDistribution, VectorTask, check_positions
+from infoflow_lens.tasks.task import (
+    Outer,
+    OuterName,
+    RetrievalTask,
+    TokenDistribution,
+    VectorTask,
+    check_positions,
+)
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,

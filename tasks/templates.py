@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Remedy
-from infoflow_lens.tasks.splits import Split, dealt_out, split_sizes
+from infoflow_lens.tasks.task import Split, dealt_out, split_sizes
 from infoflow_lens.tasks.tokens import (
     RESPONSE,
     WORD,

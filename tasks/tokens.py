@@ -15,15 +15,15 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import datasets
 from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
-from infoflow_lens.tasks.splits import (
+from infoflow_lens.tasks.task import (
     SHARES,
     Split,
+    Task,
     cuts_by_count,
     cuts_by_share,
     key_range,
     sequence_keys,
 )
-from infoflow_lens.tasks.task import Task
 from infoflow_lens.theory.comparison import ComparisonProfile, Component, context_profile
 
 SIGN = "->"

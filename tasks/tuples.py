@@ -12,9 +12,7 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import derive_seed
 from infoflow_lens.foundation.settings import Count, Index, Positive
-from infoflow_lens.tasks.splits import Split
-from infoflow_lens.tasks.target import RetrievalTask
-from infoflow_lens.tasks.task import TokenDistribution
+from infoflow_lens.tasks.task import RetrievalTask, Split, TokenDistribution
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,

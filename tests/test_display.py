@@ -217,7 +217,7 @@ FIGURES = {  # by the file that draws
     "hooks/result.py": lambda text: array_of(text, 2, 3),
     "hooks/result.py, bars": lambda text: array_of(text, 3),
     "hooks/result.py, panels": lambda text: array_of(text, 2, 2, 3),
-    "hooks/mechanisms/sufficiency.py": sufficiency_of,
+    "hooks/mechanisms/measure.py": sufficiency_of,
     "hooks/mechanisms/budgets.py": edge_budget_of,
     "infoflow_lens/ranking.py": rankings_of,
     "infoflow_lens/report/flow_plot.py": flow_of,

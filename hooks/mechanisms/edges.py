@@ -24,8 +24,7 @@ from infoflow_lens.hooks.interventions.estimate import (
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.base import within_one
-from infoflow_lens.hooks.routes.contributions import Parts, gap_in, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import Parts, gap_in, needs_of_parts, within_one
 from infoflow_lens.theory.propagation import BEST, Path, Semiring, add_own, propagate_back
 
 EdgeMethod = Literal[

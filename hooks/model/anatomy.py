@@ -350,7 +350,8 @@ def _describe_state(model: nn.Module) -> tuple[Any, ...]:
             own.append((forward, compiled))
     # a module may be the same and its weights of another size, as after resizing in place
     sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
-    return (*modules, own, *_list_kinds_of_attention(modules), _describe_precision(model), sizes)
+    precision = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return (*modules, own, *_list_kinds_of_attention(modules), precision, sizes)
 
 
 def _list_kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:
@@ -364,10 +365,6 @@ def _under_ours(forward: Any) -> Any:
     if type(forward).__module__.startswith("infoflow_lens."):
         return getattr(forward, "stands_for", None)
     return forward
-
-
-def _describe_precision(model: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None = None) -> Anatomy:

@@ -30,13 +30,13 @@ from infoflow_lens.hooks.model.parts import Block
 from infoflow_lens.hooks.model.points import (
     INSTEAD_OF_A_BRIDGE,
     FoundT,
-    cache_by_mode,
     check_inputs,
     devices_of,
     hook_points,
     kind_of,
     layer_count,
     layers_with_attention,
+    list_trials,
     reads_vectors,
     starts_at_layers,
     takes_model,
@@ -345,7 +345,7 @@ def _try_once(
     model: nn.Module, batch: Batch, trial: Callable[[nn.Module, Batch], FoundT | None]
 ) -> FoundT | None:
     """Try a model by the longest sequence of the first batch that can tell; None before that."""
-    known = _list_trials(model)
+    known: dict[Any, FoundT] = list_trials(model)
     if trial not in known:
         row = 0 if batch.lengths is None else int(batch.lengths.argmax())
         # alone, a sequence has no padding
@@ -354,12 +354,6 @@ def _try_once(
             return None
         known[trial] = found
     return known[trial]
-
-
-@cache_by_mode
-def _list_trials(model: nn.Module) -> dict[Callable[[nn.Module, Batch], Any], Any]:
-    """Hold what trials have found of a model."""
-    return {}
 
 
 def _mixes_before(model: nn.Module, batch: Batch) -> bool | None:

@@ -562,7 +562,8 @@ class _Reader:
         given, is_single = _as_tensors(given, self.name), isinstance(given, str)
         # columns beside the ids, by name
         more: dict[str, Any] = {}
-        if isinstance(given, Mapping) or _is_dataset(given):
+        is_dataset = hasattr(given, "column_names") and hasattr(given, "__getitem__")
+        if isinstance(given, Mapping) or is_dataset:
             given, more = self._column_of(given, first)
             is_single = _is_row(given)
             if is_single:
@@ -817,10 +818,6 @@ def _is_default(model: nn.Module, name: str, column: list[Tensor]) -> bool:
     # without a table of types, as in GPT-2, type 0 has the embedding of token 0, and is no default
     has_types = name in forward_names(model) and not hasattr(_config(model), "type_vocab_size")
     return not has_types and not any(bool(row.any()) for row in column)
-
-
-def _is_dataset(given: Any) -> bool:
-    return hasattr(given, "column_names") and hasattr(given, "__getitem__")
 
 
 def _holds_batches(rows: list[Any]) -> bool:

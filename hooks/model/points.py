@@ -191,6 +191,12 @@ def cache_by_mode(find: Callable[[nn.Module], FoundT]) -> Callable[[nn.Module], 
     return call
 
 
+@cache_by_mode
+def list_trials(model: nn.Module) -> dict[Any, Any]:
+    """Hold what trials have found of a model, by what was tried."""
+    return {}
+
+
 def refresh(model: nn.Module) -> None:
     """Let an opened model see whether it has changed."""
     getattr(model, "refresh", lambda: None)()

@@ -34,6 +34,7 @@ from infoflow_lens.hooks.model.points import (
     hook_name,
     hook_points,
     layer_count,
+    list_trials,
     reads_vectors,
 )
 from infoflow_lens.hooks.model.tap import AttentionCall, Site, Tap, suspend_compiler
@@ -103,21 +104,17 @@ def visibility(model: nn.Module, n_pos: int) -> tuple[Bool[Tensor, "query key"],
     """
     if has_own_attention(model):
         return None
-    known, length = _cache_keys(model), n_pos
+    length = n_pos
     if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
         n_ctx = config_value(model, "n_ctx")
         # the next power of two, so that texts of many lengths need few runs
         length = 1 << max(0, n_pos - 1).bit_length()
         length = max(n_pos, min(length, n_ctx or length))
-    if length not in known:
-        known[length] = _visible(model, length)
-    return known[length]
-
-
-@cache_by_mode
-def _cache_keys(model: nn.Module) -> dict[int, tuple[Bool[Tensor, "query key"], ...]]:
-    """Hold what has been found of a model, by length."""
-    return {}
+    known: dict[Any, tuple[Bool[Tensor, "query key"], ...]] = list_trials(model)
+    trial = _visible, length
+    if trial not in known:
+        known[trial] = _visible(model, length)
+    return known[trial]
 
 
 @cache_by_mode

@@ -199,12 +199,7 @@ class RecoveryResult(Result):
                 f"{dict(self.record.weight_processing)}, this model has {processed}: folding "
                 "changes the basis of the states; load the model as it was, or fit again"
             )
-        found = model_fingerprint(model)
-        if self.record.model_fingerprint != found:
-            raise InfoFlowError(
-                f"the maps were fitted on model {self.record.model_fingerprint}, this is {found} "
-                "(other weights, or another precision): fit again"
-            )
+        self.record.check_model(model_fingerprint(model), "the maps were fitted on", "fit again")
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for each layer, head and rank."""

@@ -21,8 +21,15 @@ from infoflow_lens.hooks.influence.derivatives import differentiate_along
 from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.routes.base import Edges, Places, RoutesProbe, Scores, add_residual
-from infoflow_lens.hooks.routes.contributions import ContributionRoutes, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import (
+    ContributionRoutes,
+    Edges,
+    Places,
+    RoutesProbe,
+    Scores,
+    add_residual,
+    needs_of_parts,
+)
 from infoflow_lens.hooks.routes.graded import SETTINGS, GradedSetsProbe, PowerRollout
 from infoflow_lens.hooks.scores import Asked
 from infoflow_lens.theory.propagation import propagate_edges, rows_at

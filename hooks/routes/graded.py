@@ -17,17 +17,20 @@ from infoflow_lens.hooks.model.call import without_user_hooks
 from infoflow_lens.hooks.model.parts import Norm, NormNumbers
 from infoflow_lens.hooks.model.points import cache_by_mode, layer_count
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.base import (
+from infoflow_lens.hooks.routes.contributions import (
+    ROOM,
     Edges,
+    Parts,
     Places,
     RoutesProbe,
     RoutesResult,
     Scores,
     find_norm,
+    gap_in,
+    needs_of_parts,
     run_example,
     within_one,
 )
-from infoflow_lens.hooks.routes.contributions import ROOM, Parts, gap_in, needs_of_parts
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import summed
 from infoflow_lens.theory.information_sets import GradedSets

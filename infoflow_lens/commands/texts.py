@@ -311,7 +311,7 @@ def flow(
         from infoflow_lens.foundation.documents import FLOW_PAGE
 
         FLOW_PAGE.check(out, overwrite=overwrite)
-        from infoflow_lens.flows.comparing import compare_flows
+        from infoflow_lens.flows.result import compare_flows
         from infoflow_lens.flows.run import flow as make
 
         asked: dict[str, Any] = dict(vars(config()))

@@ -504,11 +504,9 @@ def flow(
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
     host = loaded.model
-    if mechanisms is not None and mechanisms.record.model_fingerprint != model_fingerprint(host):
-        raise InfoFlowError(
-            "rule holds the labels of a model with other weights: expected those of this model; "
-            "measure them with label_heads(model, texts)"
-        )
+    if mechanisms is not None:
+        remedy = "expected those of this model; measure them with label_heads(model, texts)"
+        mechanisms.record.check_model(model_fingerprint(host), "rule holds the labels of", remedy)
     rows = list(inputs.rows)
     others = None
     if reference is not None:

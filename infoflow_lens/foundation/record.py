@@ -392,6 +392,23 @@ class RunRecord(Displayed):
             weight_processing=weight_processing(model),
         )
 
+    def check_model(self, fingerprint: str, what: str, remedy: str) -> None:
+        """Refuse a model with other weights than that of the record.
+
+        Args:
+            fingerprint: of the model.
+            what: what the record is of, such as "the maps were fitted on".
+            remedy: the end of the error.
+
+        Raises:
+            InfoFlowError: with both fingerprints.
+        """
+        if self.model_fingerprint != fingerprint:
+            raise InfoFlowError(
+                f"{what} model {self.model_fingerprint}, this is {fingerprint} (other weights or "
+                f"adapters, or another precision): {remedy}"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON-compatible values."""
         return asdict(self)

@@ -160,9 +160,7 @@ def _choose(
 
 def _why_not(name: str, part: Part, capabilities: ModelCapabilities) -> str:
     """Say why a part cannot be measured on a model; empty if it can."""
-    reason = part.lacking_of_model(capabilities)
-    where = f"on this {capabilities.kind}: {reason}" if reason else ""
-    where = where or where_lacking(capabilities, part.lacking)
+    where = where_lacking(capabilities, part.lacking)
     return f"{name} cannot be measured {where}" if where else ""
 
 

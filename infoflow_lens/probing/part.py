@@ -162,12 +162,6 @@ class Part:
         what = f"edits of {' and '.join(lost)} do not reach its output; {INSTEAD_OF_A_BRIDGE}"
         return what if lost else ""
 
-    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """Say why this cannot be measured on a model, whatever its layers; empty if it can."""
-        if self.next_token and capabilities.reads_vectors:
-            return "its output is a vector, which predicts no next token"
-        return ""
-
     def lacking_of_data(self, context: RunContext) -> str:
         """Say why the sequences are too few, and what to give; empty if they are enough."""
         return ""

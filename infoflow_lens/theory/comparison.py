@@ -568,13 +568,6 @@ def components_profile(
     )
 
 
-def reading_profile(name: str) -> ComparisonProfile:
-    """Return a target that compares nothing: it reads fixed positions, whatever they hold."""
-    return ComparisonProfile(
-        name, 1, 0, 1, paper=lambda t: 0, unordered=lambda t: 0, proved=lambda t: 0
-    )
-
-
 # What models can make
 
 

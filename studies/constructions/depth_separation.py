@@ -12,7 +12,7 @@ from infoflow_lens.studies.bounds import softmin_gap
 from infoflow_lens.studies.constructions.parameters import Beta, Limit
 from infoflow_lens.studies.constructions.products import Product, ProductUnits, product_units
 from infoflow_lens.studies.constructions.registry import construction
-from infoflow_lens.tasks.target import Target
+from infoflow_lens.tasks.task import Target
 from infoflow_lens.tasks.tuples import DepthSeparation
 from infoflow_lens.theory.comparison import Component
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks import IDEALS, MechanismsResult, measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.interventions.patterns import SOFT
-from infoflow_lens.hooks.mechanisms.sufficiency import (
+from infoflow_lens.hooks.mechanisms.measure import (
     EVERY,
     KS,
     MEAN,

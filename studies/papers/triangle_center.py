@@ -16,7 +16,7 @@ from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.studies.study import FreshStudy, Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, Words
 from infoflow_lens.tasks import DepthSeparation, DRetrieval, Target, TriangleCenter
-from infoflow_lens.tasks.target import RetrievalTask
+from infoflow_lens.tasks.task import RetrievalTask
 from infoflow_lens.theory.cost import exponent
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.training import TrainingResult

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Flow, InfoFlowError, build_model, compare_flows, flow
 from infoflow_lens.cli import app
-from infoflow_lens.flows.comparing import FlowComparison, align_tokens
+from infoflow_lens.flows.result import FlowComparison, align_tokens
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
 from tests.reference import zoo

@@ -5,6 +5,7 @@ import warnings
 import pandas as pd
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from infoflow_lens import (
@@ -36,8 +37,9 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     measure_shares,
 )
-from infoflow_lens.hooks.model.capabilities import layers_that_mix_elsewhere
+from infoflow_lens.hooks.model.capabilities import layers_that_mix_elsewhere, note_other_mixing
 from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.points import list_trials
 from infoflow_lens.probing import measuring
 from infoflow_lens.probing.part import load_part
 from tests.conftest import some_of
@@ -448,6 +450,18 @@ def test_what_mixes_positions_beside_attention_is_said(kind, layers, output):
             other[0, 2] = (other[0, 2] + 9) % 50 + 4
             moved = (plain(ids).logits - plain(other).logits).abs().amax(-1)[0]
         assert bool(moved[3:].max() > 1e-4) == bool(layers)
+
+
+def test_pictures_of_one_channel_are_tried_for_what_mixes():
+    """Their one channel was taken for a single position, which cannot tell."""
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        image_size=16, patch_size=8, num_channels=1,
+    )  # fmt: skip
+    pictures = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    model = open_model(transformers.ViTModel(config).eval(), example={"pixel_values": pictures})
+    assert note_other_mixing(model, Batch(pictures)) == ""
+    assert list_trials(model)[layers_that_mix_elsewhere] == []
 
 
 @pytest.mark.parametrize(("first", "n"), [(5, 9), (6, 2)])

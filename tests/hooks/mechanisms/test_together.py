@@ -11,14 +11,14 @@ from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.hooks import measure_mechanisms
 from infoflow_lens.hooks.interventions.patterns import ideal_pattern, substituted
 from infoflow_lens.hooks.mechanisms.budgets import measure_top_k
-from infoflow_lens.hooks.mechanisms.measure import replace_greedily
-from infoflow_lens.hooks.mechanisms.sufficiency import (
+from infoflow_lens.hooks.mechanisms.measure import (
     MEAN,
     MECHANISMS,
     RANDOM,
     assign_ideals,
     choose_least_damage,
     measure_sufficiency,
+    replace_greedily,
 )
 from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo
