@@ -232,6 +232,7 @@ def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None
     from infoflow_lens.foundation.settings import check
     from infoflow_lens.theory.comparison import Heads
     from infoflow_lens.theory.estimate import list_flags, phase_diagram
+    from infoflow_lens.theory.samples import resize
 
     if asked.sweep != "heads,tokens" or asked.heads is None:
         raise InfoFlowError(f"--sweep is {asked.sweep!r}: expected heads,tokens, and --heads")
@@ -242,8 +243,9 @@ def _sweep(asked: Question, target: Any, as_json: bool, overwrite: bool) -> None
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 
         check_picture_path(plot, overwrite=overwrite)
-    # powers of two from 8 on, and the T that is asked
-    lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
+    # powers of two from 8 on, where the target has that many tokens, and the T that is asked
+    powers = {2**k for k in range(3, tokens.bit_length())}
+    lengths = sorted({n for n in powers if resize(target, n) is not None} | {tokens})
     if (rows_asked := math.prod(n_heads) * len(lengths)) > _MOST_ROWS:
         raise InfoFlowError(
             f"--sweep over {n_heads} and {len(lengths)} lengths has {rows_asked} entries: expected "

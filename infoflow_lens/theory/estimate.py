@@ -29,7 +29,7 @@ from infoflow_lens.theory.cost import MODES, exponent
 from infoflow_lens.theory.exclusion import Document, carry_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, measure_routing
-from infoflow_lens.theory.samples import Samples, resize
+from infoflow_lens.theory.samples import Samples, set_length
 from infoflow_lens.theory.schedule import Demand, Schedule, Target, demands
 from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
@@ -182,18 +182,18 @@ def phase_diagram(
         witness for some heads and T is tried for fewer heads and larger T, too.
 
     Raises:
-        InfoFlowError: as :func:`estimate`.
+        InfoFlowError: as :func:`estimate`, and for a T that the target cannot have.
     """
     asked = Question.read(task, seed=0)
     positional = bool(asked.reads) if positional is None else positional
-    cases = {tokens: resize(task, tokens) for tokens in n_tokens}
+    cases = {tokens: set_length(task, tokens) for tokens in n_tokens}
     found: dict[tuple[Heads, int], Verdict] = {}
     witnesses: list[Document] = []
     # the most heads and the fewest tokens first: what is proved of them holds for fewer and longer
     for tokens, some in itertools.product(sorted(n_tokens), sorted(heads, key=sum, reverse=True)):
         shape = ModelShape(some, (1,) * len(some), tokens, positional)
         case = cases[tokens]
-        samples = Samples.draw(case, 20, 0) if case is not None else None
+        samples = Samples.draw(case, 20, 0)
         known = [w for w in witnesses if len(w["n_heads"]) == len(some)]
         asked_here = _Case(asked, shape, tokens, samples, case)
         found[some, tokens], _, witness = asked_here.decide(0, count, trees, known)

@@ -243,6 +243,9 @@ def test_the_phase_diagram_turns_at_d():
         ),
         (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"heads are \[\(0,\)\]"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
+        # all of these were "allowed by construction" at lengths that they cannot have
+        (lambda: phase_diagram(load_task("position_sum"), [(1,)], [2]), "from 0 to 1"),
+        (lambda: phase_diagram(load_task("in_context_qa"), [(1,)], [9]), "has 14 tokens"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
         (lambda: infoflow_lens.estimate((2,), None), "task is None: expected the name of a task"),
         (lambda: infoflow_lens.design(5, 8), "task is 5: expected the name of a task"),
