@@ -128,13 +128,14 @@ def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) 
     """Return the smallest h_1 that counting leaves for large T, with the other layers as given.
 
     Leading terms: ``(h_1 + .. + h_{L-1}) T^2`` for L >= 2, or ``h_1 T`` for one layer, against the
-    target's ``c T^order``. None if the target's order is larger: then no number of heads is enough
+    target's ``c T^p`` by this count. None if p is larger: then no number of heads is enough
     without growing sets (Prop 2).
     """
     order_of_attention = 1 if len(n_heads) == 1 else 2
-    if profile.order > order_of_attention:
+    growth = profile.growth(count)
+    if growth > order_of_attention:
         return None
-    if profile.order < order_of_attention:
+    if growth < order_of_attention:
         return 1
     # the last layer has one query that is read, so its heads do not count for large T
     others = sum(n_heads[1:-1])
@@ -631,16 +632,22 @@ def _describe_heads(result: Estimate, profile: ComparisonProfile) -> list[str]:
             "one layer compares h T keys at its only query that is read, the target grows like "
             f"T^{profile.order}: for large T no number of heads of one layer is enough (Thm 1)"
         )
-    elif result.min_heads is None and (result.width or 0) > 1:
+    elif result.min_heads is None and result.width not in (0, 1):
         reasons.append(
             f"its order of comparison is {profile.order}: by the paper's count no number of heads "
             "is enough beyond some T without growing sets (Prop 2; not true of all such targets, "
             "of the triangle proved for two layers)"
         )
     elif result.min_heads is None:
+        # single tokens, of which ranks are asked, or tuples of places
+        one_by_one = (
+            "heads that look below what was found retrieve ranks one by one"
+            if result.width == 0
+            else "the score's graph is a tree: heads can retrieve its places one by one"
+        )
         reasons.append(
-            f"its order of comparison is {profile.order}, of fixed trees, but the score's graph is "
-            "a tree: heads can retrieve its places one by one, against Prop 2 as it is printed"
+            f"its order of comparison is {profile.order}, of fixed trees, but {one_by_one}, "
+            "against Prop 2 as it is printed"
         )
     else:
         reasons.append(
