@@ -504,7 +504,9 @@ class _Case:
             why += "; its score jumps at what was found before, which no continuous score does"
         if self.samples is not None:
             n = self.samples.number(answer.schedule, answer.reading.components)
-            why += f"; run on {n} inputs, it fails on less than {3 / n:.2g} of all (95%)"
+            length = self.samples.task.n_tokens
+            inputs = f"{n} inputs" if length == self.n_tokens else f"{n} inputs of {length} tokens"
+            why += f"; run on {inputs}, it fails on less than {3 / n:.2g} of all (95%)"
         return why
 
 

@@ -220,6 +220,12 @@ def test_what_is_proved_may_grow_more_slowly_than_the_trees(name, parameters, he
     assert min_heads(profile, heads, "paper") is None
 
 
+def test_a_bound_by_samples_says_of_how_many_tokens_they_are():
+    found = [estimated("d_retrieval", (4,), n_tokens=n).why for n in (16, 4096)]
+    assert "run on 20 inputs, it fails" in found[0]
+    assert "run on 20 inputs of 64 tokens, it fails" in found[1]
+
+
 def test_ranks_have_no_places():
     task = load_task("kth_largest", n_tokens=32, k=5)
     found = estimate(architecture((1, 1), 32, d_token=1), task, verify=20)
