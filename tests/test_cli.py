@@ -181,7 +181,11 @@ def test_a_witness_is_printed_and_saved(tmp_path):
         (["d_retrieval", "--heads", "4", "--plot", "a.png"], "expected --sweep"),
         (
             ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--encoder"],
-            "--sweep judges heads of one role: expected no --encoder",
+            "--sweep judges heads of one role, of any E: expected no --encoder",
+        ),
+        (
+            ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--d-model", "8"],
+            "--sweep judges heads of one role, of any E: expected no --d-model",
         ),
         (["all", "--heads", "4", "--sweep", "heads,tokens"], "expected no --sweep"),
         (

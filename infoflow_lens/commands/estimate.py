@@ -140,7 +140,7 @@ def _refuse_needless(asked: Question) -> None:
     refuse_needless(asked, by_all, "'all' asks every task, at several D and T")
     refuse_needless(asked, by_like, "--like takes it from the model")
     if asked.sweep is not None:
-        refuse_needless(asked, ("encoder",), "--sweep judges heads of one role")
+        refuse_needless(asked, ("encoder", "d_model"), "--sweep judges heads of one role, of any E")
 
 
 def _load(asked: Question) -> Any:
