@@ -13,8 +13,9 @@ from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.objectives import Data, standardise
 from infoflow_lens.tasks import VectorTask
-from infoflow_lens.theory.design import N_VERIFIED, Candidate, Design, neighbours, set_length
+from infoflow_lens.theory.design import N_VERIFIED, Candidate, Design, neighbours
 from infoflow_lens.theory.question import Question
+from infoflow_lens.theory.schedule import set_length
 from infoflow_lens.training import Draw, TrainingConfig, train
 
 _FALL = 10.0  # times that the recommended model should be better than an excluded one

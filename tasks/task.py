@@ -433,29 +433,24 @@ class RetrievalTask(VectorTask):
         both are seen by differentiating. Ties go to the first tuple; they have probability zero.
         """
         self.check_input(x)
-        rows = torch.arange(len(x), device=x.device)[:, None]
         where = self.retrieve(x.detach())
+        active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         # also where the caller has switched gradients off
         with torch.enable_grad():
-            # a copy for each component: a token that two retrieve has a gradient of each
-            tokens = [x.detach()[rows, at].requires_grad_(True) for at in where]
+            # one leaf for all: what components that share a token do to one another may cancel
+            leaf = x.detach().requires_grad_(True)
+            tokens = [leaf.gather(1, at[..., None].expand(-1, -1, x.shape[2])) for at in where]
             values = [c.score(t) for c, t in zip(self.components, tokens, strict=True)]
             output = self.outer_function(torch.stack(values, dim=1))
-            moves = [torch.zeros(at.shape, dtype=torch.bool, device=x.device) for at in where]
             # F0 or a score may ignore one of its inputs there, so gradients decide what counts
             for column in range(output.shape[1]):
                 # summed over the batch, as no output depends on the tokens of another sequence
-                gradients = torch.autograd.grad(
-                    output[:, column].sum(), tokens, retain_graph=True, allow_unused=True
+                (gradient,) = torch.autograd.grad(
+                    output[:, column].sum(), leaf, retain_graph=True, allow_unused=True
                 )
-                for moved, gradient in zip(moves, gradients, strict=True):
-                    if gradient is not None:
-                        moved |= (gradient != 0).any(dim=-1)
-        active = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-        for at, moved in zip(where, moves, strict=True):
-            # summed, not set: two components may share a position, of which one counts
-            active.scatter_add_(1, at, moved.to(torch.int64))
-        return active > 0
+                if gradient is not None:
+                    active |= (gradient != 0).any(dim=-1)
+        return active
 
 
 @dataclass(frozen=True, kw_only=True)

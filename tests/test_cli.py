@@ -134,8 +134,11 @@ def test_the_sweep_says_what_the_estimate_of_one_says(task, more):
     """Both of models with positions, or both of models without."""
     line = [task, "--heads", "1", "--json", *more]
     one = json.loads(invoke(*line).stdout)
-    (row,) = json.loads(invoke(*line, "--sweep", "heads,tokens").stdout)["rows"][-1:]
+    rows = json.loads(invoke(*line, "--sweep", "heads,tokens").stdout)["rows"]
+    row = rows[-1]
     assert row["verdict"] == one["verdict"]
+    # a task whose length follows from other sizes has no other
+    assert len(rows) == (4 if task == "position_sum" else 1)
     assert one["verdict"] == ("allowed by construction" if more else "excluded, proved")
 
 
@@ -178,7 +181,11 @@ def test_a_witness_is_printed_and_saved(tmp_path):
         (["d_retrieval", "--heads", "4", "--plot", "a.png"], "expected --sweep"),
         (
             ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--encoder"],
-            "--sweep judges heads of one role: expected no --encoder",
+            "--sweep judges heads of one role, of any E: expected no --encoder",
+        ),
+        (
+            ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--d-model", "8"],
+            "--sweep judges heads of one role, of any E: expected no --d-model",
         ),
         (["all", "--heads", "4", "--sweep", "heads,tokens"], "expected no --sweep"),
         (

@@ -142,7 +142,7 @@ def _refuse_needless(asked: EstimateOptions) -> None:
     refuse_needless(asked, by_all, "'all' asks every task, at several D and T")
     refuse_needless(asked, by_like, "--like takes it from the model")
     if asked.sweep is not None:
-        refuse_needless(asked, ("encoder",), "--sweep judges heads of one role")
+        refuse_needless(asked, ("encoder", "d_model"), "--sweep judges heads of one role, of any E")
 
 
 def _load(asked: EstimateOptions) -> Any:
@@ -234,6 +234,7 @@ def _sweep(asked: EstimateOptions, target: Any, as_json: bool, overwrite: bool) 
     from infoflow_lens.foundation.settings import check
     from infoflow_lens.theory.comparison import Heads
     from infoflow_lens.theory.estimate import list_flags, phase_diagram
+    from infoflow_lens.theory.schedule import resize
 
     if asked.sweep != "heads,tokens" or asked.heads is None:
         raise InfoFlowError(f"--sweep is {asked.sweep!r}: expected heads,tokens, and --heads")
@@ -244,8 +245,9 @@ def _sweep(asked: EstimateOptions, target: Any, as_json: bool, overwrite: bool) 
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 
         check_picture_path(plot, overwrite=overwrite)
-    # powers of two from 8 on, and the T that is asked
-    lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
+    # powers of two from 8 on, where the target has that many tokens, and the T that is asked
+    powers = {2**k for k in range(3, tokens.bit_length())}
+    lengths = sorted({n for n in powers if resize(target, n) is not None} | {tokens})
     if (rows_asked := math.prod(n_heads) * len(lengths)) > _MOST_ROWS:
         raise InfoFlowError(
             f"--sweep over {n_heads} and {len(lengths)} lengths has {rows_asked} entries: expected "

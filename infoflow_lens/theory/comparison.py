@@ -31,6 +31,7 @@ Score = Callable[[Float[Tensor, "*batch arity d_token"]], Float[Tensor, "*batch"
 _SEQUENCES_AT_ONCE = 256
 _MOST_SCORES_AT_ONCE = 2**19
 _MOST_SCORES_INSIDE = 2**21
+_LARGE = 10**15  # a T at which lower powers of T vanish
 _MOST_DIGITS = 4000  # of a count: Python writes no integer of more than 4300
 
 
@@ -359,6 +360,9 @@ class ComparisonProfile:
                 f"{self.name} makes about 10^{digits:.0f} comparisons at T = {n_tokens} and order "
                 f"{self.order}: expected at most 10^{_MOST_DIGITS}; ask for a smaller T or order"
             )
+        return self._number(n_tokens, count)
+
+    def _number(self, n_tokens: int, count: Count) -> int:
         functions = {"paper": self.paper, "unordered": self.unordered, "proved": self.proved}
         return max(0, functions[count](n_tokens))
 
@@ -366,11 +370,16 @@ class ComparisonProfile:
         """Return the limits that concern a count."""
         return tuple(flag.text for flag in self.flags if count in flag.counts)
 
+    def growth(self, count: Count) -> int:
+        """Return p in number(T) ~ c T^p for large T: the order, or less where less is proved."""
+        if count != "proved":
+            return self.order
+        number, larger = (self._number(n, count) for n in (_LARGE, 10 * _LARGE))
+        return round(math.log10(larger) - math.log10(number)) if number else 0
+
     def leading_coefficient(self, count: Count) -> float:
-        """Return c in number(T) ~ c T^order for large T."""
-        # at such a T lower powers of T vanish
-        large = 10**15
-        return self.number(large, count) / large**self.order
+        """Return c in number(T) ~ c T^p for large T, p the :meth:`growth`."""
+        return self._number(_LARGE, count) / _LARGE ** self.growth(count)
 
 
 def d_retrieval_profile(n_components: int, n_different: int | None = None) -> ComparisonProfile:

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 from annotated_types import Interval, MinLen
 
 from infoflow_lens.foundation.display import Displayed
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.settings import Count as Number
@@ -27,7 +26,13 @@ from infoflow_lens.theory.cost import Precision, exponent
 from infoflow_lens.theory.estimate import Verdict, estimate_asked
 from infoflow_lens.theory.jobs import Global, Max
 from infoflow_lens.theory.question import Answer, Question
-from infoflow_lens.theory.schedule import LayerSchedule, Schedule, demands, scores_inside
+from infoflow_lens.theory.schedule import (
+    LayerSchedule,
+    Schedule,
+    demands,
+    scores_inside,
+    set_length,
+)
 from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape
 
@@ -222,23 +227,6 @@ def design(
         left_out=tuple(left_out),
         count=count,
     )
-
-
-def set_length(task: Any, n_tokens: int) -> Any:
-    """Return the task on sequences of T tokens.
-
-    Raises:
-        InfoFlowError: where its T follows from other sizes, and is another.
-    """
-    if task.n_tokens == n_tokens:
-        return task
-    try:
-        return replace(task, n_tokens=n_tokens)
-    except TypeError:
-        raise InfoFlowError(
-            f"task {task.name!r} has {task.n_tokens} tokens, which follow from its other sizes: "
-            f"expected n_tokens {task.n_tokens}; load it with other sizes"
-        ) from None
 
 
 def head_choices(

@@ -29,7 +29,14 @@ from infoflow_lens.theory.cost import MODES, exponent
 from infoflow_lens.theory.exclusion import Document, carry_over, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, measure_routing
-from infoflow_lens.theory.schedule import Demand, Samples, Schedule, Target, demands, resize
+from infoflow_lens.theory.schedule import (
+    Demand,
+    Samples,
+    Schedule,
+    Target,
+    demands,
+    set_length,
+)
 from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
@@ -127,13 +134,14 @@ def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) 
     """Return the smallest h_1 that counting leaves for large T, with the other layers as given.
 
     Leading terms: ``(h_1 + .. + h_{L-1}) T^2`` for L >= 2, or ``h_1 T`` for one layer, against the
-    target's ``c T^order``. None if the target's order is larger: then no number of heads is enough
+    target's ``c T^p`` by this count. None if p is larger: then no number of heads is enough
     without growing sets (Prop 2).
     """
     order_of_attention = 1 if len(n_heads) == 1 else 2
-    if profile.order > order_of_attention:
+    growth = profile.growth(count)
+    if growth > order_of_attention:
         return None
-    if profile.order < order_of_attention:
+    if growth < order_of_attention:
         return 1
     # the last layer has one query that is read, so its heads do not count for large T
     others = sum(n_heads[1:-1])
@@ -181,18 +189,18 @@ def phase_diagram(
         witness for some heads and T is tried for fewer heads and larger T, too.
 
     Raises:
-        InfoFlowError: as :func:`estimate`.
+        InfoFlowError: as :func:`estimate`, and for a T that the target cannot have.
     """
     asked = Question.read(task, seed=0)
     positional = bool(asked.reads) if positional is None else positional
-    cases = {tokens: resize(task, tokens) for tokens in n_tokens}
+    cases = {tokens: set_length(task, tokens) for tokens in n_tokens}
     found: dict[tuple[Heads, int], Verdict] = {}
     witnesses: list[Document] = []
     # the most heads and the fewest tokens first: what is proved of them holds for fewer and longer
     for tokens, some in itertools.product(sorted(n_tokens), sorted(heads, key=sum, reverse=True)):
         shape = ModelShape(some, (1,) * len(some), tokens, positional)
         case = cases[tokens]
-        samples = Samples.draw(case, 20, 0) if case is not None else None
+        samples = Samples.draw(case, 20, 0)
         known = [w for w in witnesses if len(w["n_heads"]) == len(some)]
         asked_here = _Case(asked, shape, tokens, samples, case)
         found[some, tokens], _, witness = asked_here.decide(0, count, trees, known)
@@ -502,7 +510,9 @@ class _Case:
             why += "; its score jumps at what was found before, which no continuous score does"
         if self.samples is not None:
             n = self.samples.number(answer.schedule, answer.reading.components)
-            why += f"; run on {n} inputs, it fails on less than {3 / n:.2g} of all (95%)"
+            length = self.samples.task.n_tokens
+            inputs = f"{n} inputs" if length == self.n_tokens else f"{n} inputs of {length} tokens"
+            why += f"; run on {inputs}, it fails on less than {3 / n:.2g} of all (95%)"
         return why
 
 
@@ -630,16 +640,22 @@ def _describe_heads(result: Estimate, profile: ComparisonProfile) -> list[str]:
             "one layer compares h T keys at its only query that is read, the target grows like "
             f"T^{profile.order}: for large T no number of heads of one layer is enough (Thm 1)"
         )
-    elif result.min_heads is None and (result.width or 0) > 1:
+    elif result.min_heads is None and result.width not in (0, 1):
         reasons.append(
             f"its order of comparison is {profile.order}: by the paper's count no number of heads "
             "is enough beyond some T without growing sets (Prop 2; not true of all such targets, "
             "of the triangle proved for two layers)"
         )
     elif result.min_heads is None:
+        # single tokens, of which ranks are asked, or tuples of places
+        one_by_one = (
+            "heads that look below what was found retrieve ranks one by one"
+            if result.width == 0
+            else "the score's graph is a tree: heads can retrieve its places one by one"
+        )
         reasons.append(
-            f"its order of comparison is {profile.order}, of fixed trees, but the score's graph is "
-            "a tree: heads can retrieve its places one by one, against Prop 2 as it is printed"
+            f"its order of comparison is {profile.order}, of fixed trees, but {one_by_one}, "
+            "against Prop 2 as it is printed"
         )
     else:
         reasons.append(

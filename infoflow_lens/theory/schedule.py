@@ -410,6 +410,24 @@ def resize(task: Any, n_tokens: int) -> Any:
         return None
 
 
+def set_length(task: Any, n_tokens: int) -> Any:
+    """Return the task on sequences of T tokens.
+
+    Raises:
+        InfoFlowError: where its T follows from other sizes, and is another.
+    """
+    if task.n_tokens == n_tokens:
+        return task
+    try:
+        return replace(task, n_tokens=n_tokens)
+    except TypeError:
+        name = getattr(task, "name", type(task).__name__)
+        raise InfoFlowError(
+            f"task {name!r} has {task.n_tokens} tokens, which follow from its other sizes: "
+            f"expected n_tokens {task.n_tokens}; load it with other sizes"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Samples:
     """Sequences on which schedules are run.

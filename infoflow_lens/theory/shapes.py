@@ -27,16 +27,25 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "key_value_heads": ("n_key_value_heads", "num_key_value_heads"),
     "head_width": ("d_head", "head_dim"),
-    "window": ("window_size", "sliding_window"),
+    "window": ("window_size", "sliding_window", "attention_chunk_size"),
 }  # fmt: skip
 _REMEDY = "expected an object in JSON, as save_pretrained or save_model writes it"
 ByLayer = Annotated[tuple[Count, ...], MinLen(1), Remedy("one for each layer")]
-_BIDIRECTIONAL = (
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
-    "modernbert", "mpnet", "roberta", "xlm-roberta",
+_BIDIRECTIONAL = (  # of transformers those that fill in masked words or mark words of texts
+    "albert", "bert", "big_bird", "bros", "camembert", "canine", "convbert", "data2vec-text",
+    "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert",
+    "flaubert", "fnet", "funnel", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "layoutlmv2",
+    "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "megatron-bert",
+    "mobilebert", "modernbert", "modernvbert", "mpnet", "mra", "neomme", "nomic_bert",
+    "nystromformer", "perceiver", "reformer", "rembert", "roberta", "roberta-prelayernorm",
+    "roc_bert", "roformer", "splinter", "squeezebert", "tapas", "ultrabert", "ultravbert", "xlm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
     "align_text_model", "altclip_text_model", "chinese_clip_text_model", "flava_text_model",
     "siglip2_text_model", "siglip_text_model",
 )  # fmt: skip
+# what configs call a layer's attention; chunks are windows that do not move with the query
+_LOCAL = ("local", "sliding_attention", "sliding", "chunked_attention")
+_GLOBAL = ("global", "full_attention", "full", "attention")
 
 
 @settings
@@ -250,9 +259,7 @@ def _from_config(config: Any, source: str) -> ModelShape:
             + ", ".join(_NAMES[name][0] for name in lacking)
         )
     n = int(sizes["layers"])
-    model_type = str(_get(config, "model_type") or "")
-    direction = _get(config, "attention_dir")
-    causal = direction != "bidirectional" if direction else model_type not in _BIDIRECTIONAL
+    causal = _is_causal(config)
     heads = int(sizes["heads"])
     shared = _list_by_layer(config, "key_value_heads", n)
     widths = _list_by_layer(config, "head_width", n)
@@ -261,10 +268,10 @@ def _from_config(config: Any, source: str) -> ModelShape:
         n_heads=(heads,) * n,
         d_model=(int(sizes["width"]),) * n,
         # a config without a length sets no bound
-        n_tokens=int(sizes["length"] or 2**31),
+        n_tokens=int(sizes["length"]) if _is_size(sizes["length"]) else 2**31,
         positional=kind not in ("none", "nope"),
         causal=causal,
-        windows=_windows(config, n),
+        windows=_windows(config, n, source, causal),
         n_key_value_heads=tuple(shared) if all(map(_is_size, shared)) else None,
         d_head=tuple(int(width or sizes["width"] // heads) for width in widths),
         # tokens are looked up in a table, which gives every token the query that it needs
@@ -278,24 +285,53 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _windows(config: Any, n: int) -> tuple[int | None, ...]:
-    window = _first(config, "window")
-    if _get(config, "use_sliding_window") is False:
-        return ()
+def _is_causal(config: Any) -> bool:
+    """Say whether tokens see earlier ones alone: as the config says, else by its kind of model."""
+    if direction := _get(config, "attention_dir"):
+        return bool(direction != "bidirectional")
+    # kinds of models that have both forms say which by one of these
+    if any(_get(config, name) is True for name in ("is_decoder", "causal")):
+        return True
+    both_ways = bool(_get(config, "use_bidirectional_attention"))
+    return not both_ways and _get(config, "model_type") not in _BIDIRECTIONAL
+
+
+def _windows(config: Any, n: int, source: str, causal: bool) -> tuple[int | None, ...]:
     kinds = _get(config, "layer_types") or _get(config, "attn_types")
     if kinds is None:
         kinds = _get(config, "attention_layers")  # GPT-Neo
+    other = sorted({str(kind) for kind in kinds or () if kind not in (*_LOCAL, *_GLOBAL)})
+    if other:
+        raise InfoFlowError(
+            f"{source} has layers of kind {', '.join(map(repr, other))}: the theory is of softmax "
+            "attention in every layer; expected 'full_attention' or 'sliding_attention'"
+        )
+    if _get(config, "use_sliding_window") is False:
+        return ()
     if kinds is None and _get(config, "use_local_attn") is False:
         return ()
-    if not _is_size(window):
-        return ()
     if kinds is None:
-        return (window,) * n
-    local = ("local", "sliding_attention", "sliding")
-    # configs may name one period of a pattern that repeats
-    kinds = [kinds[layer % len(kinds)] for layer in range(n)]
-    found = tuple(window if kind in local else None for kind in kinds)
+        kinds = ("local",)
+    found = tuple(
+        # a bidirectional window counts the tokens to one side, without the query itself
+        window + (not causal) if _is_size(window) and kinds[layer % len(kinds)] in _LOCAL else None
+        # configs may name one period of a pattern that repeats
+        for layer, window in enumerate(_list_by_layer(config, "window", n))
+    )
     return found if any(found) else ()
+
+
+def _as_transformers_reads(values: Any) -> Any:
+    """Return the config that transformers makes of a file: it knows what older files leave out.
+
+    Such as which layers are local. The values themselves for a kind of model that it does not know.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except Exception:  # no kind, an unknown one, or values that it refuses
+        return values
 
 
 def _from_folder(path: Path) -> ModelShape:
@@ -310,5 +346,7 @@ def _from_folder(path: Path) -> ModelShape:
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "
             "save_pretrained writes it"
         )
-    values = _text_config(read_json(file, "config of a model", _REMEDY))
+    values = _as_transformers_reads(read_json(file, "config of a model", _REMEDY))
+    if (inner := _text_config(values)) is not values:
+        values = _as_transformers_reads(inner)
     return replace(_from_config(values, _name_of(values)), source=path.name)

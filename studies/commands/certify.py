@@ -88,7 +88,15 @@ def _read(
     from infoflow_lens.probing.data import find_data, read_rows
 
     named = find_data(data)
-    if named.kind == "task":
+    is_task = named.kind == "task"
+    of_files = {"--column": column != "x", "--label": label != "y"}
+    of_others = of_files if is_task else {"--seed": seed != 0}
+    if needless := [option for option, given in of_others.items() if given]:
+        what = "a task, which has no columns" if is_task else "no task, so that nothing is drawn"
+        raise InfoFlowError(
+            f"{data!r} is {what}: expected no {' and no '.join(needless)}; leave it out"
+        )
+    if is_task:
         return _read_task(named.name, n, seed)
     table = read_rows(data)
     names = list(table.column_names)
@@ -96,8 +104,10 @@ def _read(
         raise InfoFlowError(
             f"{data!r} has columns {names}, without {label!r}: name that of the labels by --label"
         )
-    if n is not None:
-        table = table.select(range(min(n, len(table))))
+    notes = []
+    if n is not None and n < len(table):
+        notes.append(f"The first {n} of {len(table)} rows.")
+        table = table.select(range(n))
     labels = list(table[label])
     if column in names:
         sequences = [_tokens(row, data) for row in table[column]]
@@ -122,7 +132,6 @@ def _read(
             f"the sequences of {data!r} have lengths {', '.join(map(str, lengths[:5]))}: expected "
             "one length; cut or pad them"
         )
-    notes = []
     # the model is read at one place, which must not tell sequences apart
     if len({row[-1] for row in sequences}) > 1:
         sequences = [[*row, _SIGN] for row in sequences]

@@ -56,6 +56,25 @@ def test_the_active_set_is_where_the_gradient_is_not_zero():
     assert task.active_index_set(x).equal((gradient != 0).any(dim=-1))
 
 
+def test_what_components_undo_of_one_another_is_not_active():
+    """The largest of two tokens less that of two others: nothing, where they share their largest.
+
+    Moved tokens say what counts, which is that one of no component for a third of the inputs.
+    """
+    task = Target(
+        components=(Component(1, first), Component(1, first)),
+        outer=lambda z: z[:, :1] - z[:, 1:],
+        subsets=((0, 1), (1, 2)),
+        n_tokens=3,
+        d_token=1,
+    )
+    x = task.sample(60, seed=0)[0].double()
+    moved = x[:, None] + 1e-6 * torch.eye(3, dtype=x.dtype)[..., None]
+    change = (task.target(moved.flatten(0, 1)).view(60, 3) - task.target(x)).abs()
+    assert task.active_index_set(x).equal(change > 1e-9)
+    assert 10 < (change.amax(dim=1) == 0).sum() < 30
+
+
 def test_a_score_that_ignores_a_token_leaves_it_out():
     lopsided = Component(2, lambda x: x[..., 0, 0] + 0 * x[..., 1, 0])
     task = Target(components=(lopsided,), n_tokens=5, d_token=2)

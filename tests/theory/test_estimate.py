@@ -202,6 +202,36 @@ def test_an_estimate_is_json():
     assert "retrieve by score 1, 2, 3, 4" in values["schedule"]
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "heads"),
+    [
+        ("kth_largest", {"k": 5}, (1, 1)),
+        ("kth_largest", {"k": 2}, (1,)),
+        ("kth_largest", {"k": 900}, (1,)),
+    ],
+)
+def test_what_is_proved_may_grow_more_slowly_than_the_trees(name, parameters, heads):
+    """No number of heads was said to be enough, though the proved count is below T."""
+    profile = load_task(name, n_tokens=2000, **parameters).comparison
+    for n_tokens in (10**4, 10**6):
+        assert profile.proved(n_tokens) <= max_position_capacity(profile, heads, n_tokens)
+    assert min_heads(profile, heads, "proved") == 1
+    assert min_heads(profile, heads, "paper") is None
+
+
+def test_a_bound_by_samples_says_of_how_many_tokens_they_are():
+    found = [estimated("d_retrieval", (4,), n_tokens=n).why for n in (16, 4096)]
+    assert "run on 20 inputs, it fails" in found[0]
+    assert "run on 20 inputs of 64 tokens, it fails" in found[1]
+
+
+def test_ranks_have_no_places():
+    task = load_task("kth_largest", n_tokens=32, k=5)
+    found = estimate(architecture((1, 1), 32, d_token=1), task, verify=20)
+    assert found.min_heads is None
+    assert "retrieve ranks one by one" in " ".join(found.reasons)
+
+
 def test_the_phase_diagram_turns_at_d():
     task = load_task("intrinsic_dimension", n_components=3)
     rows = phase_diagram(task, [(h, 3) for h in range(1, 5)], [16, 256])
@@ -242,6 +272,9 @@ def test_the_phase_diagram_turns_at_d():
         ),
         (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"heads are \[\(0,\)\]"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
+        # all of these were "allowed by construction" at lengths that they cannot have
+        (lambda: phase_diagram(load_task("position_sum"), [(1,)], [2]), "from 0 to 1"),
+        (lambda: phase_diagram(load_task("in_context_qa"), [(1,)], [9]), "has 14 tokens"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
         (lambda: infoflow_lens.estimate((2,), None), "task is None: expected a task, or the name"),
         (lambda: infoflow_lens.design(5, 8), "task is 5: expected a task, or the name"),

@@ -94,6 +94,70 @@ def test_local_layers_alternate(tmp_path):
     assert shape.reach(50) == 50
 
 
+def test_encoders_of_transformers_are_bidirectional():
+    """ESM, RoFormer and thirty others were said to be causal; transformers' own lists are asked."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+
+    masked = set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    # those without CLS or softmax, and pairs of an encoder and a decoder, are refused
+    refused = {"bart", "fnet", "mbart", "mvp", "perceiver"}
+    for kind in sorted(masked - refused):
+        assert not shape_of(CONFIG_MAPPING[kind]()).causal, kind
+    assert shape_of(BertConfig(is_decoder=True)).causal
+    gemma = {"num_hidden_layers": 2, "use_bidirectional_attention": True}
+    assert not shape_of(CONFIG_MAPPING["gemma3_text"](**gemma)).causal
+
+
+@pytest.mark.parametrize("kind", ["jamba", "qwen3_next", "recurrent_gemma", "falcon_h1"])
+def test_layers_without_softmax_attention_are_refused(kind):
+    """Layers of recurrences were counted as attention that sees everything."""
+    from transformers import CONFIG_MAPPING
+
+    with pytest.raises(InfoFlowError, match="softmax attention in every layer"):
+        shape_of(CONFIG_MAPPING[kind]())
+
+
+def test_files_are_read_as_transformers_reads_them(tmp_path):
+    """A file of Gemma 3 without `layer_types` had no global layer, so that proofs were wrong."""
+    values = {
+        "model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 4,
+        "sliding_window_pattern": 6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert shape_of(tmp_path).windows == ((4,) * 5 + (None,)) * 2
+
+
+def test_chunks_are_windows_that_see_no_further():
+    from transformers import Llama4TextConfig
+
+    shape = shape_of(Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=16))
+    assert shape.windows == (16, 16, 16, None)
+    assert shape.usable(15) == (True,) * 4
+    assert shape.usable(16) == (False, False, False, True)
+
+
+def test_a_bidirectional_window_counts_one_side():
+    """The plain model says how far a query sees."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 20}
+    config = ModernBertConfig(
+        **sizes, num_hidden_layers=1, local_attention=6, layer_types=["sliding_attention"],
+        attn_implementation="eager", pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = ModernBertModel(config).eval(), torch.arange(3, 15)[None]
+    with torch.no_grad():
+        rows = ids.repeat(13, 1)
+        rows[torch.arange(12), torch.arange(12)] = 19
+        states = model(rows).last_hidden_state[:, -1]
+    sees = [source for source in range(12) if not torch.equal(states[source], states[12])]
+    (window,) = shape_of(config).windows
+    assert sees == list(range(12 - window, 12))
+
+
 def test_what_no_window_reaches_is_excluded_for_certain():
     """Three layers that look four positions back reach twelve tokens."""
     task = load_task("d_retrieval", n_tokens=16, n_components=1)

@@ -108,6 +108,20 @@ def test_csv_jsonl_and_datasets_give_the_same(tmp_path):
         assert (alone.returncode, alone.stdout.strip()) == (0, "proved")
 
 
+def test_a_part_of_a_file_is_said_to_be_one(tmp_path):
+    """Exclusive or without one of its rows fits: the verdict is of the rows that are taken."""
+    (tmp_path / "xor.csv").write_text("x,y\na b,1\na a,0\nb a,1\nb b,0\n")
+    part = certified(tmp_path / "xor.csv", "--n", 3)
+    assert "The first 3 of 4 rows." in part.output
+    assert "The first" not in certified(tmp_path / "xor.csv", "--n", 4).output
+
+
+def test_options_that_change_nothing_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\na b,1\na a,0\n")
+    assert "expected no --seed" in certified(tmp_path / "a.csv", "--seed", 5).output
+    assert "no --label" in certified("in_context_qa", "--n", 5, "--label", "z").output
+
+
 def test_a_task_is_certified_by_name(tmp_path):
     result = certified("in_context_qa", "--n", 200, "--json")
     assert result.exit_code == 0, result.output
