@@ -434,7 +434,8 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
     if not cfg.d_vocab:
         raise InfoFlowError(
             f"{kind_of(model)} has no vocabulary to draw token ids from: expected a model of token "
-            "ids; to measure another one, call it yourself inside attach(model, probe)"
+            "ids; to measure another one, call it yourself inside attach(model, probe), with a "
+            "probe that edits nothing"
         )
     length = min(max(16, local_window(model) + 2), _LONGEST_EXAMPLE, cfg.n_ctx)
     return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)

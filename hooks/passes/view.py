@@ -138,7 +138,7 @@ class Pass:
         lengths: int [batch], real tokens of each sequence; None if nothing is padded.
         tokens: token ids [batch, pos] or vector tokens; None where hooks alone saw the pass.
         columns: what else the model read for each token, by name.
-        output: what the call of the model returned; None where it ended before.
+        output: what the call of the model returned; None where it ended before, or is not known.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Pass:
             InfoFlowError: if tokens attend to what the mask calls padding, or what the model gives
                 for a position depends on the length of its batch; and for NaN or infinity.
         """
-        self.model, self._raw, self.output = model, activations, output
+        self.model, self._raw, self._output = model, activations, output
         self.n_layers = layer_count(model)
         shapes = [part.shape for part in (*activations.values(), tokens) if part is not None]
         n = shapes[0][0] if shapes else 0
@@ -213,6 +213,12 @@ class Pass:
     def batch(self) -> Batch | None:
         """The sequences that the model read, padded on the right; None where hooks saw the pass."""
         return None if self.tokens is None else Batch(self.tokens, self.lengths, self.columns)
+
+    @property
+    def output(self) -> Any:
+        """What the call returned; of an output by position, padding is moved away."""
+        is_by_position = isinstance(self._output, Tensor) and self._output.ndim > 2
+        return self._move_padding(self._output) if is_by_position else self._output
 
     def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
         """Return the hook points among these that did not fire."""
