@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
+from infoflow_lens.hooks.model.call import check_positions
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
@@ -173,6 +174,7 @@ class Pass:
         n = shapes[0][0] if shapes else 0
         if tokens is not None:
             _check_are_its_own(model, activations, len(tokens))
+            check_positions(model, activations, tokens)
         # one probe may count its sequences otherwise; see renumber()
         self.indices = self.turns = torch.arange(n)
         self.held_out = torch.zeros(n, dtype=torch.bool)

@@ -30,6 +30,7 @@ from infoflow_lens.hooks import (
     AttentionRollout,
     AttentionWeight,
     GradedSetsProbe,
+    LogitDifference,
     LogProbability,
     PatternsProbe,
     ResampleInfluence,
@@ -555,3 +556,49 @@ def test_every_measure_of_every_family_gives_numbers_or_a_sentence(kind):
         for key, value in numbers(found[name]).items():
             if value.is_floating_point() and not key.startswith(("margins", "scores")):
                 assert not value.isinf().any(), (name, key)
+
+
+class WithPrompt(torch.nn.Module):
+    """A model behind a learnt prompt of three vectors, as prompt tuning of PEFT makes it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model, self.config = model, model.config
+        self.prompt = torch.nn.Parameter(torch.randn(3, model.config.hidden_size))
+
+    def get_input_embeddings(self):
+        return self.base_model.get_input_embeddings()
+
+    def embed(self, input_ids):
+        prompt = self.prompt.detach().expand(len(input_ids), -1, -1)
+        return torch.cat([prompt, self.get_input_embeddings()(input_ids)], dim=1)
+
+    def forward(self, input_ids):
+        return self.base_model(inputs_embeds=self.embed(input_ids))
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, ids: run_probes(model, ids, [PositionsProbe()], progress=False),
+        lambda model, ids: run_probes(model, ids, [JacobianInfluence()], progress=False),
+        lambda model, ids: measure_shares(model, ids[:1], LogitDifference(1, 2)),
+    ],
+    ids=["positions", "influence", "shares"],
+)
+def test_positions_that_are_no_tokens_are_refused(measure):
+    """A learnt prompt stood among the positions, and each number had the name of another token."""
+    with pytest.raises(InfoFlowError, match="shows 10 positions, and 7 token ids were given"):
+        measure(WithPrompt(families.build("llama")), families.tokens())
+
+
+def test_a_learnt_prompt_is_measured_as_vectors():
+    """What the error says to do."""
+    model, ids = WithPrompt(families.build("llama")), families.tokens()
+    with attach(model.base_model, PatternsProbe()) as probes:
+        model(ids)
+    (found,) = probes.results()
+    with torch.no_grad():
+        outputs = model.base_model(inputs_embeds=model.embed(ids), output_attentions=True)
+    for layer, expected in zip(found.patterns, outputs.attentions, strict=True):
+        torch.testing.assert_close(layer, expected)
