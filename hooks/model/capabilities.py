@@ -333,7 +333,7 @@ def note_other_mixing(model: nn.Module, batch: Batch) -> str:
     """
     known = _other_mixing(model)
     if not known and batch.tokens.shape[1] > 1:
-        known.append(layers_that_mix_elsewhere(model, _longest_of(batch)))
+        known.append(layers_that_mix_elsewhere(model, find_longest(batch)))
     layers = known[0] if known else []
     plural = "s" if len(layers) > 1 else ""
     inside = f"layer{plural} {_write_numbers(layers)}: {_MIXES_ELSEWHERE}" if layers else ""
@@ -347,7 +347,7 @@ def note_neighbours(model: nn.Module, batch: Batch) -> str:
     differ: one takes the place of the other.
     """
     known, point = _neighbour_notes(model), "blocks.0.hook_resid_pre"
-    longest = _longest_of(batch)
+    longest = find_longest(batch)
     ids = longest.tokens
     if known or not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
         return "".join(known)
@@ -364,7 +364,7 @@ def note_neighbours(model: nn.Module, batch: Batch) -> str:
     return known[0]
 
 
-def _longest_of(batch: Batch) -> Batch:
+def find_longest(batch: Batch) -> Batch:
     """Return the longest sequence of a batch, which has no padding."""
     row = 0 if batch.lengths is None else int(batch.lengths.argmax())
     return replace(batch.take(slice(row, row + 1)), lengths=None)

@@ -602,3 +602,13 @@ def test_a_learnt_prompt_is_measured_as_vectors():
         outputs = model.base_model(inputs_embeds=model.embed(ids), output_attentions=True)
     for layer, expected in zip(found.patterns, outputs.attentions, strict=True):
         torch.testing.assert_close(layer, expected)
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("gemma4_text", True), ("llama", False)])
+def test_tokens_that_layers_read_a_second_time_are_said(kind, is_said):
+    """Per-layer inputs of Gemma 4 are no part of influence, and nothing said so."""
+    model, ids = families.build(kind), families.tokens()
+    donors = families.tokens().flip(1)
+    probes = [JacobianInfluence(positions=(-1,)), ResampleInfluence(donors)]
+    for found in run_probes(model, ids, probes, progress=False):
+        assert any("beside what enters layer 0" in note for note in found.notes) == is_said
