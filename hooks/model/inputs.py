@@ -1063,11 +1063,14 @@ def call_columns(
 def has_second_stack(model: nn.Module) -> bool:
     """Say whether an opened model is an encoder with the decoder behind it.
 
-    Either alone has one stack, and a config that speaks of both.
+    Either alone takes no inputs of the other, and has a config that speaks of both. The attention
+    of one of them may be of a kind that cannot be shown, and then the model has one stack.
     """
-    anatomy: Any = getattr(model, "anatomy", None)
     both = getattr(_config(model), "is_encoder_decoder", False)
-    return bool(both) and anatomy is not None and len(anatomy.stacks) > 1
+    if not both or not hasattr(model, "anatomy"):
+        return False
+    anatomy: Any = model.anatomy
+    return len(anatomy.stacks) > 1 or "decoder_input_ids" in forward_names(model)
 
 
 def is_second_stack(model: nn.Module) -> bool:

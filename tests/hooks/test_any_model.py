@@ -612,3 +612,18 @@ def test_tokens_that_layers_read_a_second_time_are_said(kind, is_said):
     probes = [JacobianInfluence(positions=(-1,)), ResampleInfluence(donors)]
     for found in run_probes(model, ids, probes, progress=False):
         assert any("beside what enters layer 0" in note for note in found.notes) == is_said
+
+
+@pytest.mark.parametrize("kind", ["led", "longt5"])
+def test_a_decoder_whose_encoder_cannot_be_shown_reads_its_own_inputs(kind):
+    """It was taken for the whole model: the encoder's mask hid its tokens, or its ids were read."""
+    model = families.build(kind, auto=("AutoModelForSeq2SeqLM",))
+    named, ids = open_model(model, stack="decoder"), families.tokens()
+    given = {"input_ids": ids, "decoder_input_ids": ids.flip(1), **families.masks(ids)["right"]}
+    with attach(named, PatternsProbe()) as probes, torch.no_grad():
+        named(**given)
+        expected = model(**given, output_attentions=True).decoder_attentions
+    for layer, attention in zip(probes.results()[0].patterns, expected, strict=True):
+        torch.testing.assert_close(layer, attention)
+    with pytest.raises(InfoFlowError, match="was opened at its decoder"):
+        run_probes(named, ids, [PatternsProbe()], progress=False)
