@@ -116,15 +116,16 @@ def find_heads(
                 else _check_answer(places(own), (len(own),), name)
                 for places, name in ((queries, "queries"), (keys, "keys"))
             )
-            seen = run(model, text, Needs.of(model, scores=True, pattern=True, layers=layers))
+            seen = run(model, text, Needs.of(model, scores=True, layers=layers))
             for layer in layers:
                 open_ = seen.visible(layer)[0].cpu() & offered
                 good, n_open = (meant & open_).sum(-1), open_.sum(-1)
                 # a query counts where there is a choice: a key that is meant, and one that is not
                 counts = asking & (good > 0) & (good < n_open)
-                pattern = seen.pattern(layer)[0].float().cpu()
-                first = pattern.masked_fill(~open_, -1).argmax(dim=-1)
-                hit = meant.expand(len(pattern), -1, -1).gather(2, first[..., None])[..., 0]
+                # by scores, as of keys whose weights are 0 all but one would be left out
+                scores = seen.scores(layer)[0].float().cpu()
+                first = scores.masked_fill(~open_, -torch.inf).argmax(dim=-1)
+                hit = meant.expand(len(scores), -1, -1).gather(2, first[..., None])[..., 0]
                 hits[layer] = hits[layer] + (hit & counts).sum(-1)
                 # chance: the share of the open keys that are meant
                 chance[layer] += float((good[counts] / n_open[counts]).sum())

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.derivatives import find_missing_derivatives
 from infoflow_lens.hooks.model.call import (
@@ -21,9 +22,10 @@ from infoflow_lens.hooks.model.call import (
     restore_module_tensors,
     without_user_hooks,
 )
-from infoflow_lens.hooks.model.capabilities import note_neighbours
+from infoflow_lens.hooks.model.capabilities import find_longest, note_neighbours
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, has_positions_first
 from infoflow_lens.hooks.model.points import (
+    cache_by_mode,
     config_value,
     hook_name,
     hook_points,
@@ -270,7 +272,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     layers: Layers | None = None
 
     coarse = combined(either)  # the half precision of the states; empty in others
-    mixed = combined(either)  # what is to be said of sources that hold several tokens
+    mixed = combined(either)  # what is to be said of sources that hold several tokens, or not all
 
     _work, _worked = 0, 0
     _is_checked = False  # for operations of the model without derivatives
@@ -368,7 +370,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         half = next((each for each in precisions if each in _HALF), None)
         more = {**more, "coarse": str(half or "").removeprefix("torch."), "mixed": ""}
         if self.source_layer is None and seen.batch is not None:
-            more["mixed"] = note_neighbours(model, seen.batch)
+            notes = note_neighbours(model, seen.batch), note_other_ways(model, seen.batch)
+            more["mixed"] = "; ".join(filter(None, notes))
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def notes(self) -> tuple[str, ...]:
@@ -512,6 +515,40 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
                     "derivatives say how states move; load the model without rounding, or use "
                     "ResampleInfluence"
                 )
+
+
+_OTHER_WAYS = (
+    "layers read tokens beside what enters layer 0, too (embeddings of their own, or the first "
+    "ones again): influence is of what enters there, and leaves that way out"
+)
+
+
+def note_other_ways(model: nn.Module, batch: Batch) -> str:
+    """Say whether layers read tokens beside what enters layer 0; empty if they do not.
+
+    A model over token ids that was opened is tried once, on the first batch whose longest sequence
+    reads otherwise from its end: what enters of that does not make its states of other tokens.
+    """
+    known, longest = _ways_known(model), find_longest(batch)
+    ids = longest.tokens
+    if known or not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
+        return "".join(known)
+    other = replace(longest, tokens=ids.flip(1))
+    entry, last = "blocks.0.hook_resid_pre", f"blocks.{layer_count(model) - 1}.hook_resid_post"
+    if other.tokens.equal(ids) or not {entry, last} <= hook_points(model).keys():
+        return ""
+    with torch.no_grad(), eval_mode(model), without_user_hooks(model):
+        whole = call(model, other, [entry, last]).activations
+        again = call(model, longest, [last], start=(entry, whole[entry])).activations[last]
+    gap, size = (x.float().norm() for x in (again - whole[last], whole[last]))
+    known.append(_OTHER_WAYS if gap > tolerance(again) * size else "")
+    return known[0]
+
+
+@cache_by_mode
+def _ways_known(model: nn.Module) -> list[str]:
+    """Hold what has been found of a model."""
+    return []
 
 
 def enters_again(

@@ -47,7 +47,8 @@ class Damage:
         self._is_by_position = chooses and name == "nmse"
         self.read = None if read is None else list(read)
         self.n_rows = 0
-        self._is_one_row = False  # of a sequence, such as a class or an embedding
+        # of a sequence, such as a class or an embedding; None until an output is seen
+        self._is_one_row: bool | None = None
         self._sum: Tensor | float = 0.0
         self._squares = 0.0
 
@@ -79,8 +80,8 @@ class Damage:
 
     def mark_rows(self, batch: Batch) -> Bool[Tensor, "batch row"]:
         """Mark the rows that count: those of real positions, for "loss" with a real next one."""
-        # models over vectors give one row, which is known before any output is seen
-        is_one = self._is_one_row or batch.tokens.ndim == 3
+        # before any output is seen: models over vectors give one row
+        is_one = batch.tokens.ndim == 3 if self._is_one_row is None else self._is_one_row
         if is_one or self.read is not None:
             n_rows = 1 if self.read is None or is_one else len(self.read)
             return torch.ones(len(batch), n_rows, dtype=torch.bool)

@@ -44,7 +44,12 @@ from infoflow_lens.hooks.model.call import (
     without_user_hooks,
 )
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, read_inputs
-from infoflow_lens.hooks.model.points import check_finite, hook_name, pattern_hook
+from infoflow_lens.hooks.model.points import (
+    check_finite,
+    hook_name,
+    pattern_hook,
+    reads_vectors,
+)
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
@@ -419,14 +424,16 @@ class Intervention(Probe[InterventionResult]):
 
     def _layers_to_start(self, seen: Pass) -> frozenset[int]:
         """Find the layers at which passes over this batch may start."""
+        tokens = seen.tokens
         if self._starts is None:
             self._starts = frozenset()
-            if seen.tokens is not None:
-                lengths = seen.lengths_of(seen.tokens.shape[1]).tolist()
-                rows = [row[:n] for row, n in zip(seen.tokens, lengths, strict=True)][:2]
+            # passes with vectors in the place of ids run whole
+            if tokens is not None and (reads_vectors(seen.model) or not tokens.is_floating_point()):
+                lengths = seen.lengths_of(tokens.shape[1]).tolist()
+                rows = [row[:n] for row, n in zip(tokens, lengths, strict=True)][:2]
                 self._starts = find_starts(seen.model, read_inputs(seen.model, rows))
         # where passes may start is known of the model; this batch may still have to run whole
-        if seen.tokens is None or seen.columns:
+        if tokens is None or seen.columns:
             return frozenset()
         if seen.lengths is not None and find_later_keys(seen.model) is not None:
             return frozenset()
@@ -476,21 +483,28 @@ class PlainRun:
 
 
 def _check_again(seen: Pass, plain: Pass) -> None:
-    """Refuse hooks of the user's that change what a pass gives: ours run without them.
+    """Refuse calls that gave something else than our own pass, which has no hooks of the user's.
 
     Raises:
         InfoFlowError: naming the remedy.
     """
     first, again = seen.output, plain.output
-    if not isinstance(first, Tensor) or first.shape != again.shape:
+    if not isinstance(first, Tensor):
         return
-    real = seen.is_real(first.shape[1]).to(first.device) if first.ndim == 3 else slice(None)
-    gap = (first[real] - again[real]).abs().max()
-    if not gap <= tolerance(first) * first[real].abs().max():
+    # a call may ask for the logits of the last positions alone
+    if first.ndim == again.ndim == 3 and seen.lengths is None:
+        again = again[:, -first.shape[1] :]
+    fits = first.shape == again.shape
+    if fits:
+        real = seen.is_real(first.shape[1]).to(first.device) if first.ndim == 3 else slice(None)
+        first, again = first.detach()[real], again[real]
+        fits = bool((first - again).abs().max() <= tolerance(first) * first.abs().max())
+    if not fits:
         raise InfoFlowError(
             "repeating the forward pass changes the output: expected the same. A hook of yours "
-            "that changes activations can take part with through_hooks=True; dropout cannot: run "
-            "in eval mode"
+            "that changes activations can take part with through_hooks=True; dropout, a key-value "
+            "cache, and what else a call gives beside ids, mask, types and positions cannot: run "
+            "in eval mode, whole sequences, and give position_ids where padding is on the left"
         )
 
 
@@ -628,10 +642,11 @@ def _judge_of(asked: Intervention, plain: Pass, source: _Source) -> _Judge:
     batch, readout = source.batch, asked.readout
     shortest = int(plain.lengths_of(batch.tokens.shape[1]).min())
     needs_tokens = isinstance(readout, NextTokenLoss) or asked.metric == "loss"
-    if needs_tokens and not source.is_known:
+    in_place_of_ids = batch.tokens.is_floating_point() and not reads_vectors(plain.model)
+    if needs_tokens and (in_place_of_ids or not source.is_known):
         raise InfoFlowError(
-            "the loss of the next token needs the tokens, which hooks alone do not see: expected "
-            "run_probes or attach"
+            "the loss of the next token needs the token ids, which hooks alone do not see, and "
+            "inputs_embeds do not say: expected ids in run_probes or attach"
         )
     if isinstance(readout, NextTokenLoss):
         readout.check(plain.model, shortest)
@@ -670,7 +685,9 @@ def _read_each(
 
 def _predicts(plain: Pass) -> bool:
     """Say whether outputs are logits of the next token, which no query has seen."""
-    if plain.tokens is None or not gives_token_logits(plain.model, plain.output):
+    if plain.tokens is None or plain.tokens.is_floating_point():
+        return False
+    if not gives_token_logits(plain.model, plain.output):
         return False
     return find_later_keys(plain.model) is None
 

@@ -255,7 +255,30 @@ def call(
                 "them has no derivatives: expected ordinary weights; make or load the model "
                 "outside of that block"
             ) from error
+    check_positions(model, caught.activations, batch.tokens if isinstance(batch, Batch) else batch)
     return caught
+
+
+_BY_POSITION = {"hook_resid_pre": 1, "hook_pattern": 2, "hook_attn_scores": 2}  # and on which axis
+
+
+def check_positions(model: nn.Module, activations: Mapping[str, Tensor], tokens: Tensor) -> None:
+    """Refuse a pass of an opened model that shows more positions than there are token ids.
+
+    Raises:
+        InfoFlowError: naming the hook point, and the remedy.
+    """
+    if not hasattr(model, "anatomy") or tokens.ndim != 2 or tokens.is_floating_point():
+        return
+    for name, activation in activations.items():
+        axis = _BY_POSITION.get(name.rpartition(".")[2])
+        if axis is not None and activation.shape[axis] > tokens.shape[1]:
+            raise InfoFlowError(
+                f"{name} shows {activation.shape[axis]} positions, and {tokens.shape[1]} token ids "
+                "were given, as where a learnt prompt stands before them: expected a position for "
+                "each id; open the model behind the prompt, open_model(model.base_model), and "
+                "inside of attach call it with inputs_embeds that begin with the prompt"
+            )
 
 
 def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:

@@ -347,9 +347,7 @@ def _try_once(
     """Try a model by the longest sequence of the first batch that can tell; None before that."""
     known: dict[Any, FoundT] = list_trials(model)
     if trial not in known:
-        row = 0 if batch.lengths is None else int(batch.lengths.argmax())
-        # alone, a sequence has no padding
-        found = trial(model, replace(batch.take(slice(row, row + 1)), lengths=None))
+        found = trial(model, find_longest(batch))
         if found is None:
             return None
         known[trial] = found
@@ -375,6 +373,12 @@ def _mixes_before(model: nn.Module, batch: Batch) -> bool | None:
         before, after = (call(model, each, [point]).activations[point] for each in pair)
     moved = (after - before).float().norm(dim=-1)[0]
     return bool(moved[1:].max() > _MOVED * moved[0])
+
+
+def find_longest(batch: Batch) -> Batch:
+    """Return the longest sequence of a batch, which has no padding."""
+    row = 0 if batch.lengths is None else int(batch.lengths.argmax())
+    return replace(batch.take(slice(row, row + 1)), lengths=None)
 
 
 def layers_that_mix_elsewhere(model: nn.Module, batch: Batch) -> list[int] | None:

@@ -434,7 +434,8 @@ def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> T
     if not cfg.d_vocab:
         raise InfoFlowError(
             f"{kind_of(model)} has no vocabulary to draw token ids from: expected a model of token "
-            "ids; to measure another one, call it yourself inside attach(model, probe)"
+            "ids; to measure another one, call it yourself inside attach(model, probe), with a "
+            "probe that edits nothing"
         )
     length = min(max(16, local_window(model) + 2), _LONGEST_EXAMPLE, cfg.n_ctx)
     return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)
@@ -680,7 +681,15 @@ class _Reader:
                 f"column {column!r} of {self.name} holds {type(found[0]).__name__} in row {first}: "
                 "expected texts or lists of token ids; leave that row out, or name another column"
             )
-        is_text = isinstance(found[0] if is_list else found, str)
+        text = found[0] if is_list else found
+        is_text = isinstance(text, str)
+        # a table that has no lists holds ids as they are printed
+        if is_text and (column == COLUMNS[0] or (column == COLUMNS[1] and text.startswith("["))):
+            raise InfoFlowError(
+                f"column {column!r} of {self.name} holds texts, such as {brief(text)}: expected "
+                "lists of token ids, which csv files do not have; write them to json or parquet, "
+                "or name a column of texts, column='NAME'"
+            )
         # columns of texts have no number for each token
         beside = {} if is_text else {n: table[n] for n in more if n != column}
         return found, {name: values for name, values in beside.items() if values is not None}
@@ -713,6 +722,16 @@ class _Reader:
         if kind == "texts":
             rows = tokenize(self.model, given, self.name, self.max_length, first)
         else:
+            of_texts = (
+                i for i, row in enumerate(given) if _is_list(row) and isinstance(row[0], str)
+            )
+            if (index := next(of_texts, None)) is not None:
+                texts = reprlib.repr(given[index])
+                raise InfoFlowError(
+                    f"{self.name}[{index + first}] is a list of texts, {texts}: expected one text, "
+                    "or token ids, in each row; join words, ' '.join(row), and give each text of a "
+                    "batch a row of its own"
+                )
             rows = [_tensor(row, f"{self.name}[{i}]", "token ids") for i, row in enumerate(given)]
             single = next((i for i, row in enumerate(rows) if not row.ndim), None)
             if single is not None:
@@ -1041,11 +1060,14 @@ def call_columns(
 def has_second_stack(model: nn.Module) -> bool:
     """Say whether an opened model is an encoder with the decoder behind it.
 
-    Either alone has one stack, and a config that speaks of both.
+    Either alone takes no inputs of the other, and has a config that speaks of both. The attention
+    of one of them may be of a kind that cannot be shown, and then the model has one stack.
     """
-    anatomy: Any = getattr(model, "anatomy", None)
     both = getattr(_config(model), "is_encoder_decoder", False)
-    return bool(both) and anatomy is not None and len(anatomy.stacks) > 1
+    if not both or not hasattr(model, "anatomy"):
+        return False
+    anatomy: Any = model.anatomy
+    return len(anatomy.stacks) > 1 or "decoder_input_ids" in forward_names(model)
 
 
 def is_second_stack(model: nn.Module) -> bool:

@@ -43,6 +43,12 @@ def first_tensor(value: Any) -> Tensor | None:
     return next(tensors_in(value), None)
 
 
+def find_output(value: Any) -> Tensor | None:
+    """Return the logits of what a model gives, or its first tensor; None without any."""
+    logits: Tensor | None = getattr(value, "logits", None)
+    return first_tensor(value) if logits is None else logits
+
+
 def is_among(tensor: Tensor, others: list[Tensor]) -> bool:
     """Say whether a tensor is one of these objects."""
     return any(other is tensor for other in others)

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import quote
-from infoflow_lens.foundation.errors import InfoFlowError, panics_as_errors
+from infoflow_lens.foundation.errors import InfoFlowError, first_line, panics_as_errors
 from infoflow_lens.hooks.model.points import config_value
 
 _LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
@@ -114,7 +114,8 @@ def tokenize_chats(
         name: what errors call them.
 
     Raises:
-        InfoFlowError: for a model without a tokenizer, or one that has no template.
+        InfoFlowError: for a model without a tokenizer, or one that has no template, and for
+            messages that its template does not take.
     """
     tokenizer = _tokenizer_of(model, name)
     for index, chat in enumerate(chats):
@@ -124,12 +125,19 @@ def tokenize_chats(
             f"{name} holds chat messages, and the tokenizer has no chat template: expected texts "
             "for this model; write each conversation as one text"
         )
-    return [
-        tokenizer.apply_chat_template(
-            list(chat), add_generation_prompt=chat[-1]["role"] != "assistant", return_dict=False
-        )
-        for chat in chats
-    ]
+    rows = []
+    for index, chat in enumerate(chats):
+        more = {"add_generation_prompt": chat[-1]["role"] != "assistant", "return_dict": False}
+        try:
+            rows.append(tokenizer.apply_chat_template(list(chat), **more))
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise InfoFlowError(
+                f"{name}[{index}] does not fit the chat template of the tokenizer "
+                f"({type(error).__name__}: {first_line(error)}): expected the roles that it knows, "
+                "each message with a text as its content; for others, such as calls of tools, give "
+                "the text that tokenizer.apply_chat_template(..., tokenize=False) makes"
+            ) from error
+    return rows
 
 
 def _find_end(model: nn.Module) -> Int[Tensor, " pos"]:

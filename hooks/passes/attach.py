@@ -16,6 +16,7 @@ from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import catch, is_own_call
 from infoflow_lens.hooks.model.inputs import call_columns, call_inputs
+from infoflow_lens.hooks.model.log import find_output
 from infoflow_lens.hooks.model.points import ensure_hook_points
 from infoflow_lens.hooks.passes.run import prepare
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -210,6 +211,7 @@ class _MeasuredForward:
                 mask=mask,
                 columns=columns,
                 needs=needs,
+                output=find_output(output),
             )
             for session in tuple(self.sessions):
                 for probe in session.probes:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
+from infoflow_lens.hooks.model.call import check_positions
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, depends_on_length
 from infoflow_lens.hooks.model.points import (
     hook_name,
@@ -138,7 +139,7 @@ class Pass:
         lengths: int [batch], real tokens of each sequence; None if nothing is padded.
         tokens: token ids [batch, pos] or vector tokens; None where hooks alone saw the pass.
         columns: what else the model read for each token, by name.
-        output: what the call of the model returned; None where it ended before.
+        output: what the call of the model returned; None where it ended before, or is not known.
     """
 
     def __init__(
@@ -167,12 +168,13 @@ class Pass:
             InfoFlowError: if tokens attend to what the mask calls padding, or what the model gives
                 for a position depends on the length of its batch; and for NaN or infinity.
         """
-        self.model, self._raw, self.output = model, activations, output
+        self.model, self._raw, self._output = model, activations, output
         self.n_layers = layer_count(model)
         shapes = [part.shape for part in (*activations.values(), tokens) if part is not None]
         n = shapes[0][0] if shapes else 0
         if tokens is not None:
             _check_are_its_own(model, activations, len(tokens))
+            check_positions(model, activations, tokens)
         # one probe may count its sequences otherwise; see renumber()
         self.indices = self.turns = torch.arange(n)
         self.held_out = torch.zeros(n, dtype=torch.bool)
@@ -213,6 +215,12 @@ class Pass:
     def batch(self) -> Batch | None:
         """The sequences that the model read, padded on the right; None where hooks saw the pass."""
         return None if self.tokens is None else Batch(self.tokens, self.lengths, self.columns)
+
+    @property
+    def output(self) -> Any:
+        """What the call returned; of an output by position, padding is moved away."""
+        is_by_position = isinstance(self._output, Tensor) and self._output.ndim > 2
+        return self._move_padding(self._output) if is_by_position else self._output
 
     def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
         """Return the hook points among these that did not fire."""

@@ -25,7 +25,7 @@ from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
 from infoflow_lens.hooks.model.call import mark_own_call
 from infoflow_lens.hooks.model.capabilities import takes_padding
-from infoflow_lens.hooks.model.log import first_tensor
+from infoflow_lens.hooks.model.log import find_output
 from infoflow_lens.hooks.model.parts import NormNumbers, Projection, run_forward
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
@@ -385,8 +385,7 @@ class NamedModel(HookedRootModule):
         with self.watch(), on_user_device():
             output = self.original_model(*args, **kwargs)
         if return_type == "logits":
-            logits = getattr(output, "logits", None)
-            return first_tensor(output) if logits is None else logits
+            return find_output(output)
         return output if return_type == "output" else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from infoflow_lens.hooks import (
     AttentionRollout,
     AttentionWeight,
     GradedSetsProbe,
+    LogitDifference,
     LogProbability,
     PatternsProbe,
     ResampleInfluence,
@@ -569,3 +570,74 @@ def test_every_measure_of_every_family_gives_numbers_or_a_sentence(kind):
         for key, value in numbers(found[name]).items():
             if value.is_floating_point() and not key.startswith(("margins", "scores")):
                 assert not value.isinf().any(), (name, key)
+
+
+class WithPrompt(torch.nn.Module):
+    """A model behind a learnt prompt of three vectors, as prompt tuning of PEFT makes it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model, self.config = model, model.config
+        self.prompt = torch.nn.Parameter(torch.randn(3, model.config.hidden_size))
+
+    def get_input_embeddings(self):
+        return self.base_model.get_input_embeddings()
+
+    def embed(self, input_ids):
+        prompt = self.prompt.detach().expand(len(input_ids), -1, -1)
+        return torch.cat([prompt, self.get_input_embeddings()(input_ids)], dim=1)
+
+    def forward(self, input_ids):
+        return self.base_model(inputs_embeds=self.embed(input_ids))
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, ids: run_probes(model, ids, [PositionsProbe()], progress=False),
+        lambda model, ids: run_probes(model, ids, [JacobianInfluence()], progress=False),
+        lambda model, ids: measure_shares(model, ids[:1], LogitDifference(1, 2)),
+    ],
+    ids=["positions", "influence", "shares"],
+)
+def test_positions_that_are_no_tokens_are_refused(measure):
+    """A learnt prompt stood among the positions, and each number had the name of another token."""
+    with pytest.raises(InfoFlowError, match="shows 10 positions, and 7 token ids were given"):
+        measure(WithPrompt(families.build("llama")), families.tokens())
+
+
+def test_a_learnt_prompt_is_measured_as_vectors():
+    """What the error says to do."""
+    model, ids = WithPrompt(families.build("llama")), families.tokens()
+    with attach(model.base_model, PatternsProbe()) as probes:
+        model(ids)
+    (found,) = probes.results()
+    with torch.no_grad():
+        outputs = model.base_model(inputs_embeds=model.embed(ids), output_attentions=True)
+    for layer, expected in zip(found.patterns, outputs.attentions, strict=True):
+        torch.testing.assert_close(layer, expected)
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("gemma4_text", True), ("llama", False)])
+def test_tokens_that_layers_read_a_second_time_are_said(kind, is_said):
+    """Per-layer inputs of Gemma 4 are no part of influence, and nothing said so."""
+    model, ids = families.build(kind), families.tokens()
+    donors = families.tokens().flip(1)
+    probes = [JacobianInfluence(positions=(-1,)), ResampleInfluence(donors)]
+    for found in run_probes(model, ids, probes, progress=False):
+        assert any("beside what enters layer 0" in note for note in found.notes) == is_said
+
+
+@pytest.mark.parametrize("kind", ["led", "longt5"])
+def test_a_decoder_whose_encoder_cannot_be_shown_reads_its_own_inputs(kind):
+    """It was taken for the whole model: the encoder's mask hid its tokens, or its ids were read."""
+    model = families.build(kind, auto=("AutoModelForSeq2SeqLM",))
+    named, ids = open_model(model, stack="decoder"), families.tokens()
+    given = {"input_ids": ids, "decoder_input_ids": ids.flip(1), **families.masks(ids)["right"]}
+    with attach(named, PatternsProbe()) as probes, torch.no_grad():
+        named(**given)
+        expected = model(**given, output_attentions=True).decoder_attentions
+    for layer, attention in zip(probes.results()[0].patterns, expected, strict=True):
+        torch.testing.assert_close(layer, attention)
+    with pytest.raises(InfoFlowError, match="was opened at its decoder"):
+        run_probes(named, ids, [PatternsProbe()], progress=False)

@@ -46,6 +46,25 @@ CASES = {
 
 
 @torch.no_grad()
+def test_a_choice_among_keys_whose_weights_underflow_is_by_their_scores():
+    """Where the key left out has all weight, the first of the others was each query's choice."""
+    model = families.build("gpt2")
+    for block in model.transformer.h:
+        block.attn.c_attn.weight[:, :32] *= 1500  # queries
+    ids = torch.randint(3, 100, (4, 12), generator=torch.Generator().manual_seed(0))
+    found = find_heads(
+        model, ids, "previous", keys=lambda ids: torch.arange(len(ids)) > 0, progress=False
+    )
+    # of double precision, in which they do not
+    exact = torch.stack(model.double()(ids, output_attentions=True).attentions)[..., 2:, 1:]
+    assert exact.amax(dim=-1).min() > 0
+    hits = exact.argmax(dim=-1) == torch.arange(10)
+    for row in found.itertuples():
+        expected = float(hits[row.layer, :, row.head].double().mean())
+        assert row.share == pytest.approx(expected), (row.layer, row.head)
+
+
+@torch.no_grad()
 def test_layers_without_attention_have_no_heads():
     """Of a model in which a state space stands in the place of attention in the first layer."""
     model, ids = families.build("jamba"), families.tokens()[:1]

@@ -12,7 +12,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from infoflow_lens import InfoFlowError, load_any, open_model, probe, run_probes
+from infoflow_lens import InfoFlowError, attach, load_any, open_model, probe, run_probes
 from infoflow_lens.hooks import (
     HEAD_IDEALS,
     AllHeads,
@@ -34,7 +34,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.interventions.ideals import LayerMeans
 from tests.conftest import some_of
-from tests.reference import zoo
+from tests.reference import families, zoo
 
 EDIT = {}  # (layer, what) -> function, for the attention below
 
@@ -579,6 +579,64 @@ def test_an_edit_before_the_blocks_acts(name):
             assert expected > 0.01
             assert float(found.lost[row, column]) == pytest.approx(expected, abs=2e-5)
     handle.remove()
+
+
+def silence(plain):
+    yield edit_head_output(plain, 0, 1, torch.zeros_like, "silent")
+
+
+def give_a_cache(model, ids):
+    """Give the keys of the first tokens, and the other ids."""
+    with torch.no_grad():
+        cache = model(ids[:, :4]).past_key_values
+    return {"input_ids": ids[:, 4:], "past_key_values": cache}
+
+
+def drop_out(model, ids):
+    """Give ids, to a model that drops some of what it computes."""
+    model.train()
+    return {"input_ids": ids}
+
+
+def give_a_second_text(model, ids):
+    """Give other ids to the decoder, of another length."""
+    return {"input_ids": ids, "decoder_input_ids": ids[:, 2:]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "make_call"),
+    [("gpt2", give_a_cache), ("gpt2", drop_out), ("bart", give_a_second_text)],
+)
+def test_a_call_that_our_own_pass_does_not_repeat_is_refused(kind, make_call):
+    """What a call gave beside ids was left out, and edits were measured on another pass."""
+    auto = ("AutoModelForSeq2SeqLM",) if kind == "bart" else None
+    model = families.build(kind, "sdpa", auto=auto)
+    named = open_model(model, stack="encoder" if kind == "bart" else None)
+    arguments = make_call(model, families.tokens())
+    refusal = pytest.raises(InfoFlowError, match="repeating the forward pass changes the output")
+    with refusal, attach(named, EditsOfPass(silence)):
+        named(**arguments)
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_embeddings_in_the_place_of_ids_lose_what_their_ids_lose(side):
+    """They were refused as no ids, with the remedy to do what was done."""
+    model, ids = families.build("gpt2", "sdpa"), families.tokens()
+    mask = families.masks(ids)[side]
+    lost = []
+    for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+        with attach(model, EditsOfPass(silence)) as probes:
+            model(**given, **mask)
+        lost.append(probes.results()[0].damage())
+    assert lost[0] > 1e-3
+    assert lost[1].allclose(lost[0])
+
+
+def test_embeddings_have_no_next_token():
+    model, ids = families.build("gpt2", "sdpa"), families.tokens()
+    probe = EditsOfPass(silence, readout=NextTokenLoss())
+    with pytest.raises(InfoFlowError, match="inputs_embeds do not say"), attach(model, probe):
+        model(inputs_embeds=model.get_input_embeddings()(ids))
 
 
 def test_blocks_with_a_forward_of_their_own_are_left_out_too():

@@ -517,6 +517,35 @@ def test_half_a_character_in_pairs_and_chats_is_named():
             read_inputs(model, given)
 
 
+@pytest.mark.parametrize(
+    ("template", "content", "match"),
+    [
+        (TEMPLATE, [{"type": "text", "text": "w5"}], r"inputs\[1\] .* \(TypeError: "),
+        ("{{ raise_exception('roles alternate') }}", "w5", r"\(TemplateError: roles alternate\)"),
+    ],
+)
+def test_chats_that_a_template_does_not_take_are_named(template, content, match):
+    """They ended in an error of the template's own."""
+    model = with_separators(zoo.build("llama"))
+    model.tokenizer.chat_template = template.replace("{{ m", "{{ '' + m")
+    with pytest.raises(InfoFlowError, match=match):
+        read_inputs(model, [CHAT, [{"role": "user", "content": content}]])
+
+
+@pytest.mark.parametrize(
+    ("table", "match"),
+    [
+        ({"input_ids": ["[5, 6, 7]", "[8]"]}, r"'input_ids' of inputs holds texts, such as"),
+        ({"tokens": ["[5, 6, 7]", "[8]"]}, r"'tokens' of inputs holds texts, such as"),
+        ({"text": [["w5 w6", "w7"], ["w8"]]}, r"inputs\[0\] is a list of texts, \['w5 w6', 'w7'\]"),
+    ],
+)
+def test_printed_lists_of_ids_and_lists_of_texts_are_no_texts(table, match):
+    """A csv file holds ids as they are printed, which were read as words."""
+    with pytest.raises(InfoFlowError, match=match):
+        read_inputs(with_separators(zoo.build("llama")), table)
+
+
 def test_chats_go_through_the_model_s_template_and_have_one_bos():
     model = with_separators(zoo.build("llama"))
     tokenizer = model.tokenizer
