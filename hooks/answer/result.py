@@ -388,6 +388,11 @@ class AnswerNumbers(Result):
         """Return the effect of each unit by its layer and head; NaN where it was not measured."""
         return dict(zip(map(tuple, self.units.tolist()), self.unit_effect.tolist(), strict=True))
 
+    @property
+    def read_word(self) -> str:
+        """The position that is read, named by its word."""
+        return self._word(self.read_at)
+
     def _word(self, position: int, other: bool = False) -> str:
         word = (self.other_tokens if other else self.tokens)[position]
         return f"{word.strip() or repr(word)}@{position}"
@@ -424,8 +429,8 @@ class AnswerNumbers(Result):
         if first[3] < 0:
             return f"{source} {describe_kind(KINDS[first[6]], self.goal, several=several)}"
         names = self._name_most([tuple(p[3:6]) for p in places], group)
-        does = describe_kind(KINDS[first[6]], self.goal, names, several=several)
-        return f"{source} {does} at {self._unit(first[5])}"
+        readers = f"{names} at {self._unit(first[5])}"
+        return f"{source} {describe_kind(KINDS[first[6]], self.goal, readers, several=several)}"
 
     def _name_most(self, ends: list[tuple[int, ...]], group: list[int]) -> str:
         """Name the ends of paths by layer; of many those that lose most when they are cut."""
@@ -447,7 +452,7 @@ class AnswerNumbers(Result):
         if " or " in f"{one}, {other}":  # a mean of logits is no logarithm of odds
             return (
                 f"The score is the mean logit of {one} minus that of {other}: above 0 the first "
-                "have larger logits in the mean, below 0 the second."
+                "have larger logits on average, below 0 the second."
             )
         # of classes that exclude one another it is the logarithm of the ratio of their chances
         pair = self.answer_chances[0].clamp(min=1e-300)
@@ -511,7 +516,7 @@ class AnswerNumbers(Result):
             larger = f" {self._span(order[0])} changes it more, to {score}, but {is_open}."
         return (
             f"{said} By other words in its place {self._span(first)} matters most, {speaks}: to "
-            f"{scores[first]:+.2f} in the mean{f', then {then}' if then else ''}.{larger}"
+            f"{scores[first]:+.2f} on average{f', then {then}' if then else ''}.{larger}"
         )
 
     def describe_looks(self) -> str:
@@ -561,7 +566,7 @@ class AnswerNumbers(Result):
                 middle, best = sorted(self.random)[len(self.random) // 2], max(self.random)
                 said.append(
                     f"Would any paths do? Of {len(self.random)} draws of {n} at random the "
-                    f"middle one keeps {_share(middle)} of the difference, the best {_share(best)}."
+                    f"median one keeps {_share(middle)} of the difference, the best {_share(best)}."
                 )
         else:
             said.append("No paths were found: how the words act is open.")
@@ -631,9 +636,10 @@ class AnswerNumbers(Result):
         by_kind = found.groupby(found["head"] == MLP)
         rows = {is_mlp: list(group.itertuples()) for is_mlp, group in by_kind}
         places = {tuple(place): number for number, place in enumerate(self.looked.tolist())}
-        said = []
-        for is_mlp, most in ((False, _OPPOSED), (True, _OPPOSED - 1)):
-            # those that have at least half of the largest effect
+        kinds = []
+        for kind, is_mlp, most in (("heads", False, _OPPOSED), ("MLPs", True, _OPPOSED - 1)):
+            said = []
+            # those that have at least half of the largest effect of their kind
             for row in rows.get(is_mlp, [])[:most]:
                 if abs(row.effect) < abs(rows[is_mlp][0].effect) / 2:
                     continue
@@ -641,18 +647,20 @@ class AnswerNumbers(Result):
                 does = "" if number is None else f": {self._do(number)}"
                 name = row.name if row.head in _OTHERS else f"head {row.name}"
                 said.append(f"{name} ({row.effect:+.2f}{does})")
-        if not said:
+            if said:
+                kinds.append(f"of {kind}, {', '.join(said)}")
+        if not kinds:
             return ""
         return (
-            f"The largest effects of heads and MLPs: {', '.join(said)}. Numbers say how the score "
-            "changes when that one gives what it gives in the other text."
+            f"The largest effects: {'; '.join(kinds)}. Each number is the change of the score when "
+            "that part gives what it gives in the other text."
         )
 
     def _do(self, number: int) -> str:
         """Say where a head of :attr:`looked` looks in the text, and what it writes from there."""
         key, writes = self.first_look(number, 0)
         wrote = "" if writes != writes else f" and writes {writes:+.2f} from there"  # NaN
-        return f"from {self._word(self.read_at)} it looks at {key}{wrote}"
+        return f"from {self.read_word} it looks at {key}{wrote}"
 
     def summary(self) -> str:
         """Say in a few sentences what the model says, what decides, and how sure that is."""

@@ -158,7 +158,7 @@ def _print(found: Any) -> None:
     if against := found.describe_opposition():
         show(f"    against {found.side}: {against}")
     print_lines(
-        "Where they look from the end of the text",
+        f"Where they look from {found.read_word}",
         [found.look(i) for i in range(len(found.looked))],
     )
     print_lines("How sure", found.describe_certainty())

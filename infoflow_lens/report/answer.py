@@ -191,7 +191,7 @@ def _against(answer: AnswerNumbers) -> list[str]:
             "gives in the other text."
         )
     if words := answer.describe_opposed_words():
-        said.append(f"Words: {words}. Other words in their place raise the score, in the mean.")
+        said.append(f"Words: {words}. Other words in their place raise the score on average.")
     elif bool(answer.token_mean.isfinite().any()):
         said.append("Words: there is none whose replacement raises the score beyond doubt.")
     opposed = [

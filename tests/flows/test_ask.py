@@ -22,6 +22,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.cli import app
+from infoflow_lens.commands.ask import _print as print_answer
 from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
@@ -240,7 +241,7 @@ def test_answers_of_several_tokens_are_told_by_the_first_that_differs(loaded):
     assert found.value == pytest.approx(float(expected[10] - expected[12]), abs=1e-5)
 
 
-def test_a_masked_word_is_asked_at_the_mask(tmp_path):
+def test_a_masked_word_is_asked_at_the_mask(tmp_path, capsys):
     folder = zoo.save("bert", tmp_path / "bert")
     words = zoo.tokenizer(begins=False)
     words.mask_token = "w49"
@@ -253,6 +254,8 @@ def test_a_masked_word_is_asked_at_the_mask(tmp_path):
         logits = zoo.build("bert")(ids).logits[0, 1]
     assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
     assert folder.is_dir()
+    print_answer(found)  # it said "from the end of the text"
+    assert "Where they look from w49@1\n" in capsys.readouterr().out
 
 
 @pytest.fixture
