@@ -13,7 +13,6 @@ from infoflow_lens.commands.common import (
     Device,
     DrawingSeed,
     Dtype,
-    Model,
     Overwrite,
     Quiet,
     SecondText,
@@ -28,6 +27,7 @@ from infoflow_lens.commands.common import (
 from infoflow_lens.commands.options import options_of
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.probing.config import Model
 
 _GUESSES = 3  # of a word, the likeliest
 _STRIP = 7  # characters of a column
@@ -47,7 +47,8 @@ class Question:
         str | None, "The other text, of as many tokens; default, one that is chosen."
     ] = None
     at: Annotated[
-        int | None, "Why the token at this place of the text; what follows it is not read."
+        int | None,
+        "Ask why the token at this position of the text stands there; what follows is not read.",
     ] = None
     quick: Annotated[bool, "No tokens, no strips, ten heads, no pruning: 20 to 80 passes."] = False
     exact: Annotated[bool, "Measure all heads."] = False

@@ -13,7 +13,6 @@ from infoflow_lens.commands.common import (
     Device,
     DrawingSeed,
     Dtype,
-    Model,
     Overwrite,
     Quiet,
     SecondText,
@@ -27,11 +26,11 @@ from infoflow_lens.commands.common import (
 )
 from infoflow_lens.commands.options import options_of, read_integers
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Repeated
-from infoflow_lens.probing.config import InfluenceKind
+from infoflow_lens.foundation.settings import Repeated, settings
+from infoflow_lens.probing.config import InfluenceKind, Model
 
 
-@dataclass(frozen=True)
+@settings
 class FlowOptions:
     """What `flow` draws, with the names of the function's arguments."""
 
@@ -44,15 +43,20 @@ class FlowOptions:
         "Positions whose influence is measured, such as -1 or 4,7; all; auto: all where that takes "
         "seconds, else the last.",
     ] = "auto"
-    influence: Annotated[InfluenceKind | Literal["none"], "How to measure influence."] = "auto"
+    influence: Annotated[
+        Literal[InfluenceKind, "none"],
+        "Exact Jacobians, an estimate of them, resample ablation or none; auto: exact where cheap.",
+    ] = "auto"
     rule: Annotated[
-        Literal["max_position", "top_k", "mechanisms"], "Rule by which heads pass on."
+        Literal["max_position", "top_k", "mechanisms"],
+        "What a head passes on: the token of its largest score, those of its k largest, or what "
+        "its label says.",
     ] = "max_position"
-    k: Annotated[int, "Positions that a head passes on by the rule top_k."] = 3
+    k: Annotated[int, "Tokens that a head passes on by the rule top_k."] = 3
     without: Annotated[
         tuple[int, ...], "Key positions that no head passes on, such as 0 for BOS, -1 for EOS."
     ] = ()
-    max_length: Annotated[int | None, "Cut texts to so many tokens."] = None
+    max_length: Annotated[int | None, "Cut texts to this many tokens."] = None
     seed: DrawingSeed = 0
     second: SecondText = None
 

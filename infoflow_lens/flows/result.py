@@ -346,7 +346,7 @@ class Flow(Pictured, Savable):
 
 
 _UNMEASURED = (
-    "It was measured where it was asked for, and elsewhere only where all positions take some "
+    "It was measured where it was asked for, and elsewhere only where all positions take a few "
     "seconds. flow(model, text, position='all') measures all of them, and so does "
     "infoflow-lens flow MODEL TEXT --position all; a bar says how long that takes."
 )

@@ -613,7 +613,7 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
     if found is None:
         yield (
             "influence was measured on the last position alone, as all positions would take more "
-            "than some seconds: position='all' measures them"
+            "than a few seconds: position='all' (--position all) measures them"
         )
     elif found.relative_error is not None:
         yield (

@@ -352,7 +352,7 @@ def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, 
     last = quick(host, TEXT)
     assert last.elsewhere is None
     assert last.view.inputs[0].influence[:, :6].isnan().all()
-    assert "position='all'" in last.notes[-1]
+    assert "a few seconds: position='all' (--position all)" in last.notes[-1]
 
 
 def test_the_next_tokens_are_the_models(host, found):
