@@ -375,14 +375,14 @@ class AnswerNumbers(Result):
             said.append(f"{where} {key}{wrote}")
         return f"{layer}.{head} {'; '.join(said)}"
 
-    def _span(self, number: int) -> str:
-        """Name a unit of tokens by its words and where it begins."""
+    def name_span(self, number: int) -> str:
+        """Name a unit of tokens by its words and the position at which it begins."""
         word = self.unit_names[number]
         return f"{strip_word(word)}@{int(self.spans[number, 0])}"
 
     def _unit(self, position: int) -> str:
         """Name what a position is in: a unit of several tokens, or its token."""
-        return self._span(self.find_unit(position)) if self.has_units else self._word(position)
+        return self.name_span(self.find_unit(position)) if self.has_units else self._word(position)
 
     def effects(self) -> dict[tuple[int, int], float]:
         """Return the effect of each unit by its layer and head; NaN where it was not measured."""
@@ -481,7 +481,7 @@ class AnswerNumbers(Result):
         """Say which words matter most, and what becomes of the score by others in their place."""
         other, changed = (self.value + self.token_other).tolist(), set(self.changed)
         swapped = [
-            f"to {other[i]:+.2f} with {strip_word(word)} in the place of {self._span(i)} alone"
+            f"to {other[i]:+.2f} with {strip_word(word)} in the place of {self.name_span(i)} alone"
             for i, word in enumerate(self.other_span_words)
             if not changed.isdisjoint(range(*self.spans[i].tolist()))
         ]
@@ -497,7 +497,7 @@ class AnswerNumbers(Result):
         scores = (self.value + self.token_mean).tolist()
         sides = {-1: "for", 1: "against", 0: "open"}
         then = ", ".join(
-            f"{self._span(i)} ({scores[i]:+.2f}, {sides[self.find_direction(i)]})"
+            f"{self.name_span(i)} ({scores[i]:+.2f}, {sides[self.find_direction(i)]})"
             for i in more[: _OPPOSED - 1]
         )
         lower = int((self.replacement_effects[order[0]] < 0).sum())
@@ -513,10 +513,10 @@ class AnswerNumbers(Result):
         larger = ""
         if first != order[0]:
             score = f"{scores[order[0]]:+.2f}"
-            larger = f" {self._span(order[0])} changes it more, to {score}, but {is_open}."
+            larger = f" {self.name_span(order[0])} changes it more, to {score}, but {is_open}."
         return (
-            f"{said} By other words in its place {self._span(first)} matters most, {speaks}: to "
-            f"{scores[first]:+.2f} on average{f', then {then}' if then else ''}.{larger}"
+            f"{said} By other words in its place {self.name_span(first)} matters most, {speaks}: "
+            f"to {scores[first]:+.2f} on average{f', then {then}' if then else ''}.{larger}"
         )
 
     def describe_looks(self) -> str:
@@ -576,8 +576,8 @@ class AnswerNumbers(Result):
             bar = 2 * math.hypot(float(errors[first]), float(errors[second]))
             clear = self.find_direction(first) and float(sizes[first] - sizes[second]) > bar
             one, other = (
-                f"{self._span(i)} ({float(self.token_mean[i]):+.2f} ± {float(errors[i]):.2f} by "
-                f"{self.n_replacements[i]} words)"
+                f"{self.name_span(i)} ({float(self.token_mean[i]):+.2f} ± {float(errors[i]):.2f} "
+                f"by {self.n_replacements[i]} words)"
                 for i in (first, second)
             )
             said.append(
@@ -611,7 +611,7 @@ class AnswerNumbers(Result):
         """Name the words of which it is clear that the score rises by others in their place."""
         found = [i for i in range(len(self.spans)) if self.find_direction(i) > 0]
         found.sort(key=lambda number: -float(self.token_mean[number]))
-        return _name_first(f"{self._span(i)} {float(self.token_mean[i]):+.2f}" for i in found)
+        return _name_first(f"{self.name_span(i)} {float(self.token_mean[i]):+.2f}" for i in found)
 
     def warning(self) -> str:
         """Warn of an other text in which the other answer is unlikely; else nothing."""
@@ -687,9 +687,12 @@ class AnswerNumbers(Result):
             kept, chance, most, lost = map(_share, shares)
             falls = "falls below" if self.gap > 0 else "rises above"
             many = len(self.places) > 1
+            does = f"decide{'' if many else 's'} between the two"
+            if min(self.kept, self.lost) < TARGET:  # a few per cent decide nothing
+                does = f"{'carry' if many else 'carries'} a part of what decides"
             beyond = f": the score {falls} that of the other text" if self.lost >= 1.005 else ""
             said.append(
-                f"{len(self.places)} path{'s decide' if many else ' decides'} between the two: "
+                f"{len(self.places)} path{'s' if many else ''} {does}: "
                 f"alone, {'they keep' if many else 'it keeps'} {kept} "
                 f"of the difference, as many random ones {chance} (at most {most}); "
                 f"cut, {'they lose' if many else 'it loses'} {lost}{beyond}."

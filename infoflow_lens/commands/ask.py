@@ -168,10 +168,11 @@ def _print(found: Any) -> None:
 
 def _strips(found: Any) -> list[str]:
     """Return a line for each word whose state comes to matter."""
-    width = max(map(len, found.unit_names)) + 1
+    names = [found.name_span(number) for number in range(len(found.spans))]
+    width = max(map(len, names)) + 1
     shares = found.shares
     lines = [" " * width + "".join(f"{layer:>{_STRIP}}" for layer in found.strip_layers)]
-    for unit, word in enumerate(found.unit_names):
+    for unit, word in enumerate(names):
         column = shares[:, unit]
         if float(column.abs().max()) >= 0.05:
             lines.append(f"{word:{width}}" + "".join(f"{v:{_STRIP}.2f}" for v in column.tolist()))
@@ -181,7 +182,6 @@ def _strips(found: Any) -> list[str]:
 def _words(found: Any) -> list[str]:
     lines = []
     columns = [
-        "token",
         "effect",
         "error",
         "replacements",
@@ -190,14 +190,14 @@ def _words(found: Any) -> list[str]:
     ]
     rows = found.to_frame("tokens")[columns].itertuples(index=False)
     for number, row in enumerate(rows):
-        word, effect, error, n, other, instead = row
+        effect, error, n, other, instead = row
         said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by {n} words"]  # NaN
         said += [f"{other:+.2f} by {instead!r}"] if other else []
         effects = found.replacement_effects[number].tolist()
         guesses = zip(found.replacements[number][:_GUESSES], effects)
         said += [f"{effect:+.2f} by {guess!r}" for guess, effect in guesses if guess != instead]
         if said:
-            lines.append(f"{word!r}: {', '.join(said)}")
+            lines.append(f"{found.name_span(number)}: {', '.join(said)}")
     nearest = found.nearest_order()
     return [*lines, nearest] if nearest else lines
 

@@ -368,7 +368,7 @@ def view_of(flow: Flow) -> FlowView:
         inputs=[_view_input(flow, i, with_patterns) for i in range(len(flow.tokens))],
         rules={rule: RULES[rule] for rule in order},
         record=flow.record.to_dict(),
-        notes=(*flow.notes, *(f"{begin_sentence(o)}." for o in [flow.describe_order()] if o)),
+        notes=tuple(f"{begin_sentence(o)}." for o in (*flow.notes, flow.describe_order()) if o),
         influence_name=_how(flow.influence),
         unmeasured=_UNMEASURED if flow.influence is not None else "",
         k=flow.k if flow.rule == "top_k" else 2,

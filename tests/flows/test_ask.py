@@ -475,6 +475,7 @@ def test_the_command_prints_what_the_function_found(folder, found, tmp_path):
     assert found.summary() in shown.output.replace("\n", "")
     for sentence, _ in found.bundles():
         assert sentence in shown.output
+    assert f"- {found.tokens[1]}@1: " in shown.output  # of equal tokens it is seen which one
     text = page.read_text()
     assert found.summary().replace("'", "&#39;") in text
     assert "http://" not in text.replace("http://www.w3.org", "")

@@ -1,6 +1,7 @@
 """One call from a model and a text to predicted sets beside measured influence."""
 
 import math
+from dataclasses import replace
 
 import matplotlib.figure
 import numpy as np
@@ -178,6 +179,8 @@ def test_predicted_orders_stand_beside_what_was_measured(host, tmp_path):
     best = max(found.orders, key=found.orders.get)
     assert f"{best} came nearest" in found.describe_order()
     assert f"{begin_sentence(found.describe_order())}." in found.view.notes
+    noted = replace(found, notes=("influence is estimated",)).view
+    assert "Influence is estimated." in noted.notes  # it stood there as a fragment
     resampled = quick(
         host, TEXT, influence="resample", reference=["w9 w8 w7 w6 w5 w4", "w4 w9 w5 w6 w8 w9"]
     )

@@ -392,6 +392,10 @@ def test_estimates_of_paths_have_the_sign_of_their_effects():
     higher = replace(found, other_value=5.0)
     assert higher.to_frame("paths")["estimate"].tolist() == near([2.0, -0.3])
     assert "cut, they lose 130%: the score falls below that of the other text." in found.summary()
+    for kept, lost, what in ((0.7, 0.7, "decide between the two"), (0.69, 1.0, "carry a part of"),
+                             (1.0, 0.03, "carry a part of")):  # fmt: skip
+        compared = replace(found, kept=kept, lost=lost).summary()
+        assert f" 2 paths {what}" in compared  # 3% were said to decide
     for kept, no_more in ((-2.0, True), (0.4, True), (0.6, False)):
         compared = replace(found, kept=kept, random=(0.1, 0.5, 0.2)).summary()
         assert ("They explain no more than random paths do." in compared) is no_more
