@@ -618,8 +618,8 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
     elif found.relative_error is not None:
         yield (
             "influence on other positions is an estimate, with a relative error below "
-            f"{max(found.relative_error):.0%}: position='all' with influence='exact' measures it "
-            "exactly"
+            f"{max(found.relative_error):.0%}: position='all' with influence='exact' "
+            "(--position all --influence exact) measures it exactly"
         )
 
 
