@@ -142,7 +142,7 @@ def _print(found: Any) -> None:
     print_lines(
         "What decides",
         [
-            f"{sentence}: cut, {float(found.path_effect[group].sum()):+.2f}"
+            f"{sentence}: cut, {found.write(found.path_effect[group].sum())}"
             for sentence, group in found.bundles()
         ],
     )
@@ -154,7 +154,7 @@ def _print(found: Any) -> None:
     # heads that were not measured have no effect
     heads = found.to_frame("heads").dropna().head(10)
     pairs = zip(heads["name"], heads["effect"], strict=True)
-    said = [f"{name} {effect:+.2f}" for name, effect in pairs]
+    said = [f"{name} {found.write(effect)}" for name, effect in pairs]
     print_lines("Heads and MLPs: change with the other text's output", [", ".join(said)])
     if against := found.describe_opposition():
         show(f"    against {found.side}: {against}")
@@ -191,11 +191,12 @@ def _words(found: Any) -> list[str]:
     rows = found.to_frame("tokens")[columns].itertuples(index=False)
     for number, row in enumerate(rows):
         effect, error, n, other, instead = row
-        said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by {n} words"]  # NaN
-        said += [f"{other:+.2f} by {instead!r}"] if other else []
+        mean = f"{found.write(effect)} ± {found.write(error, '')} by {n} words"
+        said = [] if effect != effect else [mean]  # NaN
+        said += [f"{found.write(other)} by {instead!r}"] if other else []
         effects = found.replacement_effects[number].tolist()
         guesses = zip(found.replacements[number][:_GUESSES], effects)
-        said += [f"{effect:+.2f} by {guess!r}" for guess, effect in guesses if guess != instead]
+        said += [f"{found.write(one)} by {guess!r}" for guess, one in guesses if guess != instead]
         if said:
             lines.append(f"{found.name_span(number)}: {', '.join(said)}")
     nearest = found.nearest_order()

@@ -347,6 +347,19 @@ def test_it_is_said_that_the_other_text_calls_for_neither_answer():
     assert replace(found, answer_chances=likely).warning() == ""
 
 
+def test_answers_that_lack_their_blank_are_told_of():
+    """'P' and 'O' were compared where ' Priya' and ' Omar' were meant, without a word."""
+    chances = torch.tensor([[0.01, 2e-5], [0.3, 0.3]]).double()
+    found = replace(answer(), answer_chances=chances, answers=("'P'", "'O'"))
+    assert found.warning() == ""  # here no token has one
+    found = replace(found, tokens=("When", *(" x" for _ in found.tokens[1:])))
+    assert found.warning().startswith(
+        "neither answer is likely in the text ('P' 1%, 'O' below 0.01%): a word within a text "
+    )
+    for names in (("' P'", "'O'"), ("P", "O")):
+        assert replace(found, answers=names).warning() == ""
+
+
 def test_the_largest_heads_and_mlps_are_said_first():
     """By measured effects alone; what works against is named, and how many more do."""
     found = answer()
@@ -1173,6 +1186,13 @@ def test_why_two_sentences_are_near():
     assert not len(found.places)
     assert "reads other positions" in " ".join(found.notes)
     assert "The model says" not in found.summary()
+    # of scores from -1 to 1 most effects were said to be 0.00
+    effect = found.to_frame("heads")["effect"].dropna().iloc[0]
+    assert f" ({effect:+.3f})" in found.describe_units()
+    alone = measure_answer(
+        open_model(model), clean, None, EmbeddingCosine(to), progress=False, quick=True
+    )
+    assert "a token drawn at random where such a token moves" in alone.notes[0]  # no guess
 
 
 def test_one_block_in_several_layers_has_paths():
