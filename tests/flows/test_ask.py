@@ -26,6 +26,7 @@ from infoflow_lens.commands.ask import _print as print_answer
 from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
+from infoflow_lens.report.answer import Form, render_answer
 from tests.conftest import make_token_model
 from tests.reference import families, zoo
 
@@ -491,6 +492,13 @@ def test_what_texts_hold_is_no_markup_on_the_page(found, tmp_path):
     evil = dataclasses.replace(found, tokens=("<script>alert(1)</script>", *found.tokens[1:]))
     text = evil.to_html(tmp_path / "x.html").read_text()
     assert "<script>alert" not in text
+
+
+def test_the_form_counts_positions_as_the_page_does(found):
+    """It said "from 1 on", of positions that are counted from 0 and of which 0 cannot be asked."""
+    page = render_answer(found, Form(TEXT))
+    assert "<label>At position, such as 3 for Word@3 <input" in page
+    assert "Word@3 is the word at position 3, counted from 0" in page
 
 
 def test_a_notebook_shows_the_summary(found):
