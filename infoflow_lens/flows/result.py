@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, compare, explained
-from infoflow_lens.foundation.display import begin_sentence
+from infoflow_lens.foundation.display import begin_sentence, count
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
@@ -341,8 +341,9 @@ class Flow(Pictured, Savable):
 
     def __repr__(self) -> str:
         n, longest = len(self.tokens), max(map(len, self.tokens))
-        inputs = f"{longest} tokens" if n == 1 else f"{n} inputs of up to {longest} tokens"
-        return f"Flow({inputs}, {self.sets.n_layers} layers, rule {self.rule!r}: {self.summary()})"
+        inputs = count(longest, "token") if n == 1 else f"{n} inputs of up to {longest} tokens"
+        layers = count(self.sets.n_layers, "layer")
+        return f"Flow({inputs}, {layers}, rule {self.rule!r}: {self.summary()})"
 
 
 _UNMEASURED = (
