@@ -358,9 +358,14 @@ def ids_of_answer(model: nn.Module, answer: Answer) -> tuple[int, ...]:
         if len(ids) != 1:
             tokenizer: Any = model.tokenizer
             pieces = [tokenizer.decode([i]) for i in ids]
+            hint = (
+                ""
+                if str(one).startswith(" ")
+                else "; a word within a text often begins with a blank"
+            )
             raise InfoFlowError(
                 f"the answer {one!r} is {len(ids)} tokens ({', '.join(map(repr, pieces))}): "
-                "expected one; a word within a text often begins with a blank"
+                f"expected one, such as the first in which two answers differ{hint}"
             )
         found += ids
     return tuple(found)

@@ -132,7 +132,7 @@ class Why(Result):
             f"head {self.layer}.{self.head} at {query} ({self.query}) "
             f"{'prefers' if is_preferred else 'scores'} {one} ({self.keys[0]}) "
             f"{'to' if is_preferred else 'below'} {other} ({self.keys[1]}) by "
-            f"{abs(self.margin):.3g}: of the parts of the keys {', '.join(said)}"
+            f"{abs(self.margin):.3g} in attention score: of the parts of the keys {', '.join(said)}"
         )
         left = [sink for sink in self.sinks if sink not in self.keys]
         if left:

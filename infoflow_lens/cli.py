@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -33,7 +33,7 @@ from infoflow_lens.commands.theory import design, estimate
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.foundation.streams import open_streams
-from infoflow_lens.probing.config import ProbingConfig, SurveyConfig
+from infoflow_lens.probing.config import Model, ProbingConfig, SurveyConfig
 
 app = typer.Typer(
     name="infoflow-lens",
@@ -77,13 +77,7 @@ def _common(
 
 @app.command("inspect", short_help="Show what a model is, and what can be measured on it.")
 def inspect_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="stdlib-2l, which comes with the package; an official name such as gpt2; "
-            "owner/name of the Hugging Face hub; or a folder."
-        ),
-    ],
+    model: Annotated[str, typer.Argument(help=get_args(Model)[1])],
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",

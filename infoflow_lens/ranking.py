@@ -22,7 +22,7 @@ from infoflow_lens.agreement import (
     select_layers,
     sets_of,
 )
-from infoflow_lens.foundation.display import panel, plain_label
+from infoflow_lens.foundation.display import count, panel, plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.saving import Savable
@@ -195,7 +195,9 @@ class RankingAgreement(Savable):
 
     def __repr__(self) -> str:
         n_layers, n_batch, n_pos = self.n_candidates.shape
-        states = f"{n_layers} layers, {n_batch} sequences of up to {n_pos} positions"
+        states = (
+            f"{count(n_layers, 'layer')}, {count(n_batch, 'sequence')} of up to {n_pos} positions"
+        )
         line = f"sets {', '.join(self.sets)}; scores {', '.join(self.scores)}; {states}"
         return f"RankingAgreement({line[:400]})"
 

@@ -35,6 +35,21 @@ def test_help_loads_no_model_library():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("command", ["inspect", "probe", "survey", "flow", "why", "ask", "serve"])
+def test_every_command_says_the_same_of_models(command):
+    """Four texts said it, none of which named GGUF files and LoRA, which all take."""
+    shown = CliRunner().invoke(app, [command, "--help"])
+    said = " ".join(shown.output.split())
+    assert "a folder of a model or of a LoRA; a GGUF file; or a checkpoint of this package" in said
+
+
+def test_what_an_option_takes_stands_in_its_help_and_its_error():
+    """The flow without influence was in neither."""
+    assert "auto|exact|estimate|resample|none" in CliRunner().invoke(app, ["flow", "--help"]).output
+    shown = CliRunner().invoke(app, ["flow", "stdlib-2l", "x", "--influence", "off"])
+    assert "expected one of auto, exact, estimate, resample, none" in shown.stderr
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0

@@ -28,6 +28,7 @@ from infoflow_lens.hooks.answer.steps import (
     measure_states,
     measure_tokens,
     measure_units,
+    predicts_tokens,
 )
 from infoflow_lens.hooks.answer.streams import Streams
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, identify
@@ -458,6 +459,9 @@ def _measure_looks(
     return torch.tensor(heads, dtype=torch.int64).reshape(-1, 2), looks, writes
 
 
+_WHERE = "where such a {} moves the readout most"
+
+
 def _choose_text(question: Question, tokens: TokenEffects) -> tuple[Int[Tensor, " pos"], str]:
     """Choose the other text; else put the guess that moves the readout most into the text.
 
@@ -479,8 +483,9 @@ def _choose_text(question: Question, tokens: TokenEffects) -> tuple[Int[Tensor, 
     number, draw = divmod(int(sizes.argmax()), sizes.shape[1])
     place, other = slice(*spans[number]), question.clean.tokens[0].clone()
     other[place] = tokens.donors[place, draw].to(other)
-    note = "the other text has the model's own guess where such a guess moves the readout most"
-    return other, note
+    if predicts_tokens(question):
+        return other, f"the other text has the model's own guess {_WHERE.format('guess')}"
+    return other, f"the other text has a token drawn at random {_WHERE.format('token')}"
 
 
 def _find_special_places(question: Question) -> set[int]:

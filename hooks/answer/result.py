@@ -1,6 +1,7 @@
 """An answer to "why this and not that": tokens, strips of states, heads, paths."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from infoflow_lens.hooks.scores import describe_orders, spearman
 
 _OPPOSED = 3  # heads and MLPs that are named as working against the answer
 _AGREE = 0.8  # of the words in a place, from which on it is said what the place speaks for
+_NO_BLANK = re.compile(r"['\"]\w")  # how the name of a word begins, and not that of a class
 _UNLIKELY = 0.05  # an answer's chance, below which the other text calls for something else
 _ROUNDED = 0.05  # of a difference of logits: what half precision may round away
 _NAMED = 5  # writers or readers of a line that are named
@@ -371,22 +373,36 @@ class AnswerNumbers(Result):
         said = []
         for text, where in enumerate(("looks at", "in the other text at")):
             key, writes = self.first_look(number, text)
-            wrote = "" if writes != writes else f", writes {writes:+.2f} from there"  # NaN
+            wrote = "" if writes != writes else f", writes {self.write(writes)} from there"  # NaN
             said.append(f"{where} {key}{wrote}")
         return f"{layer}.{head} {'; '.join(said)}"
 
-    def _span(self, number: int) -> str:
-        """Name a unit of tokens by its words and where it begins."""
+    def name_span(self, number: int) -> str:
+        """Name a unit of tokens by its words and the position at which it begins."""
         word = self.unit_names[number]
         return f"{strip_word(word)}@{int(self.spans[number, 0])}"
 
     def _unit(self, position: int) -> str:
         """Name what a position is in: a unit of several tokens, or its token."""
-        return self._span(self.find_unit(position)) if self.has_units else self._word(position)
+        return self.name_span(self.find_unit(position)) if self.has_units else self._word(position)
 
     def effects(self) -> dict[tuple[int, int], float]:
         """Return the effect of each unit by its layer and head; NaN where it was not measured."""
         return dict(zip(map(tuple, self.units.tolist()), self.unit_effect.tolist(), strict=True))
+
+    @property
+    def decimals(self) -> int:
+        """How many decimals scores are written with: of small ones, such as cosines, one more."""
+        return 3 if max(abs(self.value), abs(self.gap)) < 1 else 2
+
+    def write(self, score: float | Tensor, sign: str = "+") -> str:
+        """Write a score, or a change of it, with its sign, or without one for ``sign=""``."""
+        return f"{float(score):{sign}.{self.decimals}f}"
+
+    @property
+    def read_word(self) -> str:
+        """The position that is read, named by its word."""
+        return self._word(self.read_at)
 
     def _word(self, position: int, other: bool = False) -> str:
         word = (self.other_tokens if other else self.tokens)[position]
@@ -424,8 +440,8 @@ class AnswerNumbers(Result):
         if first[3] < 0:
             return f"{source} {describe_kind(KINDS[first[6]], self.goal, several=several)}"
         names = self._name_most([tuple(p[3:6]) for p in places], group)
-        does = describe_kind(KINDS[first[6]], self.goal, names, several=several)
-        return f"{source} {does} at {self._unit(first[5])}"
+        readers = f"{names} at {self._unit(first[5])}"
+        return f"{source} {describe_kind(KINDS[first[6]], self.goal, readers, several=several)}"
 
     def _name_most(self, ends: list[tuple[int, ...]], group: list[int]) -> str:
         """Name the ends of paths by layer; of many those that lose most when they are cut."""
@@ -447,7 +463,7 @@ class AnswerNumbers(Result):
         if " or " in f"{one}, {other}":  # a mean of logits is no logarithm of odds
             return (
                 f"The score is the mean logit of {one} minus that of {other}: above 0 the first "
-                "have larger logits in the mean, below 0 the second."
+                "have larger logits on average, below 0 the second."
             )
         # of classes that exclude one another it is the logarithm of the ratio of their chances
         pair = self.answer_chances[0].clamp(min=1e-300)
@@ -468,7 +484,7 @@ class AnswerNumbers(Result):
             likelier = f"the odds of {first} {said} times those of {second}"
         return (
             f"The score is the logit of {one} minus that of {other}: the natural logarithm of "
-            f"{times_more}. {self.value:+.2f} makes {likelier}, "
+            f"{times_more}. {self.write(self.value)} makes {likelier}, "
             f"0 both alike, and below 0 {other} is ahead."
         )
 
@@ -476,12 +492,13 @@ class AnswerNumbers(Result):
         """Say which words matter most, and what becomes of the score by others in their place."""
         other, changed = (self.value + self.token_other).tolist(), set(self.changed)
         swapped = [
-            f"to {other[i]:+.2f} with {strip_word(word)} in the place of {self._span(i)} alone"
+            f"to {self.write(other[i])} with {strip_word(word)} in the place of "
+            f"{self.name_span(i)} alone"
             for i, word in enumerate(self.other_span_words)
             if not changed.isdisjoint(range(*self.spans[i].tolist()))
         ]
         said = (
-            f"By the words of the other text the score goes from {self.value:+.2f} "
+            f"By the words of the other text the score goes from {self.write(self.value)} "
             f"{', '.join(swapped[:_OPPOSED])}."
         )
         if not bool(self.token_mean.isfinite().any()):
@@ -492,7 +509,7 @@ class AnswerNumbers(Result):
         scores = (self.value + self.token_mean).tolist()
         sides = {-1: "for", 1: "against", 0: "open"}
         then = ", ".join(
-            f"{self._span(i)} ({scores[i]:+.2f}, {sides[self.find_direction(i)]})"
+            f"{self.name_span(i)} ({self.write(scores[i])}, {sides[self.find_direction(i)]})"
             for i in more[: _OPPOSED - 1]
         )
         lower = int((self.replacement_effects[order[0]] < 0).sum())
@@ -507,11 +524,11 @@ class AnswerNumbers(Result):
         }[self.find_direction(first)]
         larger = ""
         if first != order[0]:
-            score = f"{scores[order[0]]:+.2f}"
-            larger = f" {self._span(order[0])} changes it more, to {score}, but {is_open}."
+            score = self.write(scores[order[0]])
+            larger = f" {self.name_span(order[0])} changes it more, to {score}, but {is_open}."
         return (
-            f"{said} By other words in its place {self._span(first)} matters most, {speaks}: to "
-            f"{scores[first]:+.2f} in the mean{f', then {then}' if then else ''}.{larger}"
+            f"{said} By other words in its place {self.name_span(first)} matters most, {speaks}: "
+            f"to {self.write(scores[first])} on average{f', then {then}' if then else ''}.{larger}"
         )
 
     def describe_looks(self) -> str:
@@ -561,7 +578,7 @@ class AnswerNumbers(Result):
                 middle, best = sorted(self.random)[len(self.random) // 2], max(self.random)
                 said.append(
                     f"Would any paths do? Of {len(self.random)} draws of {n} at random the "
-                    f"middle one keeps {_share(middle)} of the difference, the best {_share(best)}."
+                    f"median one keeps {_share(middle)} of the difference, the best {_share(best)}."
                 )
         else:
             said.append("No paths were found: how the words act is open.")
@@ -571,8 +588,8 @@ class AnswerNumbers(Result):
             bar = 2 * math.hypot(float(errors[first]), float(errors[second]))
             clear = self.find_direction(first) and float(sizes[first] - sizes[second]) > bar
             one, other = (
-                f"{self._span(i)} ({float(self.token_mean[i]):+.2f} ± {float(errors[i]):.2f} by "
-                f"{self.n_replacements[i]} words)"
+                f"{self.name_span(i)} ({self.write(self.token_mean[i])} ± "
+                f"{self.write(errors[i], '')} by {self.n_replacements[i]} words)"
                 for i in (first, second)
             )
             said.append(
@@ -598,7 +615,7 @@ class AnswerNumbers(Result):
         found = self.to_frame("heads").dropna(subset="effect")
         most = found[found["effect"] > 0]
         return _name_first(
-            f"{name} {effect:+.2f}"
+            f"{name} {self.write(effect)}"
             for name, effect in zip(most["name"], most["effect"], strict=True)
         )
 
@@ -606,11 +623,23 @@ class AnswerNumbers(Result):
         """Name the words of which it is clear that the score rises by others in their place."""
         found = [i for i in range(len(self.spans)) if self.find_direction(i) > 0]
         found.sort(key=lambda number: -float(self.token_mean[number]))
-        return _name_first(f"{self._span(i)} {float(self.token_mean[i]):+.2f}" for i in found)
+        return _name_first(f"{self.name_span(i)} {self.write(self.token_mean[i])}" for i in found)
 
     def warning(self) -> str:
-        """Warn of an other text in which the other answer is unlikely; else nothing."""
-        if not self.answers or not float(self.answer_chances[1, 1]) < _UNLIKELY:
+        """Warn of answers that lack a blank, or of an other text in which one is unlikely."""
+        if not self.answers:
+            return ""
+        # words in quotation marks, where tokens of the text have blanks before them
+        lacks = any(token.startswith(" ") for token in self.tokens[1:])
+        lacks = lacks and all(_NO_BLANK.match(name) for name in self.answers)
+        if lacks and float(self.answer_chances[0].max()) < _UNLIKELY:
+            chances = map(_percent, self.answer_chances[0].tolist())
+            said = ", ".join(map(" ".join, zip(self.answers, chances)))
+            return (
+                f"neither answer is likely in the text ({said}): a word within a text often "
+                "begins with a blank, as ' Mary' does"
+            )
+        if not float(self.answer_chances[1, 1]) < _UNLIKELY:
             return ""
         one, other = (
             "".join(words[at] for at in self.changed).strip()
@@ -631,28 +660,31 @@ class AnswerNumbers(Result):
         by_kind = found.groupby(found["head"] == MLP)
         rows = {is_mlp: list(group.itertuples()) for is_mlp, group in by_kind}
         places = {tuple(place): number for number, place in enumerate(self.looked.tolist())}
-        said = []
-        for is_mlp, most in ((False, _OPPOSED), (True, _OPPOSED - 1)):
-            # those that have at least half of the largest effect
+        kinds = []
+        for kind, is_mlp, most in (("heads", False, _OPPOSED), ("MLPs", True, _OPPOSED - 1)):
+            said = []
+            # those that have at least half of the largest effect of their kind
             for row in rows.get(is_mlp, [])[:most]:
                 if abs(row.effect) < abs(rows[is_mlp][0].effect) / 2:
                     continue
                 number = places.get((row.layer, row.head))
                 does = "" if number is None else f": {self._do(number)}"
                 name = row.name if row.head in _OTHERS else f"head {row.name}"
-                said.append(f"{name} ({row.effect:+.2f}{does})")
-        if not said:
+                said.append(f"{name} ({self.write(row.effect)}{does})")
+            if said:
+                kinds.append(f"of {kind}, {', '.join(said)}")
+        if not kinds:
             return ""
         return (
-            f"The largest effects of heads and MLPs: {', '.join(said)}. Numbers say how the score "
-            "changes when that one gives what it gives in the other text."
+            f"The largest effects: {'; '.join(kinds)}. Each number is the change of the score when "
+            "that part gives what it gives in the other text."
         )
 
     def _do(self, number: int) -> str:
         """Say where a head of :attr:`looked` looks in the text, and what it writes from there."""
         key, writes = self.first_look(number, 0)
-        wrote = "" if writes != writes else f" and writes {writes:+.2f} from there"  # NaN
-        return f"from {self._word(self.read_at)} it looks at {key}{wrote}"
+        wrote = "" if writes != writes else f" and writes {self.write(writes)} from there"  # NaN
+        return f"from {self.read_word} it looks at {key}{wrote}"
 
     def summary(self) -> str:
         """Say in a few sentences what the model says, what decides, and how sure that is."""
@@ -670,8 +702,8 @@ class AnswerNumbers(Result):
             )
             said.append(f"{'; '.join(chances)}.")
         said.append(
-            f"The score, {self.readout}, is {self.value:+.2f}; in the other text it is "
-            f"{self.other_value:+.2f}."
+            f"The score, {self.readout}, is {self.write(self.value)}; in the other text it is "
+            f"{self.write(self.other_value)}."
         )
         if len(self.places):
             middle = sorted(self.random)[len(self.random) // 2] if self.random else 0.0
@@ -679,9 +711,12 @@ class AnswerNumbers(Result):
             kept, chance, most, lost = map(_share, shares)
             falls = "falls below" if self.gap > 0 else "rises above"
             many = len(self.places) > 1
+            does = f"decide{'' if many else 's'} between the two"
+            if min(self.kept, self.lost) < TARGET:  # a few per cent decide nothing
+                does = f"{'carry' if many else 'carries'} a part of what decides"
             beyond = f": the score {falls} that of the other text" if self.lost >= 1.005 else ""
             said.append(
-                f"{len(self.places)} path{'s decide' if many else ' decides'} between the two: "
+                f"{len(self.places)} path{'s' if many else ''} {does}: "
                 f"alone, {'they keep' if many else 'it keeps'} {kept} "
                 f"of the difference, as many random ones {chance} (at most {most}); "
                 f"cut, {'they lose' if many else 'it loses'} {lost}{beyond}."

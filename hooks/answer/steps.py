@@ -84,6 +84,15 @@ def mean_and_error(
     return mean, (spread / n).sqrt()
 
 
+def predicts_tokens(question: Question) -> bool:
+    """Whether the model says which tokens may stand at each place, as language models do."""
+    return tuple(question.clean.logits.shape) == (question.n_pos, _count_ids(question))
+
+
+def _count_ids(question: Question) -> int:
+    return int(question.model.cfg.d_vocab)  # type: ignore[union-attr, arg-type]
+
+
 def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
     """Find the model's own distribution over what may stand at each place, but for what does.
 
@@ -91,13 +100,12 @@ def guess_tokens(question: Question) -> Float[Tensor, "pos token"]:
     masked language model that of the place itself. Without predictions all tokens are alike.
     """
     logits, tokens = question.clean.logits, question.clean.tokens[0].to("cpu")
-    n_ids = int(question.model.cfg.d_vocab)  # type: ignore[union-attr, arg-type]
-    if logits.ndim == 2 and logits.shape == (len(tokens), n_ids):
+    if predicts_tokens(question):
         chances = logits.float().cpu().softmax(-1)
         if is_causal(question.model):
             chances = torch.cat([chances.mean(dim=0, keepdim=True), chances[:-1]])
     else:
-        chances = torch.ones(len(tokens), n_ids)
+        chances = torch.ones(len(tokens), _count_ids(question))
     chances[torch.arange(len(tokens)), tokens] = 0
     return chances
 

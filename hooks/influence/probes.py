@@ -237,10 +237,11 @@ class JacobianInfluence(StateInfluence):
             )
         if self.estimate is not None and self.errors is not None:
             found = max(self._relative_error() or (0.0,))
+            single = (1 / (2 * self.estimate)) ** 0.5
             notes += (
-                f"estimated by {self.estimate} random directions for each state: relative error "
-                f"below {found:.1%} in the worst layer (95%), as seen in their spread; a single "
-                f"norm's standard error is at most {(1 / (2 * self.estimate)) ** 0.5:.0%}",
+                f"influence is estimated by {self.estimate} random directions for each state: by "
+                f"their spread its relative error is below {found:.1%} in the worst layer (95%); "
+                f"the standard error of a single norm is at most {single:.0%}",
             )
         return notes
 

@@ -144,7 +144,7 @@ def _find_end(model: nn.Module) -> Int[Tensor, " pos"]:
     """Find what the tokenizer puts behind every text, where the model reads it."""
     made = model.tokenizer("a", return_special_tokens_mask=True)  # type: ignore[operator]
     own = np.flatnonzero(np.equal(made["special_tokens_mask"], 0))
-    n_end = len(made["input_ids"]) - 1 - int(own.max())
+    n_end = len(made["input_ids"]) - 1 - int(np.max(own))
     (row,) = ids_of_texts(model, ["a"])
     # TransformerLens takes EOS off, so what the tokenizer puts there may not be read
     is_read = n_end and row[-n_end:].tolist() == made["input_ids"][-n_end:]

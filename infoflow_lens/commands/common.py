@@ -169,7 +169,6 @@ def folder(text: str) -> Path:
 
 
 # Options that several commands have; the first ones with a text as help, for classes of options
-Model = Annotated[str, "A name such as stdlib-2l or gpt2, owner/name, or a folder."]
 Text = Annotated[str, "The text that the model reads."]
 SecondText = Annotated[str | None, "The second text, where the model reads pairs of texts."]
 DrawingSeed = Annotated[int, "Seed of all random draws."]
@@ -182,7 +181,9 @@ Dtype = Annotated[
 ]
 Backend = Annotated[
     str,
-    typer.Option(help="How: auto (as transformers does), hooked (TransformerLens 3) or opened."),
+    typer.Option(
+        help="How to load it: auto (as transformers does), hooked (TransformerLens 3) or opened."
+    ),
 ]
 Jobs = Annotated[int, typer.Option(help="Processes that run at once.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bars.")]

@@ -14,7 +14,6 @@ from infoflow_lens.commands.common import (
     Device,
     DrawingSeed,
     Dtype,
-    Model,
     Overwrite,
     Quiet,
     SecondText,
@@ -30,8 +29,8 @@ from infoflow_lens.commands.common import (
 )
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Repeated
-from infoflow_lens.probing.config import InfluenceKind
+from infoflow_lens.foundation.settings import Repeated, settings
+from infoflow_lens.probing.config import InfluenceKind, Model
 
 _GUESSES = 3  # of a word, the likeliest
 _STRIP = 7  # characters of a column
@@ -51,7 +50,8 @@ class Question:
         str | None, "The other text, of as many tokens; default, one that is chosen."
     ] = None
     at: Annotated[
-        int | None, "Why the token at this place of the text; what follows it is not read."
+        int | None,
+        "Ask why the token at this position of the text stands there; what follows is not read.",
     ] = None
     quick: Annotated[bool, "No tokens, no strips, ten heads, no pruning: 20 to 80 passes."] = False
     exact: Annotated[bool, "Measure all heads."] = False
@@ -145,7 +145,7 @@ def _print_answer(found: Any) -> None:
     print_lines(
         "What decides",
         [
-            f"{sentence}: cut, {float(found.path_effect[group].sum()):+.2f}"
+            f"{sentence}: cut, {found.write(found.path_effect[group].sum())}"
             for sentence, group in found.bundles()
         ],
     )
@@ -157,12 +157,12 @@ def _print_answer(found: Any) -> None:
     # heads that were not measured have no effect
     heads = found.to_frame("heads").dropna().head(10)
     pairs = zip(heads["name"], heads["effect"], strict=True)
-    said = [f"{name} {effect:+.2f}" for name, effect in pairs]
+    said = [f"{name} {found.write(effect)}" for name, effect in pairs]
     print_lines("Heads and MLPs: change with the other text's output", [", ".join(said)])
     if against := found.describe_opposition():
         show(f"    against {found.side}: {against}")
     print_lines(
-        "Where they look from the end of the text",
+        f"Where they look from {found.read_word}",
         [found.look(i) for i in range(len(found.looked))],
     )
     print_lines("How sure", found.describe_certainty())
@@ -171,10 +171,11 @@ def _print_answer(found: Any) -> None:
 
 def _strips(found: Any) -> list[str]:
     """Return a line for each word whose state comes to matter."""
-    width = max(map(len, found.unit_names)) + 1
+    names = [found.name_span(number) for number in range(len(found.spans))]
+    width = max(map(len, names)) + 1
     shares = found.shares
     lines = [" " * width + "".join(f"{layer:>{_STRIP}}" for layer in found.strip_layers)]
-    for unit, word in enumerate(found.unit_names):
+    for unit, word in enumerate(names):
         column = shares[:, unit]
         if float(column.abs().max()) >= 0.05:
             lines.append(f"{word:{width}}" + "".join(f"{v:{_STRIP}.2f}" for v in column.tolist()))
@@ -184,7 +185,6 @@ def _strips(found: Any) -> list[str]:
 def _words(found: Any) -> list[str]:
     lines = []
     columns = [
-        "token",
         "effect",
         "error",
         "replacements",
@@ -193,14 +193,15 @@ def _words(found: Any) -> list[str]:
     ]
     rows = found.to_frame("tokens")[columns].itertuples(index=False)
     for number, row in enumerate(rows):
-        word, effect, error, n, other, instead = row
-        said = [] if effect != effect else [f"{effect:+.2f} ± {error:.2f} by {n} words"]  # NaN
-        said += [f"{other:+.2f} by {instead!r}"] if other else []
+        effect, error, n, other, instead = row
+        mean = f"{found.write(effect)} ± {found.write(error, '')} by {n} words"
+        said = [] if effect != effect else [mean]  # NaN
+        said += [f"{found.write(other)} by {instead!r}"] if other else []
         effects = found.replacement_effects[number].tolist()
         guesses = zip(found.replacements[number][:_GUESSES], effects)
-        said += [f"{effect:+.2f} by {guess!r}" for guess, effect in guesses if guess != instead]
+        said += [f"{found.write(one)} by {guess!r}" for guess, one in guesses if guess != instead]
         if said:
-            lines.append(f"{word!r}: {', '.join(said)}")
+            lines.append(f"{found.name_span(number)}: {', '.join(said)}")
     nearest = found.nearest_order()
     return [*lines, nearest] if nearest else lines
 
@@ -264,7 +265,7 @@ def serve(
                 say(f"stopped: {len(lost)} not answered: {texts}", err=True)
 
 
-@dataclass(frozen=True)
+@settings
 class FlowOptions:
     """What `flow` draws, with the names of the function's arguments."""
 
@@ -277,15 +278,20 @@ class FlowOptions:
         "Positions whose influence is measured, such as -1 or 4,7; all; auto: all where that takes "
         "seconds, else the last.",
     ] = "auto"
-    influence: Annotated[InfluenceKind | Literal["none"], "How to measure influence."] = "auto"
+    influence: Annotated[
+        Literal[InfluenceKind, "none"],
+        "Exact Jacobians, an estimate of them, resample ablation or none; auto: exact where cheap.",
+    ] = "auto"
     rule: Annotated[
-        Literal["max_position", "top_k", "mechanisms"], "Rule by which heads pass on."
+        Literal["max_position", "top_k", "mechanisms"],
+        "What a head passes on: the token of its largest score, those of its k largest, or what "
+        "its label says.",
     ] = "max_position"
-    k: Annotated[int, "Positions that a head passes on by the rule top_k."] = 3
+    k: Annotated[int, "Tokens that a head passes on by the rule top_k."] = 3
     without: Annotated[
         tuple[int, ...], "Key positions that no head passes on, such as 0 for BOS, -1 for EOS."
     ] = ()
-    max_length: Annotated[int | None, "Cut texts to so many tokens."] = None
+    max_length: Annotated[int | None, "Cut texts to this many tokens."] = None
     seed: DrawingSeed = 0
     second: SecondText = None
 

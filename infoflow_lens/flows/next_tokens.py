@@ -37,7 +37,7 @@ def predict_replacements(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Repl
     For causal models alone, in which states before a replaced token do not change.
 
     Returns:
-        For each sequence; None where it would take more than some seconds or a big page, or the
+        For each sequence; None where it would take more than a few seconds or a big page, or the
         model gives no logits.
     """
     lengths = [len(row) for row in rows]

@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, compare, explained
-from infoflow_lens.foundation.display import begin_sentence, cut
+from infoflow_lens.foundation.display import begin_sentence, count, cut
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
@@ -342,12 +342,13 @@ class Flow(Pictured, Savable):
 
     def __repr__(self) -> str:
         n, longest = len(self.tokens), max(map(len, self.tokens))
-        inputs = f"{longest} tokens" if n == 1 else f"{n} inputs of up to {longest} tokens"
-        return f"Flow({inputs}, {self.sets.n_layers} layers, rule {self.rule!r}: {self.summary()})"
+        inputs = count(longest, "token") if n == 1 else f"{n} inputs of up to {longest} tokens"
+        layers = count(self.sets.n_layers, "layer")
+        return f"Flow({inputs}, {layers}, rule {self.rule!r}: {self.summary()})"
 
 
 _UNMEASURED = (
-    "It was measured where it was asked for, and elsewhere only where all positions take some "
+    "It was measured where it was asked for, and elsewhere only where all positions take a few "
     "seconds. flow(model, text, position='all') measures all of them, and so does "
     "infoflow-lens flow MODEL TEXT --position all; a bar says how long that takes."
 )
@@ -369,7 +370,7 @@ def view_of(flow: Flow) -> FlowView:
         inputs=[_view_input(flow, i, with_patterns) for i in range(len(flow.tokens))],
         rules={rule: RULES[rule] for rule in order},
         record=flow.record.to_dict(),
-        notes=(*flow.notes, *(f"{begin_sentence(o)}." for o in [flow.describe_order()] if o)),
+        notes=tuple(f"{begin_sentence(o)}." for o in (*flow.notes, flow.describe_order()) if o),
         influence_name=_how(flow.influence),
         unmeasured=_UNMEASURED if flow.influence is not None else "",
         k=flow.k if flow.rule == "top_k" else 2,

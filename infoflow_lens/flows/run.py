@@ -610,13 +610,13 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
     if found is None:
         yield (
             "influence was measured on the last position alone, as all positions would take more "
-            "than some seconds: position='all' measures them"
+            "than a few seconds: position='all' (--position all) measures them"
         )
     elif found.relative_error is not None:
         yield (
             "influence on other positions is an estimate, with a relative error below "
-            f"{max(found.relative_error):.0%}: position='all' with influence='exact' measures it "
-            "exactly"
+            f"{max(found.relative_error):.0%}: position='all' with influence='exact' "
+            "(--position all --influence exact) measures it exactly"
         )
 
 

@@ -73,6 +73,11 @@ def strip_word(word: str) -> str:
     return word.strip() or word
 
 
+def count(n: int, noun: str) -> str:
+    """Return a number with its noun, which has an s in the plural: 1 layer, 2 layers."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def begin_sentence(text: str) -> str:
     """Return a text with a capital at its beginning; all other letters stay."""
     return text[:1].upper() + text[1:]

@@ -139,7 +139,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         flat = flat.contiguous().flatten()
         if flat.stride() != (1,):  # a single number keeps the stride that it had
             flat = flat.clone(memory_format=torch.contiguous_format)
-        digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.display import count, panel
 from infoflow_lens.foundation.errors import (
     InfoFlowError,
     first_line,
@@ -544,7 +544,7 @@ def _describe(model: Any, source: Source, name: str, note: str = "") -> LoadedMo
     kind = type(model.original_model if isinstance(model, NamedModel) else model)
     words = [
         f"{name}: {kind.__name__}",
-        f"{len(model.blocks)} layers",
+        count(len(model.blocks), "layer"),
         f"d_model {model.cfg.d_model}",
         str(weight.dtype).removeprefix("torch."),
         str(weight.device),

@@ -204,6 +204,12 @@ InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
 
 # Options that other settings share
+Model = Annotated[
+    str,
+    "A name: stdlib-2l, which comes with the package, gpt2 or its like, or owner/name[@revision] "
+    "of the Hugging Face hub; a folder of a model or of a LoRA; a GGUF file; or a checkpoint of "
+    "this package.",
+]
 DrawingSeed = Annotated[Seed, "Seed of all random draws."]
 Device = Annotated[str, "Device of the model: cpu, cuda:0, ..."]
 Dtype = Annotated[str | None, "Number format: float32 (default), bfloat16, float16 or float64."]
@@ -221,11 +227,7 @@ class ProbingConfig:
         InfoFlowError: for values that make no sense, naming them.
     """
 
-    model: Annotated[
-        str,
-        "stdlib-2l, which comes with the package; an official name; a Hugging Face folder; or a "
-        "checkpoint.",
-    ]
+    model: Model
     data: Annotated[
         str,
         "A file (txt, json, jsonl, csv, parquet, pt, npy, safetensors), a saved dataset, "
@@ -355,7 +357,7 @@ class SurveyConfig:
         InfoFlowError: for values that make no sense, naming them.
     """
 
-    model: Annotated[str, "An official name, owner/name@revision, or a Hugging Face folder."]
+    model: Model
     data: Annotated[
         str,
         "A text file, or rows with a column of texts (json, jsonl, csv, parquet, a saved dataset, "

@@ -274,7 +274,7 @@ def build_report(result: Findings) -> ProbingReport:
     sections = {
         name: Section(
             part.title or name,
-            f"{part.text} {part.remarks(result.found[name])}".strip(),
+            f"{part.text}\n{part.remarks(result.found[name])}".strip(),
             list(_charts(part, result.found[name])),
         )
         for name, part in result.parts.items()
@@ -327,7 +327,7 @@ def _headline(row: Explained) -> str:
 
 
 def _say_strength(result: Findings) -> str:
-    """Say how much of the influence on the last states their strongest tokens have, in the mean.
+    """Say how much of the influence on the last states their strongest tokens have, on average.
 
     The strength of a token is that of its best path, of the first keys of all heads; as many count
     as hold 90% of the influence of other tokens.
@@ -361,9 +361,9 @@ def _say_strength(result: Findings) -> str:
         return ""
     n, inside, chance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
     return (
-        f"Ranked by the strength of its best path, the {n:.1f} strongest tokens, as many as hold "
-        f"{_MOST:.0%} of the influence, have {inside:.0%} of it, where as many at random would "
-        f"have {chance:.0%}."
+        f"At least {n:.1f} tokens, on average, are needed to hold {_MOST:.0%} of the influence: as "
+        f"many tokens with the strongest best paths hold {inside:.0%}, as many at random "
+        f"{chance:.0%}."
     )
 
 

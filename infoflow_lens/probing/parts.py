@@ -352,12 +352,13 @@ class LabelsPart(Part):
 
     title = "What describes each head"
     text = (
-        "A head is worth what the output loses when it writes its mean alone. Its pattern was "
-        "replaced by ideal ones; the share of the worth that is lost says how well each describes "
-        "it: fixed (by position or by the distance to the key), max (the largest key, with the "
-        "weight on the first position left as it is), several keys, or undecided where the texts "
-        "do not tell. Labels are of half of the sequences, and hold on such texts alone; on the "
-        "other half all heads were replaced at once, by their own label's ideal and by one for all."
+        "A head is worth what the output loses when the head writes nothing but its mean. Its "
+        "pattern was replaced by ideal ones; the smaller the share of the worth that is then lost, "
+        "the better the ideal describes it: fixed (by position or by the distance to the key), max "
+        "(the largest key, with the weight on the first position left as it is), several keys, or "
+        "undecided where the texts do not tell. Labels are of half of the sequences, and hold on "
+        "such texts alone; on the other half all heads were replaced at once, by their own label's "
+        "ideal and by one for all."
     )
     sequences = "detail"
     edits = ("attn.hook_pattern", "attn.hook_z")
@@ -403,7 +404,7 @@ class LabelsPart(Part):
         return (
             f"All heads at once, on {result.n_judged} sequences that no label has seen: damage is "
             f"{what}; error, one standard error over sequences; rise, that of the loss of the next "
-            "token, in nats a token. Ideals: top k, the k largest keys; position and offset, the "
+            "token, in nats a token.\nIdeals: top k, the k largest keys; position and offset, the "
             "mean pattern by position or by distance; largest, one key; gated, one key beside the "
             "first position. Ablated heads write their mean. Below, by thirds of the "
             "layers: the heads of each label, and their share of what single heads are worth."

@@ -96,7 +96,6 @@ def render_answer(
     rest = [number for number in range(len(lines)) if number not in drawn]
     units = _tabulate(answer, "heads").drop(columns=["layer", "head"], errors="ignore")
     largest = units.head(_LARGEST).drop(columns="estimated change", errors="ignore").dropna()
-    small = max(abs(answer.value), abs(answer.gap)) < 1  # such as cosines
     is_predicted = bool(answer.token_predicted[:2].isfinite().any())
     words = _tabulate(answer, "tokens")
     page = (
@@ -106,8 +105,8 @@ def render_answer(
             answer=answer,
             # answers may be line breaks and blanks, of which a browser shows one
             dots=lambda said: re.sub(" {2,}", lambda b: "·" * len(b[0]), said),
-            signed=lambda score: f"{score:{'+.3f' if small else '+.2f'}}",
-            plain=lambda score: f"{score:{'.3f' if small else '.2f'}}",
+            signed=answer.write,
+            plain=lambda score: answer.write(score, ""),
             form=form,
             can_cut=can_cut and form is not None and not form.waits,
             presses=can_press and form is not None and not form.waits and bool(answer.guess),
@@ -191,7 +190,7 @@ def _against(answer: AnswerNumbers) -> list[str]:
             "gives in the other text."
         )
     if words := answer.describe_opposed_words():
-        said.append(f"Words: {words}. Other words in their place raise the score, in the mean.")
+        said.append(f"Words: {words}. Other words in their place raise the score on average.")
     elif bool(answer.token_mean.isfinite().any()):
         said.append("Words: there is none whose replacement raises the score beyond doubt.")
     opposed = [
@@ -200,7 +199,7 @@ def _against(answer: AnswerNumbers) -> list[str]:
         if float(answer.path_effect[group].sum()) > 0
     ]
     if opposed:
-        lines = ", ".join(f"{number} ({effect:+.2f})" for number, effect in opposed)
+        lines = ", ".join(f"{number} ({answer.write(effect)})" for number, effect in opposed)
         said.append(f"Lines among those that decide: {lines}.")
     return said
 

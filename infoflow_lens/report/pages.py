@@ -400,7 +400,7 @@ class Section:
 
     Attributes:
         title: of the section, which is also its name in the list at the top.
-        text: under it.
+        text: under it, a line for each paragraph.
         figures: what it shows: charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines,
             Table), or figures of matplotlib.
     """

@@ -105,7 +105,7 @@ def draw_strips(answer: AnswerNumbers) -> Markup:
             )
             parts += [
                 f'<text class="tick" x="{middle[unit]:.1f}" '
-                f'y="{foot + below}" text-anchor="middle">{value:+.1f}</text>'
+                f'y="{foot + below}" text-anchor="middle">{value:+.{answer.decimals - 1}f}</text>'
                 for unit, value in enumerate(column.tolist())
                 if not math.isnan(value) and (value or name == "others") and width[unit] > _THIN
             ]
@@ -189,7 +189,7 @@ def _line(
         y2 = height(sum(place[3] for place in places) / len(places))
     kind = places[0][6]
     effect = float(answer.path_effect[group].sum())
-    title = f"{number + 1}. {sentence}: cut, {effect:+.2f}"
+    title = f"{number + 1}. {sentence}: cut, {answer.write(effect)}"
     curve = f"M{x:.1f} {y:.1f} C{x + bend:.1f} {y:.1f} {x2 + bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
     right, taken = room
     (near, at) = _place_number((x, y), (x2, y2), bend, (middle[0] - 12, right - 10, foot), taken)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.display import count, panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import check
@@ -85,8 +85,8 @@ class _OfStates:
         return replace(self, **some)  # type: ignore[type-var]
 
     def __repr__(self) -> str:
-        sizes = zip(self._values.shape, ("layers", "sequences", "positions", "sources"))
-        return f"{type(self).__name__}({', '.join(f'{n} {what}' for n, what in sizes)})"
+        sizes = map(count, self._values.shape, ("layer", "sequence", "position", "source"))
+        return f"{type(self).__name__}({', '.join(sizes)})"
 
     def _repr_html_(self) -> str:
         facts = dict(zip(("layers", "sequences", "positions", "sources"), self._values.shape))

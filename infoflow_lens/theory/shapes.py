@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
+from infoflow_lens.foundation.display import count
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import read_json, user_path
 from infoflow_lens.foundation.settings import Count, Remedy, settings
@@ -132,11 +133,13 @@ class ModelShape:
         """Return the sizes in words."""
         heads = _run_lengths(self.n_heads)
         widths = _run_lengths(self.d_model)
-        words = [f"{self.n_layers} layers", f"heads {heads}", f"E = {widths}"]
+        words = [count(self.n_layers, "layer"), f"heads {heads}", f"E = {widths}"]
         words.append("causal, read at the last position" if self.causal else "bidirectional")
         local = [w for w in self.windows if w is not None]
         if local:
-            words.append(f"{len(local)} layers local (window {_run_lengths(sorted(set(local)))})")
+            words.append(
+                f"{count(len(local), 'layer')} local (window {_run_lengths(sorted(set(local)))})"
+            )
         if self.n_key_value_heads is not None and self.n_key_value_heads != self.n_heads:
             words.append(f"{_run_lengths(self.n_key_value_heads)} heads of keys and values")
         words.append("with positions" if self.positional else "without positions")

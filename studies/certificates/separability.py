@@ -92,9 +92,9 @@ def _integers(values: Any, name: str, ndim: int) -> Integers:
             "a ClassLabel or a tokenizer"
         )
     result: Integers = values.astype(np.int64)
-    if result.size and result.min() < 0:
+    if result.size and (least := np.min(result)) < 0:
         raise InfoFlowError(
-            f"{name} holds {result.min()}: expected ids of 0 or more; -1 is often a missing value, "
+            f"{name} holds {least}: expected ids of 0 or more; -1 is often a missing value, "
             "remove such sequences"
         )
     return result

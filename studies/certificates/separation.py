@@ -121,7 +121,7 @@ def _gaps(problem: Problem, weights: NDArray[Any]) -> Iterator[tuple[slice, NDAr
 
 def exact_margin(problem: Problem, weights: Integers) -> int:
     """Return the least margin of integer weights; for at least two classes."""
-    largest = max(int(weights.max(initial=0)), -int(weights.min(initial=0)))
+    largest = max(int(np.max(weights, initial=0)), -int(np.min(weights, initial=0)))
     # a gap is the difference of two sums over positions
     if 2 * largest * problem.sequences.tokens.shape[1] >= 2**62:
         raise InfoFlowError(
@@ -283,7 +283,7 @@ def _exact_multipliers(
     """Return checked integer multipliers on the support of a dual solution, or None."""
     # numbers near 0 may be noise of the solver, so several cuts are tried
     for threshold in (1e-9, 1e-7, 1e-5, 1e-3):
-        kept = np.flatnonzero(guess > threshold * guess.max(initial=0))
+        kept = np.flatnonzero(guess > threshold * np.max(guess, initial=0))
         if len(kept) == 0:
             continue
         matrix, _ = _pair_matrix(problem, rows[kept], columns[kept])
@@ -337,7 +337,7 @@ def _class_order(problem: Problem, hinge: Floats) -> Integers:
     is_chosen[first] = True
     reach = mass[first].copy()
     while len(order) < n:
-        following = int(np.where(is_chosen, -1.0, reach).argmax())
+        following = int(np.argmax(np.where(is_chosen, -1.0, reach)))
         # of the classes that are left, the one that is most confused with those taken
         order.append(following)
         is_chosen[following] = True

@@ -22,9 +22,11 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.cli import app
+from infoflow_lens.commands.ask import _print as print_answer
 from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
+from infoflow_lens.report.answer import Form, render_answer
 from tests.conftest import make_token_model
 from tests.reference import families, zoo
 
@@ -240,7 +242,7 @@ def test_answers_of_several_tokens_are_told_by_the_first_that_differs(loaded):
     assert found.value == pytest.approx(float(expected[10] - expected[12]), abs=1e-5)
 
 
-def test_a_masked_word_is_asked_at_the_mask(tmp_path):
+def test_a_masked_word_is_asked_at_the_mask(tmp_path, capsys):
     folder = zoo.save("bert", tmp_path / "bert")
     words = zoo.tokenizer(begins=False)
     words.mask_token = "w49"
@@ -253,6 +255,8 @@ def test_a_masked_word_is_asked_at_the_mask(tmp_path):
         logits = zoo.build("bert")(ids).logits[0, 1]
     assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
     assert folder.is_dir()
+    print_answer(found)  # it said "from the end of the text"
+    assert "Where they look from w49@1\n" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -472,6 +476,7 @@ def test_the_command_prints_what_the_function_found(folder, found, tmp_path):
     assert found.summary() in shown.output.replace("\n", "")
     for sentence, _ in found.bundles():
         assert sentence in shown.output
+    assert f"- {found.tokens[1]}@1: " in shown.output  # of equal tokens it is seen which one
     text = page.read_text()
     assert found.summary().replace("'", "&#39;") in text
     assert "http://" not in text.replace("http://www.w3.org", "")
@@ -487,6 +492,13 @@ def test_what_texts_hold_is_no_markup_on_the_page(found, tmp_path):
     evil = dataclasses.replace(found, tokens=("<script>alert(1)</script>", *found.tokens[1:]))
     text = evil.to_html(tmp_path / "x.html").read_text()
     assert "<script>alert" not in text
+
+
+def test_the_form_counts_positions_as_the_page_does(found):
+    """It said "from 1 on", of positions that are counted from 0 and of which 0 cannot be asked."""
+    page = render_answer(found, Form(TEXT))
+    assert "<label>At position, such as 3 for Word@3 <input" in page
+    assert "Word@3 is the word at position 3, counted from 0" in page
 
 
 def test_a_notebook_shows_the_summary(found):

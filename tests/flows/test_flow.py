@@ -1,6 +1,7 @@
 """One call from a model and a text to predicted sets beside measured influence."""
 
 import math
+from dataclasses import replace
 
 import matplotlib.figure
 import numpy as np
@@ -178,6 +179,8 @@ def test_predicted_orders_stand_beside_what_was_measured(host, tmp_path):
     best = max(found.orders, key=found.orders.get)
     assert f"{best} came nearest" in found.describe_order()
     assert f"{begin_sentence(found.describe_order())}." in found.view.notes
+    noted = replace(found, notes=("influence is estimated",)).view
+    assert "Influence is estimated." in noted.notes  # it stood there as a fragment
     resampled = quick(
         host, TEXT, influence="resample", reference=["w9 w8 w7 w6 w5 w4", "w4 w9 w5 w6 w8 w9"]
     )
@@ -352,7 +355,7 @@ def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, 
     last = quick(host, TEXT)
     assert last.elsewhere is None
     assert last.view.inputs[0].influence[:, :6].isnan().all()
-    assert "position='all'" in last.notes[-1]
+    assert "a few seconds: position='all' (--position all)" in last.notes[-1]
 
 
 def test_the_next_tokens_are_the_models(host, found):

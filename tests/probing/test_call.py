@@ -45,7 +45,8 @@ def test_every_part_shows_itself_and_has_its_section(name, found, page):
     assert len(result.to_frame())
     assert len(result.plot().axes)
     assert name == "influence" or escape(part.title) in page
-    assert escape(str(part.remarks(result)).strip()) in page
+    for paragraph in part.remarks(result).splitlines():  # one wall of text beside its figures
+        assert f"<p>{escape(paragraph)}</p>" in page
 
 
 def test_the_page_says_which_measure_is_nearest_to_influence(found, page):
@@ -87,8 +88,9 @@ def test_what_is_left_out_is_left_out_of_weights_and_of_the_sentence_on_strength
         rows.append((count, float(inside), count / (n - 2)))
     count, inside, chance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
     expected = (
-        f"the {count:.1f} strongest tokens, as many as hold 90% of the influence, have "
-        f"{inside:.0%} of it, where as many at random would have {chance:.0%}."
+        f"At least {count:.1f} tokens, on average, are needed to hold 90% of the influence: as "
+        f"many tokens with the strongest best paths hold {inside:.0%}, as many at random "
+        f"{chance:.0%}."
     )
     assert expected in build_report(made).headline
     # what the command prints says of how many sequences it is
@@ -107,7 +109,7 @@ def test_what_a_window_hides_is_no_candidate_of_the_sentence_on_strengths():
         most = others.sort(descending=True).values.cumsum(0)
         counts.append(int((most < 0.9 * others.sum()).sum()) + 1)
     chance = sum(counts) / len(counts) / 6
-    assert f"at random would have {chance:.0%}." in build_report(made).headline
+    assert f"many at random {chance:.0%}." in build_report(made).headline
     (viewed, *_) = build_flow_view(made).inputs
     assert viewed.possible[:, -1].tolist() == [6, 6]
 

@@ -61,7 +61,7 @@ def test_the_page_has_one_sign_and_one_name_for_the_score(show, found):
     assert found.describe_units() in text
     decides = page.locator("section:has(> h2:text-is('What decides'))")
     assert "MLP" in decides.locator(".narrow").text_content()
-    assert f"all {len(found.bundles())}, numbered" in text
+    assert "Lines: what decides, numbered as below" in text
     for kind in {KINDS[kind] for kind in found.places[:, 6].tolist()}:
         assert strips._MEANINGS[kind] in page.locator(".keys").text_content()
     assert page.locator(".warning").count() == 1

@@ -177,7 +177,7 @@ def test_the_strengths_of_one_state_are_read_strongest_first():
     assert list(graded.of(0, 0, 2).items()) == [(2, 1.0), (1, 0.75), (0, 0.25)]
     assert graded.at(0.5).of(0, 0, 2) == {1, 2}
     assert graded.part([0], 1).strengths.equal(graded.strengths)
-    assert "1 layers, 1 sequences, 3 positions, 3 sources" in repr(graded)
+    assert "1 layer, 1 sequence, 3 positions, 3 sources" in repr(graded)
     assert "GradedSets" in graded._repr_html_()
 
 

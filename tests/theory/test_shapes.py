@@ -260,7 +260,7 @@ def test_sizes_of_other_layers_and_encoders_with_decoders_are_refused():
 def test_layers_that_differ_are_told_one_by_one():
     words = ModelShape((2, 3), (8, 16), 9, windows=(4, None), n_key_value_heads=(1, 3)).describe()
     assert "heads (2, 3), E = (8, 16)" in words
-    assert "1 layers local (window 4)" in words
+    assert "1 layer local (window 4)" in words
     assert "(1, 3) heads of keys and values" in words
 
 

@@ -286,7 +286,9 @@ def test_the_estimate_finds_the_exact_norms_and_says_how_closely():
         stated.append(sum(sum(result.relative_error) / 2 for result in results) / 4)
         found.append(sum(error) / 4)
         assert found[-1] < (1 / (2 * m)) ** 0.5
-        assert any(f"estimated by {m} random directions" in note for note in results[0].notes)
+        assert any(
+            f"influence is estimated by {m} random directions" in note for note in results[0].notes
+        )
     for ours, theirs in zip(stated, found, strict=True):
         assert 1 < ours / theirs < 3.5  # a bound for 95% of draws, of errors of about half its size
     # sqrt(m), and a little more as the directions are orthogonal

@@ -345,7 +345,7 @@ def test_keys_in_the_other_order_are_not_preferred(token_model, token_inputs):
     tokens, size = worse.tokens, f"{better.margin:.3g}"
     assert f" prefers {tokens[2]!r} ({worse.keys[1]}) to " in better.summary()
     assert f" scores {tokens[1]!r} ({worse.keys[0]}) below {tokens[2]!r}" in worse.summary()
-    assert all(f" by {size}: " in one.summary() for one in found)
+    assert all(f" by {size} in attention score: " in one.summary() for one in found)
     assert f"for {tokens[1]!r}" in worse.summary()
 
 
