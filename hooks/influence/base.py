@@ -22,10 +22,9 @@ from infoflow_lens.hooks.model.call import (
     restore_module_tensors,
     without_user_hooks,
 )
-from infoflow_lens.hooks.model.capabilities import find_longest, note_neighbours
+from infoflow_lens.hooks.model.capabilities import note_neighbours, try_once
 from infoflow_lens.hooks.model.inputs import Batch, check_accepts_padding, has_positions_first
 from infoflow_lens.hooks.model.points import (
-    cache_by_mode,
     config_value,
     hook_name,
     hook_points,
@@ -524,31 +523,28 @@ _OTHER_WAYS = (
 
 
 def note_other_ways(model: nn.Module, batch: Batch) -> str:
-    """Say whether layers read tokens beside what enters layer 0; empty if they do not.
+    """Say whether layers read tokens beside what enters layer 0; empty if they do not."""
+    return _OTHER_WAYS if try_once(model, batch, _reads_elsewhere) else ""
 
-    A model over token ids that was opened is tried once, on the first batch whose longest sequence
-    reads otherwise from its end: what enters of that does not make its states of other tokens.
+
+def _reads_elsewhere(model: nn.Module, batch: Batch) -> bool | None:
+    """Say whether layers read tokens beside what enters layer 0; None where a batch cannot tell.
+
+    A model over token ids that was opened is tried, with a sequence that reads otherwise from its
+    end: what enters of that does not make its states of other tokens.
     """
-    known, longest = _ways_known(model), find_longest(batch)
-    ids = longest.tokens
-    if known or not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
-        return "".join(known)
-    other = replace(longest, tokens=ids.flip(1))
+    ids = batch.tokens
+    if not hasattr(model, "anatomy") or ids.is_floating_point() or ids.ndim != 2:
+        return None
+    other = replace(batch, tokens=ids.flip(1))
     entry, last = "blocks.0.hook_resid_pre", f"blocks.{layer_count(model) - 1}.hook_resid_post"
     if other.tokens.equal(ids) or not {entry, last} <= hook_points(model).keys():
-        return ""
+        return None
     with torch.no_grad(), eval_mode(model), without_user_hooks(model):
         whole = call(model, other, [entry, last]).activations
-        again = call(model, longest, [last], start=(entry, whole[entry])).activations[last]
+        again = call(model, batch, [last], start=(entry, whole[entry])).activations[last]
     gap, size = (x.float().norm() for x in (again - whole[last], whole[last]))
-    known.append(_OTHER_WAYS if gap > tolerance(again) * size else "")
-    return known[0]
-
-
-@cache_by_mode
-def _ways_known(model: nn.Module) -> list[str]:
-    """Hold what has been found of a model."""
-    return []
+    return bool(gap > tolerance(again) * size)
 
 
 def enters_again(

@@ -331,23 +331,23 @@ def _inspect_layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities
 
 def note_other_mixing(model: nn.Module, batch: Batch) -> str:
     """Say where more than attention mixes positions, also before layer 0; empty if nowhere."""
-    layers = _try_once(model, batch, layers_that_mix_elsewhere) or []
+    layers = try_once(model, batch, layers_that_mix_elsewhere) or []
     inside = [f"{name_layers(layers)}: {_MIXES_ELSEWHERE}"] if layers else []
     return "; ".join([*filter(None, [note_neighbours(model, batch)]), *inside])
 
 
 def note_neighbours(model: nn.Module, batch: Batch) -> str:
     """Say whether what enters layer 0 at a position holds other tokens; empty if it does not."""
-    return _MIXED_BEFORE if _try_once(model, batch, _mixes_before) else ""
+    return _MIXED_BEFORE if try_once(model, batch, _mixes_before) else ""
 
 
-def _try_once(
+def try_once(
     model: nn.Module, batch: Batch, trial: Callable[[nn.Module, Batch], FoundT | None]
 ) -> FoundT | None:
     """Try a model by the longest sequence of the first batch that can tell; None before that."""
     known: dict[Any, FoundT] = list_trials(model)
     if trial not in known:
-        found = trial(model, find_longest(batch))
+        found = trial(model, _find_longest(batch))
         if found is None:
             return None
         known[trial] = found
@@ -375,7 +375,7 @@ def _mixes_before(model: nn.Module, batch: Batch) -> bool | None:
     return bool(moved[1:].max() > _MOVED * moved[0])
 
 
-def find_longest(batch: Batch) -> Batch:
+def _find_longest(batch: Batch) -> Batch:
     """Return the longest sequence of a batch, which has no padding."""
     row = 0 if batch.lengths is None else int(batch.lengths.argmax())
     return replace(batch.take(slice(row, row + 1)), lengths=None)
