@@ -405,8 +405,15 @@ class _Case:
                 return (
                     f"d_head >= {demand.d_head} in layer {layer}, the rank of its scores, not {n}"
                 )
-        if not self.shape.has_mlp and any(demand.products for demand in self.demands):
+        schedule = self.alone.schedule
+        if self.shape.has_mlp or schedule is None:
+            return None
+        if any(demand.products for demand in self.demands):
             return "feed-forward networks, which join what a token holds"
+        # what is held together by position, heads do not compare
+        inside = self.asked.components and schedule.mechanism != "max-position retrieval"
+        if inside or not self.asked.is_linear:
+            return "feed-forward networks, which make the value of what CLS holds"
         return None
 
     def run(self, answer: Answer) -> float | None:
@@ -427,9 +434,10 @@ class _Case:
             or len(pairs) < 2
         ):
             return None
-        # a query can choose its role behind a nonlinear encoder, or behind a feed-forward network
-        able = [shape.routes, *[shape.has_mlp] * (shape.n_layers - 1)]
-        if shape.n_layers < 2 or not any(able):
+        # a query can choose its role behind a nonlinear encoder, or behind a feed-forward network,
+        # which pairs ask for in any case
+        able = [shape.routes, *[True] * (shape.n_layers - 1)]
+        if shape.n_layers < 2 or not shape.has_mlp:
             return None
         # a pair can be looked up from either of its tokens
         roles = [2 * len(pairs) if yes else 1 for yes in able]
