@@ -578,7 +578,8 @@ def _list_reasons(
         if asked.unmet:
             reasons.append(f"what that count assumes does not hold: {'; '.join(asked.unmet)}")
     elif len(asked.reads):
-        reasons.append("the target compares nothing: it reads fixed positions")
+        # whether it compares what it reads is not known: nested questions do, a mean does not
+        reasons.append("no comparisons of the target are counted: it reads fixed positions")
     reasons.append(f"{result.verdict}: {result.why}")
     if alone is not None and answer.describe() not in result.why:
         what = {

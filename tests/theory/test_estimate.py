@@ -227,6 +227,12 @@ def test_a_bound_by_samples_says_of_how_many_tokens_they_are():
     assert "run on 20 inputs of 64 tokens, it fails" in found[1]
 
 
+def test_what_compares_is_not_said_to_compare_nothing():
+    """Nested questions look up fact by fact, of which no count is known."""
+    found = estimate(ModelShape((1,), (32,), 20, True), load_task("nested_qa"), verify=0)
+    assert "no comparisons of the target are counted" in found.reasons[0]
+
+
 def test_ranks_have_no_places():
     task = load_task("kth_largest", n_tokens=32, k=5)
     found = estimate(architecture((1, 1), 32, d_token=1), task, verify=20)
