@@ -411,8 +411,15 @@ class _Case:
                 return (
                     f"d_head >= {demand.d_head} in layer {layer}, the rank of its scores, not {n}"
                 )
-        if not self.shape.has_mlp and any(demand.products for demand in self.demands):
+        schedule = self.alone.schedule
+        if self.shape.has_mlp or schedule is None:
+            return None
+        if any(demand.products for demand in self.demands):
             return "feed-forward networks, which join what a token holds"
+        # what is held together by position, heads do not compare
+        inside = self.asked.components and schedule.mechanism != "max-position retrieval"
+        if inside or not self.asked.is_linear:
+            return "feed-forward networks, which make the value of what CLS holds"
         return None
 
     def run(self, answer: Answer) -> float | None:
@@ -433,9 +440,10 @@ class _Case:
             or len(pairs) < 2
         ):
             return None
-        # a query can choose its role behind a nonlinear encoder, or behind a feed-forward network
-        able = [shape.routes, *[shape.has_mlp] * (shape.n_layers - 1)]
-        if shape.n_layers < 2 or not any(able):
+        # a query can choose its role behind a nonlinear encoder, or behind a feed-forward network,
+        # which pairs ask for in any case
+        able = [shape.routes, *[True] * (shape.n_layers - 1)]
+        if shape.n_layers < 2 or not shape.has_mlp:
             return None
         # a pair can be looked up from either of its tokens
         roles = [2 * len(pairs) if yes else 1 for yes in able]
@@ -576,7 +584,8 @@ def _list_reasons(
         if asked.unmet:
             reasons.append(f"what that count assumes does not hold: {'; '.join(asked.unmet)}")
     elif len(asked.reads):
-        reasons.append("the target compares nothing: it reads fixed positions")
+        # whether it compares what it reads is not known: nested questions do, a mean does not
+        reasons.append("no comparisons of the target are counted: it reads fixed positions")
     reasons.append(f"{result.verdict}: {result.why}")
     if alone is not None and answer.describe() not in result.why:
         what = {

@@ -146,6 +146,12 @@ class Question:
         """Say whether the target tells positions apart."""
         return bool(len(self.reads)) or needs_order(self.components, self.reads, self.task.n_tokens)
 
+    @cached_property
+    def is_linear(self) -> bool:
+        """Say whether the value is a sum of linear functions of tokens; False where not asked."""
+        samples = Samples.draw(self.task, _OBSERVED, 0)
+        return samples is not None and samples.is_linear()
+
     def answers(
         self, shape: ModelShape, n_tokens: int, max_position_only: bool
     ) -> Iterator[Answer]:

@@ -531,3 +531,31 @@ class Samples:
         """Return what the components of some inputs are worth, each in its own preference."""
         x = as_vectors(self.sequences(48))
         return torch.stack([best_tuples(x, c)[1] for c in self.task.components], dim=1)
+
+    def is_linear(self) -> bool:
+        """Say whether the value is a sum of linear functions of retrieved, or of read, tokens.
+
+        Such a sum takes no feed-forward network. Seen by derivatives that are alike on some inputs;
+        labels of token ids are no such sums.
+        """
+        x = self.sequences(_LOOKED_AT)
+        components = getattr(self.task, "components", ())
+        outer = getattr(self.task, "outer_function", None)
+        if x.ndim == 2 or (components and outer is None):
+            return False
+        rows = torch.arange(len(x))[:, None]
+        with torch.enable_grad():
+            tokens = [x[rows, best_tuples(x, c)[0]].requires_grad_(True) for c in components]
+            if outer is None or not components:
+                tokens = [x.clone().requires_grad_(True)]
+                values = self.task.target(tokens[0])
+            else:
+                scores = [c.score(t) for c, t in zip(components, tokens, strict=True)]
+                values = outer(torch.stack(scores, dim=1))
+            # of each output by each token; a row for each input
+            found = [
+                torch.autograd.grad(column.sum(), tokens, retain_graph=True, allow_unused=True)
+                for column in values.T
+            ]
+        slopes = [slope for each in found for slope in each if slope is not None]
+        return all(torch.allclose(s, s[:1].expand_as(s), rtol=1e-4, atol=1e-5) for s in slopes)

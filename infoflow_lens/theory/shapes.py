@@ -44,6 +44,7 @@ _BIDIRECTIONAL = (  # of transformers those that fill in masked words or mark wo
     "align_text_model", "altclip_text_model", "chinese_clip_text_model", "flava_text_model",
     "siglip2_text_model", "siglip_text_model",
 )  # fmt: skip
+_LARGEST_SIZE = 10**7  # that transformers is given: it makes a list of so many layers
 # what configs call a layer's attention; chunks are windows that do not move with the query
 _LOCAL = ("local", "sliding_attention", "sliding", "chunked_attention")
 _GLOBAL = ("global", "full_attention", "full", "attention")
@@ -324,17 +325,32 @@ def _windows(config: Any, n: int, source: str, causal: bool) -> tuple[int | None
     return found if any(found) else ()
 
 
-def _as_transformers_reads(values: Any) -> Any:
-    """Return the config that transformers makes of a file: it knows what older files leave out.
+def _with_defaults(values: Any) -> Any:
+    """Return a config file with what transformers adds, such as which layers are local.
 
-    Such as which layers are local. The values themselves for a kind of model that it does not know.
+    Older files leave that out. Numbers and kinds of layers alone are given to transformers: texts
+    may name parts that it would fetch from the hub, and labels take memory.
     """
     from transformers import CONFIG_MAPPING
 
+    given = {
+        name: value
+        for name, value in values.items()
+        if name != "num_labels" and (value is None or _is_number(value) or _are_kinds(value))
+    }
     try:
-        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        made = CONFIG_MAPPING[values["model_type"]].from_dict(given).to_dict()
     except Exception:  # no kind, an unknown one, or values that it refuses
         return values
+    return {**made, **{name: value for name, value in values.items() if value is not None}}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= _LARGEST_SIZE
+
+
+def _are_kinds(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(kind, str) for kind in value)
 
 
 def _from_folder(path: Path) -> ModelShape:
@@ -349,7 +365,5 @@ def _from_folder(path: Path) -> ModelShape:
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "
             "save_pretrained writes it"
         )
-    values = _as_transformers_reads(read_json(file, "config of a model", _REMEDY))
-    if (inner := _text_config(values)) is not values:
-        values = _as_transformers_reads(inner)
+    values = _with_defaults(_text_config(read_json(file, "config of a model", _REMEDY)))
     return replace(_from_config(values, _name_of(values)), source=path.name)

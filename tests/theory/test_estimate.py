@@ -8,6 +8,7 @@ import torch
 
 import infoflow_lens
 from infoflow_lens import Architecture, InfoFlowError, load_task
+from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.tasks import Target, TriangleCenter
 from infoflow_lens.theory.comparison import (
     Component,
@@ -223,6 +224,12 @@ def test_a_bound_by_samples_says_of_how_many_tokens_they_are():
     found = [estimated("d_retrieval", (4,), n_tokens=n).why for n in (16, 4096)]
     assert "run on 20 inputs, it fails" in found[0]
     assert "run on 20 inputs of 64 tokens, it fails" in found[1]
+
+
+def test_what_compares_is_not_said_to_compare_nothing():
+    """Nested questions look up fact by fact, of which no count is known."""
+    found = estimate(ModelShape((1,), (32,), 20, True), load_task("nested_qa"), verify=0)
+    assert "no comparisons of the target are counted" in found.reasons[0]
 
 
 def test_ranks_have_no_places():
@@ -467,6 +474,36 @@ def test_allowed_means_for_this_d_head(task, needed):
     joins = task.name != "d_retrieval"
     assert (estimate(alone, task).verdict == "open") == joins
     assert (found.products[0] > 0) == joins
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "heads", "allowed"),
+    [
+        ("d_retrieval", {"n_components": 2}, (2,), True),
+        ("d_retrieval", {"n_components": 2, "outer": "product"}, (2,), False),
+        # one head that reads the two subsets whole compares nothing
+        ("d_retrieval", {"n_components": 2, "subsets": ((0, 1), (2, 3))}, (1,), False),
+        ("global_mean", {}, (1,), True),
+        ("position_sum", {}, (1,), True),
+    ],
+)
+def test_attention_alone_makes_sums_of_what_is_linear(name, parameters, heads, allowed):
+    """Products of what CLS holds, and maxima of what it averages, were allowed without networks."""
+    task = load_task(name, n_tokens=8, **parameters)
+    widths = (32,) * len(heads)
+    shape = ModelShape(heads, widths, 8, True, routes=True, has_mlp=False)
+    found = estimate(shape, task, verify=20)
+    assert (found.verdict == "allowed by construction") == allowed
+    assert allowed or "feed-forward networks" in found.why
+
+
+def test_what_a_certificate_excludes_is_not_allowed():
+    """One layer of attention alone does not match templates (Chen & Zou 2024, Theorem 4)."""
+    task = load_task("template_matching", n_words=3, length=3)
+    assert not infoflow_lens.one_layer_certificate(task.all_sequences()).feasible
+    sizes = {"d_model": 32, "n_tokens": 4, "d_vocab": task.d_vocab, "d_output": task.n_labels}
+    found = estimate(TokenArchitecture.from_layers(1, 1, d_head=8, **sizes), task)
+    assert found.verdict == "open"
 
 
 def test_a_rank_is_that_of_scores_that_choose():
