@@ -134,7 +134,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
         ],
         "MLP": [mlp[layer.parallel] for layer in kinds.values()],
         "hooks that do not fire": ["\n".join(layer.missing) for layer in kinds.values()],
-        "edits lost, all or part": ["\n".join(layer.edits_lost) for layer in kinds.values()],
+        "edits lost, wholly or in part": ["\n".join(layer.edits_lost) for layer in kinds.values()],
     }
     for label, values in rows.items():
         table.add_row(label, *("-" if value in (None, "") else str(value) for value in values))
@@ -142,7 +142,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
     print_lines("Problems", found.problems())
     print_lines("Notes", notes)
     if not found.problems():
-        console.print("No problems found.")
+        console.print("No problems found: nothing above keeps a probe from measuring.")
 
 
 def _add_probing(

@@ -301,7 +301,7 @@ def test_inspect_shows_what_a_model_is(small):
     result = CliRunner().invoke(app, ["inspect", small[0]])
     assert result.exit_code == 0
     assert "GPT2LMHeadModel" in result.output
-    assert "No problems found." in result.output
+    assert "No problems found: nothing above keeps a probe from measuring." in result.output
     found = json.loads(CliRunner().invoke(app, ["inspect", small[0], "--json"]).stdout)
     assert [layer["n_heads"] for layer in found["layers"]] == [4, 4]
 
