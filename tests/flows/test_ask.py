@@ -22,7 +22,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.cli import app
-from infoflow_lens.commands.ask import _print as print_answer
+from infoflow_lens.commands.texts import _print_answer
 from infoflow_lens.flows.ask import cut_lines, find_units
 from infoflow_lens.hooks.answer.question import Question
 from infoflow_lens.hooks.readouts import FunctionOfOutput, LogitDifference, LogProbability
@@ -255,7 +255,7 @@ def test_a_masked_word_is_asked_at_the_mask(tmp_path, capsys):
         logits = zoo.build("bert")(ids).logits[0, 1]
     assert found.value == pytest.approx(float(logits[9] - logits[23]), abs=1e-5)
     assert folder.is_dir()
-    print_answer(found)  # it said "from the end of the text"
+    _print_answer(found)  # it said "from the end of the text"
     assert "Where they look from w49@1\n" in capsys.readouterr().out
 
 
