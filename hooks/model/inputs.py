@@ -2,6 +2,7 @@
 
 import inspect
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from infoflow_lens.foundation.display import brief
-from infoflow_lens.foundation.errors import InfoFlowError, first_line
+from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, first_line
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.sequences import check_is_plain
 from infoflow_lens.foundation.settings import Count, Seed, checked
@@ -592,6 +593,7 @@ class _Reader:
         # nothing to take off and no columns: the tensor goes on as it is, which checks say more of
         if isinstance(given, Tensor) and (given.ndim < 2 or (mask is None and not more)):
             rows = given[:, : self.max_length] if given.ndim == 2 else given
+            _warn_of_padding(self.model, rows, self.name)
             self._check_rows(rows, self.name)
             return Batches(self.model, rows, self.name, is_single=is_single)
         # a loader, or something else that gives batches one by one
@@ -874,6 +876,24 @@ def _is_list_of_sequences(given: Any) -> bool:
         return False
     first = given[0] if len(given) else ""
     return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
+
+
+def _warn_of_padding(model: nn.Module, ids: Tensor, name: str) -> None:
+    """Warn of ids that seem padded, which have no mask: the model reads padding as tokens."""
+    pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
+    if pad is None or ids.ndim != 2 or ids.is_floating_point():
+        return
+    for is_pad in (ids == pad, (ids == pad).flip(1)):
+        at_end = is_pad.long().cumprod(dim=1).sum(dim=1)
+        # one may be a text's own, as where it is EOS, too; and all end alike where they are cut
+        if len(ids) and at_end.max() > at_end.min() + 1:
+            warnings.warn(
+                f"{name}[{int(at_end.argmax())}] has {int(at_end.max())} pad tokens at an end, "
+                "where others have fewer, and they count as tokens: expected an attention_mask "
+                "where sequences are padded; give all that the tokenizer returns, or the texts",
+                InfoFlowWarning,
+                stacklevel=2,
+            )
 
 
 def _is_by_position(given: Any, loader: Any) -> bool:

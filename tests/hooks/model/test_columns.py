@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from infoflow_lens import (
     InfoFlowError,
+    InfoFlowWarning,
     JacobianInfluence,
     PositionsProbe,
     attach,
@@ -515,6 +516,19 @@ def test_half_a_character_in_pairs_and_chats_is_named():
     for given in ([*PAIRS, ("w5", "w6 \ud800")], [CHAT, CHAT, [{**CHAT[0], "content": "\udfff"}]]):
         with pytest.raises(InfoFlowError, match=r"inputs\[2\] holds half a character"):
             read_inputs(model, given)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_ids_without_their_mask_are_warned_of(side, recwarn):
+    """Padding was counted as tokens, without a word."""
+    model = with_separators(zoo.build("llama"))
+    model.tokenizer.pad_token, model.tokenizer.padding_side = "<eos>", side
+    made = model.tokenizer(["w5", "w6 w7 w8 w9"], padding=True, return_tensors="pt")
+    for given in (made, made["input_ids"][1:], ["w5 <eos> <eos>", "w6"]):
+        read_inputs(model, given)
+    assert not recwarn
+    with pytest.warns(InfoFlowWarning, match=r"inputs\[0\] has [34] pad tokens at an end"):
+        read_inputs(model, made["input_ids"])
 
 
 @pytest.mark.parametrize(
