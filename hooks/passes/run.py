@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import count
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, is_out_of_memory
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
@@ -340,7 +341,7 @@ def _measure_parts(
 ) -> None:
     """Run the model over parts, each in its mode of the split; `skip` is of the first."""
     counts = [part.n_sequences for _, part in parts]
-    total = None if None in counts else sum(count or 0 for count in counts)
+    total = None if None in counts else sum(n or 0 for n in counts)
     weights = WeightState(model)
     needs = prepare(model, probes, weights)
     halved = False
@@ -381,8 +382,9 @@ def _measure(
             raise
         if halved or len(batch) == 1:
             raise InfoFlowError(
-                f"memory ran out on a batch of {len(batch)} sequences: expected it to fit; use a "
-                "smaller batch_size or shorter sequences. The probes keep the batches before"
+                f"memory ran out on a batch of {count(len(batch), 'sequence')}: expected it to "
+                "fit; use a smaller batch_size or shorter sequences. The probes keep the batches "
+                "before"
             ) from error
     warnings.warn(
         f"memory ran out on a batch of {len(batch)} sequences: going on with half as many at a "

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.agreement import compare_by_position
-from infoflow_lens.foundation.display import brief, panel
+from infoflow_lens.foundation.display import brief, count, panel
 from infoflow_lens.foundation.documents import PROBE_PAGE
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.files import make_temporary_folder, write_signed, write_text
@@ -173,7 +173,7 @@ class ProbingResult(Findings):
 
     def __repr__(self) -> str:
         n = 0 if self.positions is None else self.positions.n_sequences
-        seen = f", {n} sequences" if n else ""
+        seen = f", {count(n, 'sequence')}" if n else ""
         what = f"{self.config.model[:100]!r} on {self.config.data[:100]!r}{seen}"
         return f"ProbingResult({what}: {', '.join(self.found)[:200]})"
 
@@ -271,7 +271,7 @@ def run_probing(
             parts = possible_parts(capabilities, config, say, if_possible)
             if stored is None:
                 stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
-        say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
+        say(f"{loaded.description}; {count(stored.extent.n_sequences, 'sequence')}")
         # refused before the folder is claimed, so that other settings may be tried in it
         batches = Batches(model, stored.sequences, name=config.data)
         identity = model_identity(model, batches)
