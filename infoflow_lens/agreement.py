@@ -272,7 +272,7 @@ def average_precision(
 
 def measure_in_parts(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """Call a function with some states at a time, as it makes tables of pairs of their sources."""
-    size = max(1, _ROOM // rows[0].shape[1] ** 2)
+    size = max(1, _ROOM // max(1, rows[0].shape[1]) ** 2)
     return torch.cat([function(*part) for part in zip(*(each.split(size) for each in rows))])
 
 

@@ -392,7 +392,7 @@ class AnswerNumbers(Result):
 
     @property
     def decimals(self) -> int:
-        """How many decimals scores are written with: of small ones, such as cosines, one more."""
+        """Return the decimals that scores are written with: of small ones, as cosines, one more."""
         return 3 if max(abs(self.value), abs(self.gap)) < 1 else 2
 
     def write(self, score: float | Tensor, sign: str = "+") -> str:

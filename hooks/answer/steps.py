@@ -85,7 +85,7 @@ def mean_and_error(
 
 
 def predicts_tokens(question: Question) -> bool:
-    """Whether the model says which tokens may stand at each place, as language models do."""
+    """Say whether the model gives chances of tokens at each place, as language models do."""
     return tuple(question.clean.logits.shape) == (question.n_pos, _count_ids(question))
 
 

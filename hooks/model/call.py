@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -237,9 +237,9 @@ def call(
         ends = not has_user_hooks(model) if may_end is None else may_end
     edits = list(edit.items() if isinstance(edit, Mapping) else edit)
     layer = 0 if start is None else _layer_to_start(model, start[0], [*want, *dict(edits)])
-    # those of hook points may take part in influence
-    points = set(hook_points(model).values())
-    hidden = without_backward_hooks(model, points) if keep_graph else nullcontext()
+    hidden: AbstractContextManager[None] = nullcontext()
+    if keep_graph:  # hooks of hook points may take part in influence
+        hidden = without_backward_hooks(model, set(hook_points(model).values()))
     with (
         mark_own_call(),
         hidden,

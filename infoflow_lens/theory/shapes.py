@@ -325,7 +325,7 @@ def _windows(config: Any, n: int, source: str, causal: bool) -> tuple[int | None
     return found if any(found) else ()
 
 
-def _with_defaults(values: Any) -> Any:
+def _add_defaults(values: Any) -> Any:
     """Return a config file with what transformers adds, such as which layers are local.
 
     Older files leave that out. Numbers and kinds of layers alone are given to transformers: texts
@@ -365,5 +365,5 @@ def _from_folder(path: Path) -> ModelShape:
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "
             "save_pretrained writes it"
         )
-    values = _with_defaults(_text_config(read_json(file, "config of a model", _REMEDY)))
+    values = _add_defaults(_text_config(read_json(file, "config of a model", _REMEDY)))
     return replace(_from_config(values, _name_of(values)), source=path.name)
