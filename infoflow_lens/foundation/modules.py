@@ -106,12 +106,13 @@ def outside_user_device() -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    _user.device = device
+    # blocks may stand inside one another, as where the user's model calls what measures another
+    before, _user.device = getattr(_user, "device", None), device
     try:
         with torch.device("cpu"):
             yield
     finally:
-        del _user.device
+        _user.device = before
 
 
 @contextmanager

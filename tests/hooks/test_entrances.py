@@ -471,6 +471,25 @@ def test_a_default_device_of_the_users_changes_no_number():
         torch.testing.assert_close(one, other, equal_nan=True)
 
 
+def test_a_model_whose_code_measures_has_its_default_device_in_every_pass():
+    """The inner block forgot the device of the outer one, which ended in an AttributeError."""
+    model, ids, seen = zoo.build("llama"), zoo.tokens(2, 7), []
+
+    def measure(module, args):
+        seen.append(torch.get_default_device().type)
+        run_probes(other, ids, [PositionsProbe()], progress=False)
+        seen.append(torch.get_default_device().type)
+
+    other, named = open_model(zoo.build("llama")), open_model(model)
+    handle = model.model.layers[0].register_forward_pre_hook(measure)
+    with torch.device("meta"):
+        run_probes(named, ids, [PositionsProbe()], batch_size=1, progress=False)
+        assert torch.get_default_device().type == "meta"
+    handle.remove()
+    assert seen
+    assert set(seen) == {"meta"}
+
+
 def test_weights_that_are_loaded_in_inference_mode_have_derivatives(folders):
     with torch.inference_mode():
         model = load_any(folders("gpt2"), backend="auto").model
