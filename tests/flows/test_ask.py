@@ -505,6 +505,7 @@ def test_a_notebook_shows_the_summary(found):
     shown = found._repr_html_()
     assert "Answer" in shown
     assert "The model says" in shown
+    assert repr(found).startswith("Answer(The model says")
 
 
 def test_the_picture_has_every_strip_and_every_bundle(found):
