@@ -104,7 +104,7 @@ class Batch:
 
         Raises:
             InfoFlowError: for the decoder behind an encoder, which reads sequences of its own, and
-                for one that does not run without them.
+                for one that does not run without them, or without others that it was opened on.
         """
         if is_second_stack(model):
             raise InfoFlowError(
@@ -128,8 +128,16 @@ class Batch:
             return model(*args, **more)
         except InfoFlowError:
             raise
-        except ValueError as error:
-            if not has_second_stack(model):
+        except (AttributeError, TypeError, ValueError) as error:
+            names = getattr(model, "example_names", ())
+            if len(names) > 1 and not has_second_stack(model):
+                raise InfoFlowError(
+                    f"{kind_of(model)} was opened on {', '.join(names)}, and a pass of its own "
+                    f"gives it one of them alone, with which it fails ({first_line(error)}): "
+                    "expected probes that make no such passes (positions, recovery), in attach; or "
+                    "open a module of your own whose forward takes one and gives the rest itself"
+                ) from error
+            if not isinstance(error, ValueError) or not has_second_stack(model):
                 raise
             raise InfoFlowError(
                 f"{kind_of(model)} runs its decoder behind its encoder, which "
