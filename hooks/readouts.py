@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError, refuse_names
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import chooses_position, gives_logits, run_few_tokens
+from infoflow_lens.hooks.model.call import (
+    chooses_position,
+    count_choices_of_texts,
+    gives_logits,
+    run_few_tokens,
+)
 from infoflow_lens.hooks.model.points import is_causal
 
 Answer: TypeAlias = str | int | Sequence[str | int]
@@ -309,8 +314,11 @@ def _labels_of(model: nn.Module) -> Mapping[int, str] | None:
     """Find the names of a classifier's classes in its config; None for a model of tokens."""
     original: Any = getattr(model, "original_model", None)
     labels = getattr(getattr(original, "config", None), "id2label", None)
-    # every config has labels, but only classifiers count them
-    if not labels or not hasattr(original, "num_labels"):
+    # every config has labels; classifiers count them, or give a number for each of them by text, as
+    # where a model says whether a sentence follows another
+    if not labels or not (
+        hasattr(original, "num_labels") or count_choices_of_texts(model) == len(labels)
+    ):
         return None
     return {
         int(number): f"class {number}" if name == f"LABEL_{number}" else str(name)

@@ -499,6 +499,9 @@ class Shares(Result):
             )
         return sentence
 
+    def _say(self) -> str:
+        return self.summary()
+
     def _repr_html_(self) -> str:
         facts = {"": self.summary(), "value": self.value, "constants": self.constants}
         more = "more: .table(), .to_frame(), .plot(), .save(path)"

@@ -163,6 +163,9 @@ class Why(Result):
             axes.tick_params(axis="x", rotation=90)
         return figure
 
+    def _say(self) -> str:
+        return self.summary()
+
     def _repr_html_(self) -> str:
         facts = {"": self.summary(), "margin": self.margin}
         more = "more: .table(), .table('query'), .to_frame(), .plot(), .save(path)"

@@ -686,6 +686,9 @@ class AnswerNumbers(Result):
         wrote = "" if writes != writes else f" and writes {self.write(writes)} from there"  # NaN
         return f"from {self.read_word} it looks at {key}{wrote}"
 
+    def _say(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """Say in a few sentences what the model says, what decides, and how sure that is."""
         said = []

@@ -389,6 +389,15 @@ def chooses_position(model: nn.Module) -> bool:
     return all(len(shape) == 2 for shape in shapes) and shapes[0][1] == shapes[1][1] + 1
 
 
+@cache_by_mode
+def count_choices_of_texts(model: nn.Module) -> int:
+    """Count the numbers that outputs have for a text as a whole; 0 if they are by position."""
+    if reads_vectors(model) or chooses_position(model):
+        return 0
+    shape = run_few_tokens(model).output.shape
+    return shape[1] if len(shape) == 2 else 0
+
+
 @contextmanager
 def catch(
     model: nn.Module,

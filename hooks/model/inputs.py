@@ -33,7 +33,13 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
     takes_model,
 )
-from infoflow_lens.hooks.model.texts import tokenize, tokenize_chats, tokenize_pairs
+from infoflow_lens.hooks.model.texts import (
+    SingleName,
+    name_row,
+    tokenize,
+    tokenize_chats,
+    tokenize_pairs,
+)
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
@@ -98,7 +104,7 @@ class Batch:
 
         Raises:
             InfoFlowError: for the decoder behind an encoder, which reads sequences of its own, and
-                for one that does not run without them.
+                for one that does not run without them, or without others that it was opened on.
         """
         if is_second_stack(model):
             raise InfoFlowError(
@@ -122,8 +128,16 @@ class Batch:
             return model(*args, **more)
         except InfoFlowError:
             raise
-        except ValueError as error:
-            if not has_second_stack(model):
+        except (AttributeError, TypeError, ValueError) as error:
+            names = getattr(model, "example_names", ())
+            if len(names) > 1 and not has_second_stack(model):
+                raise InfoFlowError(
+                    f"{kind_of(model)} was opened on {', '.join(names)}, and a pass of its own "
+                    f"gives it one of them alone, with which it fails ({first_line(error)}): "
+                    "expected probes that make no such passes (positions, recovery), in attach; or "
+                    "open a module of your own whose forward takes one and gives the rest itself"
+                ) from error
+            if not isinstance(error, ValueError) or not has_second_stack(model):
                 raise
             raise InfoFlowError(
                 f"{kind_of(model)} runs its decoder behind its encoder, which "
@@ -471,6 +485,7 @@ def read_inputs(
     first: int = 0,
     with_defaults: bool = False,
     any_length: bool = False,
+    is_alone: bool = False,
 ) -> Batches:
     """Read what a user has as :class:`Batches`: checked, tokenised once, padding taken off.
 
@@ -493,6 +508,7 @@ def read_inputs(
             may hold something else.
         any_length: read sequences that are longer than the model takes, too; then they are to be
             cut before they run.
+        is_alone: they are one sequence, which errors call by the name alone, without a number.
 
     Raises:
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
@@ -503,6 +519,7 @@ def read_inputs(
         return inputs
     # texts are read no further than the model takes, where no length is given
     length = _ANY_LENGTH if any_length else max_length
+    name = SingleName(name) if is_alone else name
     reader = _Reader(model, name, column, length, with_defaults)
     read = reader.read(inputs, attention_mask, first)
     if read is not None:
@@ -528,10 +545,8 @@ def read_one(model: nn.Module, inputs: Inputs, name: str = "inputs", **options: 
         InfoFlowError: for several, and as there.
     """
     given: Inputs = [inputs] if holds_pairs([inputs]) else inputs
-    try:
-        found = read_inputs(model, given, name=name, **options)
-    except InfoFlowError as error:  # what stands alone has no number
-        raise InfoFlowError(str(error).replace(f"{name}[0]", name)) from error
+    several = isinstance(given, (list, tuple)) and len(given) > 1 and not _is_chat(given)
+    found = read_inputs(model, given, name=name, is_alone=not several, **options)
     if (n := len(found.rows)) != 1:
         raise InfoFlowError(
             f"{name} holds {n} sequences: expected one; ask for each alone, or give a pair of "
@@ -632,7 +647,7 @@ class _Reader:
                 return self._check_rows(together, self.name)
         # one by one, so that the error names the sequence
         for index, row in enumerate(rows, first):
-            self._check_rows(row[None], f"{self.name}[{index}]")
+            self._check_rows(row[None], name_row(self.name, index))
         return None
 
     def _check_rows(self, rows: Tensor, name: str) -> None:
@@ -730,16 +745,18 @@ class _Reader:
             if (index := next(of_texts, None)) is not None:
                 texts = reprlib.repr(given[index])
                 raise InfoFlowError(
-                    f"{self.name}[{index + first}] is a list of texts, {texts}: expected one text, "
-                    "or token ids, in each row; join words, ' '.join(row), and give each text of a "
-                    "batch a row of its own"
+                    f"{name_row(self.name, index + first)} is a list of texts, {texts}: expected "
+                    "one text, or token ids, in each row; join words, ' '.join(row), and give each "
+                    "text of a batch a row of its own"
                 )
-            rows = [_tensor(row, f"{self.name}[{i}]", "token ids") for i, row in enumerate(given)]
+            rows = [
+                _tensor(row, name_row(self.name, i), "token ids") for i, row in enumerate(given)
+            ]
             single = next((i for i, row in enumerate(rows) if not row.ndim), None)
             if single is not None:
                 raise InfoFlowError(
-                    f"{self.name}[{single + first}] is {given[single]!r}: expected a sequence; "
-                    "leave rows without one out"
+                    f"{name_row(self.name, single + first)} is {given[single]!r}: expected a "
+                    "sequence; leave rows without one out"
                 )
         # texts and vectors cannot be masked, as nothing says where their padding would be
         if mask is not None and (kind == "texts" or rows[0].ndim == 2):

@@ -20,6 +20,15 @@ _TOGETHER = 2**20  # characters that are tokenised together; each takes hundreds
 Part = TypeVar("Part")
 
 
+class SingleName(str):
+    """What errors call a sequence that stands alone, and so has no number."""
+
+
+def name_row(name: str, index: int) -> str:
+    """Name one of the sequences in an error: by its number, unless it stands alone."""
+    return name if isinstance(name, SingleName) else f"{name}[{index}]"
+
+
 def tokenize(
     model: nn.Module, texts: Sequence[Any], name: str, max_length: int | None = None, first: int = 0
 ) -> list[Int[Tensor, " pos"]]:
@@ -46,7 +55,9 @@ def tokenize(
     _tokenizer_of(model, name, first)
     for index, text in enumerate(texts, first):
         if not isinstance(text, str) or not text:
-            raise InfoFlowError(f"{name}[{index}] is {text!r}: expected a text that is not empty")
+            raise InfoFlowError(
+                f"{name_row(name, index)} is {text!r}: expected a text that is not empty"
+            )
         _check_is_unicode(text, name, index)
     # one token more than the model takes, so that a text that is too long is refused
     kept = max_length or int(config_value(model, "n_ctx") or 2**20) + 1
@@ -84,7 +95,9 @@ def tokenize_pairs(
     tokenizer = _tokenizer_of(model, name)
     for index, pair in enumerate(pairs):
         if not any(pair):
-            raise InfoFlowError(f"{name}[{index}] is {pair!r}: expected texts that are not empty")
+            raise InfoFlowError(
+                f"{name_row(name, index)} is {pair!r}: expected texts that are not empty"
+            )
         _check_is_unicode("".join(pair), name, index)
     count = tokenizer.num_special_tokens_to_add
     if count(pair=True) <= count(pair=False):
@@ -132,7 +145,7 @@ def tokenize_chats(
             rows.append(tokenizer.apply_chat_template(list(chat), **more))
         except Exception as error:  # a template is a program, and raises what it likes
             raise InfoFlowError(
-                f"{name}[{index}] does not fit the chat template of the tokenizer "
+                f"{name_row(name, index)} does not fit the chat template of the tokenizer "
                 f"({type(error).__name__}: {first_line(error)}): expected the roles that it knows, "
                 "each message with a text as its content; for others, such as calls of tools, give "
                 "the text that tokenizer.apply_chat_template(..., tokenize=False) makes"
@@ -155,8 +168,8 @@ def _tokenizer_of(model: nn.Module, name: str, index: int = 0) -> Any:
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise InfoFlowError(
-            f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; "
-            "tokenise first, or load the model with its tokenizer"
+            f"{name_row(name, index)} is a text, but the model has no tokenizer: expected token "
+            "ids; tokenise first, or load the model with its tokenizer"
         )
     return tokenizer
 
@@ -164,8 +177,8 @@ def _tokenizer_of(model: nn.Module, name: str, index: int = 0) -> Any:
 def _check_is_unicode(text: str, name: str, index: int) -> None:
     if any("\ud800" <= mark <= "\udfff" for mark in text):
         raise InfoFlowError(
-            f"{name}[{index}] holds half a character (a surrogate, U+D800 to U+DFFF): expected "
-            "Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
+            f"{name_row(name, index)} holds half a character (a surrogate, U+D800 to U+DFFF): "
+            "expected Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
         )
 
 

@@ -38,8 +38,13 @@ class Displayed:
             if item.repr and not item.name.startswith("_") and item.name != "notes"
         }
 
+    def _say(self) -> str:
+        """Say in words what it is about; empty where names and values do."""
+        return ""
+
     def __repr__(self) -> str:
-        line = ", ".join(f"{name}={brief(value)}" for name, value in self._facts().items())
+        facts = ", ".join(f"{name}={brief(value)}" for name, value in self._facts().items())
+        line = printable(self._say()) or facts
         return f"{type(self).__name__}({cut(line, _LONGEST_LINE)})"
 
     def _repr_html_(self) -> str:

@@ -300,6 +300,11 @@ class NamedModel(HookedRootModule):
         self._padding: tuple[Anatomy | None, bool] = None, True
         self._build(self._find())
 
+    @property
+    def example_names(self) -> tuple[str, ...]:
+        """The names of what its ``forward`` took when it was opened."""
+        return tuple(self._example)
+
     def _move_example(self) -> dict[str, Any]:
         """Return the example on the model's device."""
         device = next((p.device for p in self.original_model.parameters()), torch.device("cpu"))

@@ -28,6 +28,12 @@ _TURNED = re.compile(
     "<textarea.*?</textarea>|<input[^>]*>|([\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]+)(?=@\\d)",
     re.DOTALL,
 )
+# what is no running text; or a blank behind a quotation mark, with the word that it begins
+_QUOTED = re.compile(
+    r"<(textarea|pre|title|style|script|svg)\b.*?</\1>|<[^>]*>"
+    r"|(?:(?<=[\s>])|(?<=\s\())(&#3[49]; (?:&[^;\s]{1,8};|[^\s<&]){1,40})",
+    re.DOTALL,
+)
 _BAR = 60  # the width of the largest effect
 
 
@@ -129,7 +135,15 @@ def render_answer(
             record=json.dumps(answer.record.to_dict(), indent=2),
         )
     )
-    return add_policy(_isolate_places(page), "'none'" if form is None else "'self'")
+    page = _keep_quoted_whole(_isolate_places(page))
+    return add_policy(page, "'none'" if form is None else "'self'")
+
+
+def _keep_quoted_whole(page: str) -> str:
+    """Let no line end between a quotation mark and a word that begins with a blank, as ' Mary'."""
+    return _QUOTED.sub(
+        lambda at: at[0] if at[2] is None else f'<span class="whole">{at[2]}</span>', page
+    )
 
 
 def _isolate_places(page: str) -> str:

@@ -137,6 +137,22 @@ def test_a_classifier_is_asked_for_its_classes():
         ask(one, "w5 w6 w7 w8", **given)
 
 
+def test_what_follows_a_sentence_is_asked_by_its_classes():
+    """It counts no labels, and its two classes were named as the first two tokens."""
+    torch.manual_seed(0)
+    model = transformers.BertForNextSentencePrediction(zoo.build("bert").config).eval()
+    words = zoo.pair_tokenizer()
+    given = {"tokenizer": words, "quick": True, "progress": False}
+    with torch.no_grad():
+        logits = model(**words("w5 w6", "w7 w8", return_tensors="pt")).logits[0]
+    found = ask(model, ("w5 w6", "w7 w8"), "class 1", "class 0", **given)
+    assert found.answers == ("class 1", "class 0")
+    assert found.guess == f"class {int(logits.argmax())}"
+    assert found.value == pytest.approx(float(logits[1] - logits[0]), abs=1e-5)
+    with pytest.raises(InfoFlowError, match="one of 'class 0', 'class 1', or a class's number"):
+        ask(model, ("w5 w6", "w7 w8"), "w9", **given)
+
+
 def test_a_pair_of_texts_is_one_question():
     """With the types of its tokens, as a tuple or as the tokenizer makes it; it was refused."""
     torch.manual_seed(0)
@@ -505,6 +521,7 @@ def test_a_notebook_shows_the_summary(found):
     shown = found._repr_html_()
     assert "Answer" in shown
     assert "The model says" in shown
+    assert repr(found).startswith("Answer(The model says")
 
 
 def test_the_picture_has_every_strip_and_every_bundle(found):

@@ -736,6 +736,39 @@ def test_models_of_pixels_and_of_sounds_are_opened_by_an_example():
     check_states(open_model(encoder, example=sound), expected.hidden_states[:2], **sound)
 
 
+def test_a_pass_of_its_own_that_lacks_inputs_is_refused_by_their_names():
+    """It ended in an AttributeError of the model; what the error advises gives influence."""
+    config = transformers.DecisionTransformerConfig(
+        state_dim=3, act_dim=2, hidden_size=16, n_layer=2, n_head=2, max_ep_len=9
+    )
+    torch.manual_seed(0)
+    model = transformers.DecisionTransformerModel(config).eval()
+    rest = {"actions": torch.randn(2, 4, 2), "rewards": torch.randn(2, 4, 1)}
+    rest |= {"returns_to_go": torch.randn(2, 4, 1), "timesteps": torch.arange(4).expand(2, 4)}
+    rest |= {"attention_mask": torch.ones(2, 4)}
+    given = {"states": torch.randn(2, 4, 3)} | rest
+    named = open_model(model, example=given)
+    with attach(named, PositionsProbe()) as attached:
+        named(**given)
+    assert attached.results()[0].n_sequences == 2
+    message = "opened on states, actions, .* with which it fails .*'NoneType' object"
+    with pytest.raises(InfoFlowError, match=message), attach(named, JacobianInfluence()):
+        named(**given)
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, states):
+            return self.model(states=states, **rest)
+
+    own = open_model(Own(), example={"states": given["states"]})
+    with attach(own, JacobianInfluence()) as attached:
+        own(given["states"])
+    assert attached.results()[0].influence.any()
+
+
 def test_influence_on_what_is_named_in_the_call():
     """What processors give is a dictionary: passes that were made anew ran on token ids."""
     vit = families.build("vit", "sdpa", auto=["AutoModel"])

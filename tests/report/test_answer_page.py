@@ -163,6 +163,30 @@ def test_units_are_the_columns_of_the_picture_and_the_ends_of_lines(show, width)
     assert page.locator("tr:target").text_content().startswith(f"1. {lines[0][0]}")
 
 
+def test_no_line_ends_between_a_quotation_mark_and_its_word(show, found):
+    """A word that begins with a blank stood without its mark; what is copied keeps the blank."""
+    asked = replace(found, answers=("' Laura'", '" it\'s"'), guess=" Laura")
+    page = show(render_answer(asked, Form("to ' Laura'", answer="' Laura'")), 390, 800)
+    apart = """() => { const found = [];
+      const walk = document.createTreeWalker(document.querySelector("main"), 4);
+      while (walk.nextNode()) {
+        const node = walk.currentNode, range = document.createRange();
+        if (node.parentNode.closest("textarea, pre")) continue;
+        for (const at of node.data.matchAll(/(?<![^\\s(])['"] \\S/g)) {
+          const tops = [at.index, at.index + 2].map(place => { range.setStart(node, place);
+            range.setEnd(node, place + 1); return range.getBoundingClientRect().top; });
+          found.push(tops[0] !== tops[1]); } }
+      return found; }"""
+    seen = []
+    for width in range(320, 520, 10):
+        page.set_viewport_size({"width": width, "height": 800})
+        seen += page.evaluate(apart)
+    assert seen
+    assert not any(seen)
+    assert page.locator("textarea").first.input_value() == "to ' Laura'"
+    assert "' Laura' has" in page.locator(".headline").text_content()
+
+
 def test_places_stand_behind_words_that_are_written_from_right_to_left(show, found):
     """3@ and the numbers behind stood before the word."""
     word = "\u05e9\u05dc\u05d5\u05dd"

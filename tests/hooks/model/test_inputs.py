@@ -15,10 +15,11 @@ from infoflow_lens import (
     RecoveryProbe,
     attach,
     load_any,
+    open_model,
     run_probes,
 )
 from infoflow_lens.hooks import AttendedProbe
-from infoflow_lens.hooks.model.inputs import accepts_padding, read_inputs
+from infoflow_lens.hooks.model.inputs import accepts_padding, read_inputs, read_one
 from tests.conftest import make_model_without_masks, make_token_model
 from tests.hooks.test_invariants import assert_equal, hosted_over_ids
 from tests.reference import zoo
@@ -275,6 +276,25 @@ def transposed():
 def test_bad_inputs_are_named(shared_model, given, arguments, message):
     with pytest.raises(InfoFlowError, match=message):
         rows_of(shared_model, given, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "text is ''"),
+        ([""], "text is ''"),
+        (("", ""), r"text is \('', ''\)"),
+        # of several each has its number
+        (["", "w1"], r"text\[0\] is ''"),
+        (["w1", ""], r"text\[1\] is ''"),
+        # and what is quoted stays as it was given
+        ([["a text[0]", "b"]], r"text is a list of texts, \['a text\[0\]', 'b'\]"),
+    ],
+)
+def test_a_sequence_that_stands_alone_has_no_number(given, message):
+    model = open_model(zoo.build("bert"), zoo.pair_tokenizer())
+    with pytest.raises(InfoFlowError, match=f"^{message}"):
+        read_one(model, given, "text")
 
 
 IDS = zoo.tokens(4, 9)

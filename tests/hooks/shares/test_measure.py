@@ -185,6 +185,7 @@ def test_a_table_says_from_which_token_a_head_took_its_share(ids, tmp_path):
     found.save(tmp_path / "shares")
     assert type(found).load(tmp_path / "shares").values.equal(found.values)
     assert "writer" in found._repr_html_()
+    assert repr(found) == f"Shares({found.summary()})"
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,7 @@ def test_results_are_saved_tabled_and_drawn(tmp_path, token_model, token_inputs)
     assert found.table()["share"].sum() == pytest.approx(1, abs=1e-4)
     assert found.plot().axes
     assert "speaks most for " in found._repr_html_()
+    assert repr(found) == f"Why({found.summary()})"
     every = measure_why_all(token_model, token_inputs[:2])
     every.save(tmp_path / "all")
     again = type(every).load(tmp_path / "all")
