@@ -51,6 +51,7 @@ def measured(model, ids):
     return torch.stack(rows).square().sum((0, 2)).sqrt(), torch.stack(attention)[:, 0].detach()
 
 
+@pytest.mark.slow
 def test_its_example(shown, monkeypatch):
     text, model, ids = shown
     influence, attention = measured(model, ids)

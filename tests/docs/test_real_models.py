@@ -20,6 +20,7 @@ def mean(rows):
     return rows.groupby(["measure", "method", "model"])["spearman"].mean()
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_page_are_those_of_the_rows():
     for table in depth.tables():
         assert table in PAGE

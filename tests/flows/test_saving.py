@@ -9,12 +9,16 @@ import torch
 
 from infoflow_lens import Flow, InfoFlowError, PositionsProbe, flow, run_probes
 from infoflow_lens.report.pages import render_flow
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of
 
 RULES = [{}, {"rule": "top_k", "k": 2}, {"influence": None}, {"rule": "mechanisms"}]
 
 
-@pytest.mark.parametrize("settings", RULES, ids=["default", "top_k", "unmeasured", "mechanisms"])
+@pytest.mark.parametrize(
+    "settings",
+    some_of(RULES, RULES[1], RULES[3]),
+    ids=["default", "top_k", "unmeasured", "mechanisms"],
+)
 def test_a_saved_flow_is_the_same_again(settings, tmp_path):
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(17, (n,), generator=generator) for n in (5, 3, 5, 5, 4, 5, 5, 5)]

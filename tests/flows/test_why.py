@@ -5,6 +5,7 @@ import torch
 
 from infoflow_lens import InfoFlowError, load_any, why, why_all
 from infoflow_lens.hooks import measure_why
+from tests.conftest import some_of
 from tests.reference import zoo
 
 TEXT = "w5 w7 w9 w11 w5 w7"
@@ -14,7 +15,7 @@ def quick(function, *args, **settings):
     return function(*args, progress=False, **settings)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("name", some_of(["gpt2", "gpt_neox", "llama"], "gpt_neox"))
 def test_a_folder_and_a_text_are_enough(name, tmp_path):
     folder = zoo.save(name, tmp_path / name)
     found = quick(why, folder, TEXT, 1, 2)

@@ -484,17 +484,23 @@ PROPERTIES = (
 
 
 def latin_square():
-    """Each property of each probe on one model; each probe meets every model."""
+    """Each property of each probe on one model; each probe meets every model.
+
+    Of a probe with two settings always one with each property, in turn.
+    """
     for first, holds in enumerate(PROPERTIES):
         for second, probe in enumerate(EVERY):
-            yield holds, probe, list(MODELS)[(first + second) % len(MODELS)]
+            kind, number = probe.split()
+            several = f"{kind} 1" in EVERY and (first + int(number)) % 2
+            marks = pytest.mark.slow if several else ()
+            yield holds, probe, list(MODELS)[(first + second) % len(MODELS)], marks
 
 
 @pytest.mark.parametrize(
     ("holds", "probe", "name"),
     [
-        pytest.param(*each, id=f"{each[0].__name__}, {each[1]}, {each[2]}")
-        for each in latin_square()
+        pytest.param(*each, id=f"{each[0].__name__}, {each[1]}, {each[2]}", marks=marks)
+        for *each, marks in latin_square()
     ],
 )
 def test_what_holds_for_every_probe(holds, probe, name, case_of):

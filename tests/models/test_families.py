@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests import families
+from tests.conftest import some_of
 from tests.reference.families import KINDS
 
 # sinks and experts; norms on both sides, grouped keys and a window; rotated keys behind one matrix;
@@ -13,7 +14,7 @@ CASES = [("gpt_oss", "eager"), ("gemma3_text", "sdpa"), ("falcon", "sdpa"), ("mo
 CASES += [("deberta", "eager"), ("albert", "sdpa")]
 
 
-@pytest.mark.parametrize(("kind", "how"), CASES)
+@pytest.mark.parametrize(("kind", "how"), some_of(CASES, CASES[0], CASES[1], CASES[4]))
 def test_an_opened_model_shows_what_transformers_gives(kind, how):
     row = families.compare(kind, how)
     assert not row.wrong

@@ -81,7 +81,9 @@ HEAD_PATCHES += ["q_all_pos", "k_all_pos", "v_all_pos", "pattern_all_pos", "patt
 PATCHES += [f"attn_head_{name}" for name in HEAD_PATCHES]
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize(
+    "name", some_of(PATCHES, "resid_mid", "attn_head_q_by_pos", "attn_head_pattern_by_pos")
+)
 def test_patching_runs_and_reaches(opened, name):
     named, ids = opened("gpt2"), IDS[:1, :4]
     _, cache = named.run_with_cache(ids)

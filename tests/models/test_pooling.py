@@ -36,7 +36,7 @@ def pool(folder, said):
     ("said", "pooling"),
     [
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
-        ({"pooling_mode_mean_sqrt_len_tokens": True}, "mean"),
+        pytest.param({"pooling_mode_mean_sqrt_len_tokens": True}, "mean", marks=pytest.mark.slow),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"),
         ({"pooling_mode_max_tokens": True}, "max"),
         ({"pooling_mode_lasttoken": True, "include_prompt": True}, "last"),

@@ -382,7 +382,7 @@ def test_a_picture_takes_no_place_of_another_file(tmp_path):
         [("probe", "report.html"), ("probe", "positions.csv"), ("survey", "heads.csv"),
          ("demo", "report.html"), ("study", "table.md"), ("study", "figure.svg"),
          ("certify", "certificate.json"), ("estimate", "witness.json"), ("flow", "flow.html")],
-        ("probe", "report.html"), ("probe", "positions.csv"), ("flow", "flow.html"),
+        ("probe", "positions.csv"), ("flow", "flow.html"),
         ("estimate", "witness.json"),
     ),
 )  # fmt: skip

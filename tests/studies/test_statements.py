@@ -90,7 +90,9 @@ def test_the_statement_has_the_bounds_of_the_claims(name):
             assert any(number in rule for number in said) or bound in (0, 0.5, 1), claim.rule()
 
 
-@pytest.mark.parametrize("name", STUDY_KINDS)
+@pytest.mark.parametrize(
+    "name", some_of(STUDY_KINDS, "head_count", "cost_law", "triangle_center", "sets", "induction")
+)
 def test_no_rule_passes_with_the_numbers_of_its_controls(name):
     study, passing = ALL[name], passing_rows(name)
     before = passing.copy()

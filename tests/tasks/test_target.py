@@ -147,7 +147,7 @@ def test_a_target_is_trained_estimated_and_described():
     assert estimate(architecture, task).verdict == "allowed by construction"
     model = build_model(architecture, seed=0)
     config = TrainingConfig(epochs=2, batch_size=64)
-    trained = train(model, task, config, progress=False)
+    trained = train(model, task, config, n_train=1000, n_validation=200, progress=False)
     assert trained.nmse < 1.5
     assert "module:name" in str(dataset_card(task))
 

@@ -19,6 +19,7 @@ from scipy.stats import chisquare
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.tasks import list_tasks
 from infoflow_lens.tasks.templates import all_patterns, patterns_of
+from tests.conftest import some_of
 from tests.processes import server
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +167,10 @@ def test_samples_are_uniform_over_the_papers_space(name):
     assert chisquare(seen, expected.tolist()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "memorization"])
+@pytest.mark.parametrize(
+    "name",
+    some_of([name for name in SMALL if name != "memorization"], "in_context_qa", "nested_qa"),
+)
 def test_splits_share_no_sequence_and_use_up_the_space(name):
     task = load_task(name, **SMALL[name])
     parts = [
@@ -275,7 +279,7 @@ def test_equal_arguments_give_equal_bytes_and_fingerprints_in_any_process(case, 
     assert drawn(*DRAWN[case]) == drawn_elsewhere[case]
 
 
-@pytest.mark.parametrize("name", [*SMALL, "d_retrieval"])
+@pytest.mark.parametrize("name", some_of([*SMALL, "d_retrieval"], "memorization", "d_retrieval"))
 def test_a_stream_is_endless_reproducible_and_of_its_split(name):
     task = load_task(name, **SMALL.get(name, {}))
     stream = task.dataset("train", None, seed=4)

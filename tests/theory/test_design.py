@@ -50,14 +50,14 @@ def test_the_front_is_that_of_brute_force():
 
 
 def test_d_retrieval_takes_d_heads_or_a_width_of_t_d():
-    found = designed("d_retrieval", (16, 64, 256), {"n_components": 3})
+    found = designed("d_retrieval", (16, 64, 128), {"n_components": 3})
     assert (found.recommended.n_heads, found.recommended.d_model) == ((3,), 12)
     assert found.recommended.information == (3, 3, 3)
     assert found.recommended.verified == 1.0
     (below,) = found.neighbours
     assert (below.n_heads, below.verdict) == ((2,), "excluded, proved")
     whole = [c for c in found.front if c.mechanisms == "global aggregation" and c.exponent == 0]
-    assert [(c.n_heads, c.d_model) for c in whole] == [((1,), 256 * 4)]
+    assert [(c.n_heads, c.d_model) for c in whole] == [((1,), 128 * 4)]
 
 
 def test_the_closest_pair_takes_two_layers_of_one_head():

@@ -81,7 +81,7 @@ def test_a_minimum_of_parts_splits_though_each_hides_the_other(seed, tokens):
 FARTHEST = [("line", 3, 2), ("sum", 2, 4), ("largest", 2, 4), ("line", 1, 2)]
 
 
-@pytest.mark.parametrize(("kind", "d", "ends"), some_of(FARTHEST, *FARTHEST[:2]))
+@pytest.mark.parametrize(("kind", "d", "ends"), some_of(FARTHEST, FARTHEST[0]))
 def test_the_farthest_pair_has_the_ends_of_a_few_directions(kind, d, ends):
     """One layer of a head for each end, or two of one head; one layer of fewer is not allowed."""
     made = farthest(random.Random(0), d, kind)
@@ -194,7 +194,7 @@ def test_a_score_is_asked_once_however_many_there_are(arity, most):
         return score
 
     generator = torch.Generator().manual_seed(0)
-    forms, tokens = (torch.randn(n, 4, 4, generator=generator) for n in (32, 150))
+    forms, tokens = (torch.randn(n, 4, 4, generator=generator) for n in (16, 150))
     found = readings([Component(arity, form(a)) for a in forms], tokens.flatten(0, 1))
-    assert len(found[0].components) == 32
-    assert asked_of[0] <= most * 32
+    assert len(found[0].components) == 16
+    assert asked_of[0] <= most * 16

@@ -53,7 +53,9 @@ def retrieval(outer, n_components=3, n_tokens=16):
 @pytest.mark.parametrize(
     ("task", "heads"),
     [
-        pytest.param(retrieval(largest, 4, 64), (1,), id="largest of four"),
+        pytest.param(
+            retrieval(largest, 4, 64), (1,), id="largest of four", marks=pytest.mark.slow
+        ),
         pytest.param(retrieval(largest), (1,), id="largest of three"),
         pytest.param(retrieval(lambda z: z[:, :1]), (1,), id="one of three"),
         pytest.param(retrieval(lambda z: z[:, :1] + z[:, 1:2]), (2,), id="two of three"),
@@ -66,7 +68,10 @@ def retrieval(outer, n_components=3, n_tokens=16):
         pytest.param(
             target(form(0), form(0)), (1, 1), id="equal pairs", marks=pytest.mark.slow
         ),
-        pytest.param(target(form(0), form(0, turned=True)), (1, 1), id="transposed pairs"),
+        pytest.param(
+            target(form(0), form(0, turned=True)), (1, 1), id="transposed pairs",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(target(coordinate(0), coordinate(0, 3)), (1,), id="growing functions"),
         pytest.param(target(*[coordinate(0)] * 3), (1,), id="equal tokens"),
         pytest.param(
@@ -272,7 +277,7 @@ def test_allowed_says_where_a_score_jumps():
     ("name", "parameters", "heads"),
     [
         ("best_tree", {}, (1, 1)),
-        ("best_tree", {}, (1, 4)),
+        pytest.param("best_tree", {}, (1, 4), marks=pytest.mark.slow),
         ("best_tree", {"matrix_kind": "gaussian"}, (1, 1)),
         ("triangle_center", {}, (1, 3)),
         ("depth_separation", {}, (2,)),
@@ -362,7 +367,7 @@ def test_a_proof_goes_before_samples_that_miss_what_is_rare(monkeypatch):
         ("intrinsic_dimension", {"n_components": 4}, ((1, 1), (2, 1), (1, 2)), 256),
         ("kth_largest", {"k": 6}, ((1,), (2,)), 256),
         ("triangle_center", {}, ((2,), (1,), (1, 1)), 48),
-        ("best_tree", {}, ((2, 1), (1, 1), (1, 2)), 256),
+        pytest.param("best_tree", {}, ((2, 1), (1, 1), (1, 2)), 256, marks=pytest.mark.slow),
     ],
 )
 def test_verdicts_are_monotone_in_heads_and_tokens(name, parameters, heads, longest):
@@ -400,7 +405,7 @@ def test_a_witness_serves_fewer_heads_and_longer_sequences(monkeypatch):
     ("name", "parameters", "heads", "n_tokens"),
     [
         ("depth_separation", {}, (1,), 1024),
-        ("best_tree", {}, (1, 1), 512),
+        pytest.param("best_tree", {}, (1, 1), 512, marks=pytest.mark.slow),
         pytest.param("intrinsic_dimension", {"n_components": 4}, (3,), 256, marks=pytest.mark.slow),
         ("kth_largest", {"k": 3}, (2,), 512),
     ],

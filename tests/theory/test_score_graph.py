@@ -137,10 +137,10 @@ def asked(component, heads, n_tokens, tokens="sphere", verify=20, **settings):
     ("name", "n_tokens", "heads", "size"),
     [
         ("chain", 24, (2, 1), 3),
-        ("chain", 24, (1, 1, 1), 4),
-        ("exp of a chain", 16, (2, 1), 3),
+        pytest.param("chain", 24, (1, 1, 1), 4, marks=pytest.mark.slow),
+        pytest.param("exp of a chain", 16, (2, 1), 3, marks=pytest.mark.slow),
         ("star", 9, (3, 1), 4),
-        ("star", 9, (2, 1, 1), 4),
+        pytest.param("star", 9, (2, 1, 1), 4, marks=pytest.mark.slow),
         ("chain of five", 6, (2, 2, 1), 6),
         ("pair and single", 16, (1, 1), 3),
         ("singles", 16, (1,), 1),

@@ -441,7 +441,7 @@ def test_blocks_before_a_change_do_not_run_and_nothing_else_changes(question):
     assert not any("forward" in vars(m) for m in question.model.original_model.modules())
 
 
-@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES))
+@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES, zoo.FEW))
 def test_positions_before_a_change_do_not_run_and_nothing_else_changes(name):
     """But for an encoder, whose states before a change are others."""
     clean, other = two_texts(7, changed=(3,))
@@ -708,7 +708,7 @@ def all_paths(streams):
     return paths
 
 
-@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES))
+@pytest.mark.parametrize("name", zoo.some_families(zoo.FAMILIES, zoo.FEW))
 def test_all_paths_keep_and_lose_everything_and_none_nothing(name):
     clean, other = two_texts(5, changed=(1, 2))
     at = 4 if name == "bert" else -1

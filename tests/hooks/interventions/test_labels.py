@@ -289,9 +289,7 @@ def bytes_of(result, path):
 STOPS = list(product(["gpt2", "vectors"], [1, 3, 0.4, 0.6, 0.8, -1]))
 
 
-@pytest.mark.parametrize(
-    ("kept", "stop"), some_of(STOPS, ("gpt2", 0.6), ("vectors", 0.4)), indirect=["kept"]
-)
+@pytest.mark.parametrize(("kept", "stop"), some_of(STOPS, ("gpt2", 0.6)), indirect=["kept"])
 def test_a_run_that_was_stopped_goes_on_inside_a_batch_to_the_same_bits(kept, stop, tmp_path):
     kind, whole, states = kept
     stop = round(stop * len(states)) if 0 < stop < 1 else stop % (len(states) + 1)

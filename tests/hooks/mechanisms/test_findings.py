@@ -60,7 +60,7 @@ HOOKS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), some_of(HOOKS, HOOKS[0], HOOKS[4], HOOKS[8]))
+@pytest.mark.parametrize(("kind", "name"), some_of(HOOKS, HOOKS[4], HOOKS[8]))
 def test_a_users_hook_acts_once(token_model, token_inputs, kind, name):
     add(token_model, kind, name)
     alone = measure_mechanisms(token_model, token_inputs[:, :1], progress=False)
@@ -199,7 +199,7 @@ STARTED = ["gpt2", "llama", "gpt_oss"]
 
 @pytest.mark.parametrize(
     ("name", "ragged"),
-    some_of(list(product(STARTED, [False, True])), *spread(STARTED, [False, True])),
+    some_of(list(product(STARTED, [False, True])), *spread(STARTED, [False, True])[:2]),
 )
 def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragged, monkeypatch):
     model, ids = zoo.bridge(name), zoo.tokens(6, 9)

@@ -6,12 +6,12 @@ import torch
 
 from infoflow_lens import run_probes
 from infoflow_lens.hooks import AttentionFlow, AttentionRollout
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, some_of
 from tests.hooks.routes.test_attention import edges, with_patterns
 from tests.reference import routes
 
 
-@pytest.mark.parametrize("n_layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_layers", some_of([1, 2, 3, 4], 1, 3))
 def test_it_is_the_optimum_of_a_linear_program(n_layers):
     model = make_token_model(n_layers=n_layers)
     x = torch.randint(17, (1, 4), generator=torch.Generator().manual_seed(n_layers))

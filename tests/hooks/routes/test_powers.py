@@ -87,7 +87,7 @@ NORMS, HALF = ("gpt2", "llama", "gemma2", "olmo2"), (torch.float16, torch.bfloat
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), some_of(list(product(NORMS, HALF)), *spread(NORMS, HALF))
+    ("name", "dtype"), some_of(list(product(NORMS, HALF)), *spread(NORMS, HALF)[1::2])
 )
 def test_half_precision_finds_the_same_norms(name, dtype):
     """What a norm computes is read in float32, whatever the model computes in."""

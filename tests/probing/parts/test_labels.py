@@ -11,6 +11,7 @@ from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.checkpoint import Checkpoint
 from infoflow_lens.runs.folder import RunFolder
+from tests.conftest import some_of
 from tests.processes import started
 from tests.reference import zoo
 
@@ -33,7 +34,7 @@ def whole(config, tmp_path_factory):
     return files_in(out)
 
 
-@pytest.mark.parametrize("stop", [1, 7])
+@pytest.mark.parametrize("stop", some_of([1, 7], 7))
 def test_after_a_stop_it_goes_on_inside_a_batch(config, whole, tmp_path, monkeypatch, stop):
     resumed, taken = [], []
 

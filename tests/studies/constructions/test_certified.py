@@ -70,9 +70,15 @@ def test_four_sequences_are_too_many_and_any_three_are_not():
     ("name", "sizes"),
     [
         ("in_context_qa", {"n_questions": 2, "n_answers": 2, "n_pairs": 2}),
-        ("in_context_qa", {"n_questions": 3, "n_answers": 3, "n_pairs": 2}),
-        ("in_context_qa", {"n_questions": 3, "n_answers": 3, "n_pairs": 3}),
-        ("template_matching", {"n_words": 4, "length": 2}),
+        *(
+            pytest.param(
+                "in_context_qa",
+                {"n_questions": 3, "n_answers": 3, "n_pairs": n},
+                marks=pytest.mark.slow,
+            )
+            for n in (2, 3)
+        ),
+        pytest.param("template_matching", {"n_words": 4, "length": 2}, marks=pytest.mark.slow),
         ("template_matching", {"n_words": 4, "length": 3}),
     ],
 )

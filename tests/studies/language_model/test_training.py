@@ -18,6 +18,7 @@ from infoflow_lens.studies.language_model.config import (
 )
 from infoflow_lens.studies.language_model.corpus import Corpus
 from infoflow_lens.studies.language_model.training import train_language_model
+from tests.conftest import some_of
 
 CONFIG = LanguageModelConfig(
     d_model=16, n_heads=2, n_context=24, vocabulary=300, n_steps=7, batch_size=4, warmup_steps=2,
@@ -54,7 +55,7 @@ def whole(tmp_path_factory):
     return run(folder)
 
 
-@pytest.mark.parametrize("stopped_at", [1, 5])
+@pytest.mark.parametrize("stopped_at", some_of([1, 5], 5))
 def test_a_stopped_run_goes_on_to_the_same_bytes(whole, tmp_path, monkeypatch, stopped_at):
     """Stopped in the middle of a step, as by a kill: nothing is cleaned up or saved then."""
     batch = training.training_batch
