@@ -84,8 +84,9 @@ def find_heads(
 
     Returns:
         A row for each head, the one that stands out most first: layer, head, the share of queries
-        whose first choice is meant, the share by chance (a key at random among those that the query
-        sees), and how many queries count.
+        whose first choice is meant (of several keys with the largest score, the share of these that
+        are), the share by chance (a key at random among those that the query sees), and how many
+        queries count.
 
     Raises:
         InfoFlowError: for an unknown relation, functions that give something else, and texts in
@@ -124,9 +125,11 @@ def find_heads(
                 counts = asking & (good > 0) & (good < n_open)
                 # by scores, as of keys whose weights are 0 all but one would be left out
                 scores = seen.scores(layer)[0].float().cpu()
-                first = scores.masked_fill(~open_, -torch.inf).argmax(dim=-1)
-                hit = meant.expand(len(scores), -1, -1).gather(2, first[..., None])[..., 0]
-                hits[layer] = hits[layer] + (hit & counts).sum(-1)
+                scores = scores.masked_fill(~open_, -torch.inf)
+                # of equal scores each is the first choice as often as the others
+                first = scores == scores.amax(dim=-1, keepdim=True)
+                hit = (first & meant).sum(-1).double() / first.sum(-1)
+                hits[layer] = hits[layer] + (hit * counts).sum(-1)
                 # chance: the share of the open keys that are meant
                 chance[layer] += float((good[counts] / n_open[counts]).sum())
                 counted[layer] += int(counts.sum())
@@ -140,7 +143,7 @@ def find_heads(
         {
             "layer": layer,
             "head": head,
-            "share": int(n) / int(counted[layer]),
+            "share": n / int(counted[layer]),
             "chance": float(chance[layer] / counted[layer]),
             "queries": int(counted[layer]),
         }

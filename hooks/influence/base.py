@@ -53,8 +53,8 @@ class InfluenceResult(StateScores):
             depending on the probe (``record.config["probe"]``). With chosen positions the axis
             `pos` holds these only. 0 where a sequence has no such state or source.
         relative_error: of an estimate, for each layer, what the error over the influence, both as
-            root mean squares over states and sources, stays below in 95% of draws, as seen in the
-            spread over the directions; None where the influence is exact.
+            root mean squares over states and sources, stays below in at least 95% of draws, as seen
+            in the spread over the directions; None where the influence is exact.
     """
 
     column: ClassVar[str] = "influence"

@@ -272,7 +272,7 @@ class EdgesNeeded(NamedTuple):
 
     Attributes:
         edges: the mean over windows; NaN where attention is worth nothing.
-        low, high: the 95% bootstrap interval over windows.
+        low, high: the 95% bootstrap interval over windows; NaN for a single one.
     """
 
     edges: float
@@ -380,6 +380,8 @@ class EdgeBudgetResult(NextTokenResult):
         kept = torch.cat([torch.zeros_like(self.kept[:1]), self.kept, self.n_edges[None]])
         edges = (counts @ kept.double().T / n).log1p()
         worth = counts @ (self.none - self.bare)
+        if n < 2:  # drawn again, a window is the same
+            worth[1:] = torch.nan
         found = {}
         for name, losses in self._curves().items():
             whole = torch.cat([self.none[None], losses, self.bare[None]])

@@ -357,7 +357,7 @@ _RESAMPLED = 2000  # draws of a bootstrap over sequences
 
 
 class Interval(NamedTuple):
-    """A number and its 95% interval."""
+    """A number and its 95% interval, a bootstrap over sequences; NaN for a single one."""
 
     value: float
     low: float
@@ -424,6 +424,8 @@ class SufficiencyResult(NextTokenResult):
         value = made(*(lost.sum(dim=1) / self.n_tokens.sum()))
         again = made(*(lost[:, drawn].sum(dim=2) / self.n_tokens[drawn].sum(dim=1)))
         low, high = torch.quantile(again, torch.tensor([0.025, 0.975]).to(again)).tolist()
+        if n < 2:  # drawn again, a sequence is the same
+            low = high = torch.nan
         return Interval(float(value), low, high)
 
     def to_frame(self) -> "pd.DataFrame":

@@ -16,8 +16,6 @@ from infoflow_lens.hooks.result import LabelledArray, Result
 from infoflow_lens.theory.information_sets import MovesKeys
 from infoflow_lens.theory.rules import MaxPosition, Rule, SpecificPositions
 
-_STANDARD_ERRORS = 1.96  # of a 95% interval
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MechanismsResult(Result):
@@ -57,9 +55,12 @@ class MechanismsResult(Result):
 
     @property
     def certain(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
-        """Mark where the threshold lies outside of the 95% interval of the damage."""
+        """Mark where the threshold lies outside of the 95% interval of the damage (Student's t)."""
+        from scipy.special import stdtrit
+
+        errors = float(stdtrit(self.n_sequences - 1, 0.975))
         return tuple(
-            (damage - self.threshold).abs() > _STANDARD_ERRORS * error
+            (damage - self.threshold).abs() > errors * error
             for damage, error in zip(self.damage, self.error, strict=True)
         )
 

@@ -47,6 +47,18 @@ CASES = {
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("relation", [0, "previous"])
+def test_a_head_without_a_preference_stands_out_by_nothing(relation):
+    """All its scores are equal, and the first key was said to be the choice of all queries."""
+    model = families.build("gpt2")
+    queries = model.transformer.h[1].attn.c_attn
+    queries.weight[:, :32], queries.bias[:32] = 0, 0
+    found = find_heads(model, TEXTS, relation, progress=False)
+    found = found[found["layer"] == 1]
+    assert found["share"].tolist() == pytest.approx(found["chance"].tolist())
+
+
+@torch.no_grad()
 def test_a_choice_among_keys_whose_weights_underflow_is_by_their_scores():
     """Where the key left out has all weight, the first of the others was each query's choice."""
     model = families.build("gpt2")

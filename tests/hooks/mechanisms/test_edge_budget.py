@@ -389,6 +389,12 @@ def test_edges_needed_lie_between_two_budgets_and_intervals_come_from_windows(fo
     expected = np.quantile(drawn, [0.025, 0.975])
     assert [needed.low, needed.high] == pytest.approx(list(expected), rel=0.05)
     assert made.times_needed("rollout", "rollout") == (1, 1, 1)
+    one = {
+        name: getattr(made, name)[..., :1] for name in ("bare", "none", "losses", "kept", "n_edges")
+    }
+    (alone,) = replace(made, **one).edges_needed(0.75).values()
+    assert alone.edges == pytest.approx(of(torch.tensor([0])))
+    assert np.isnan([alone.low, alone.high]).all()  # it had the width 0
     with pytest.raises(InfoFlowError, match="'product' was not measured: expected one of rollout"):
         made.times_needed("product", "rollout")
 

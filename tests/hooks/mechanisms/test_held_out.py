@@ -1,7 +1,10 @@
 """No sequence is judged by a mean pattern that it is in; errors tell what other sequences give."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from scipy.stats import t
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks import measure_mechanisms
@@ -124,9 +127,17 @@ def test_all_ideals_that_are_enough_are_told(model):
         assert frame[f"sufficient_{ideal}"].tolist() == told[:, i].tolist()
     first = [IDEALS[int(row.long().argmax())] if row.any() else "soft" for row in told]
     assert frame["mechanism"].tolist() == first
-    sure = torch.cat(exact.certain)
-    lines = (damage - exact.threshold).abs() > 1.96 * torch.cat(exact.error)
-    assert sure.equal(lines)
+
+
+def test_few_sequences_leave_more_open(model):
+    """The interval of 1.96 errors over three sequences holds the truth in four of five."""
+    few = measure_mechanisms(model, ids(3), **EXACT)
+    damage, error = torch.cat(few.damage), torch.cat(few.error)
+    for errors, is_sure in ((4.29, False), (4.32, True)):
+        apart = tuple(errors * layer for layer in few.error)
+        sure = torch.cat(replace(few, threshold=0.0, damage=apart).certain)
+        assert sure.equal(torch.full_like(sure, is_sure) & (error > 0))
+    assert torch.cat(few.certain).equal((damage - few.threshold).abs() > t.ppf(0.975, 2) * error)
 
 
 def test_a_calibration_that_is_too_short_is_refused(model):

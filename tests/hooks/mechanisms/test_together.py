@@ -176,6 +176,10 @@ def test_intervals_of_shares_and_leads_resample_sequences_together(found):
     assert share.low < share.value < share.high
     assert found.share(of=MECHANISMS) == (1, 1, 1)
     assert found.lead(over=MECHANISMS) == (0, 0, 0)
+    one = {name: getattr(found, name)[..., :1] for name in ("losses", "bare", "n_tokens")}
+    alone = replace(found, **one).share()
+    assert alone.value == pytest.approx(own[0] / mean[0])
+    assert np.isnan([alone.low, alone.high]).all()  # it had the width 0
 
 
 def test_a_joint_replacement_takes_the_ideal_that_is_best_beside_those_taken(model, tokens):
