@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.display import strip_word
+from infoflow_lens.foundation.display import quote_readable, strip_word
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import pd
 from infoflow_lens.hooks.answer.paths import TARGET
@@ -406,7 +406,7 @@ class AnswerNumbers(Result):
 
     def _word(self, position: int, other: bool = False) -> str:
         word = (self.other_tokens if other else self.tokens)[position]
-        return f"{word.strip() or repr(word)}@{position}"
+        return f"{word.strip() or quote_readable(word)}@{position}"
 
     def bundles(self) -> list[tuple[str, list[int]]]:
         """Join paths that do one thing, such as nine heads that carry one word.
@@ -642,13 +642,13 @@ class AnswerNumbers(Result):
         if not float(self.answer_chances[1, 1]) < _UNLIKELY:
             return ""
         one, other = (
-            "".join(words[at] for at in self.changed).strip()
+            quote_readable("".join(words[at] for at in self.changed).strip())
             for words in (self.tokens, self.other_tokens)
         )
         neither = float(self.answer_chances[1, 0]) < _UNLIKELY
         unlikely = "neither answer is likely" if neither else f"{self.answers[1]} is unlikely"
         return (
-            f"in the other text {unlikely}: what follows compares {one!r} with {other!r}, and not "
+            f"in the other text {unlikely}: what follows compares {one} with {other}, and not "
             f"with a word that calls for {self.answers[1]}; give your own other text (instead)"
         )
 
@@ -694,8 +694,9 @@ class AnswerNumbers(Result):
         said = []
         if self.guess:
             said.append(
-                f"The model says {self.guess!r} ({_percent(self.chance)}), and in the other text "
-                f"{self.other_guess!r} ({_percent(self.other_chance)})."
+                f"The model says {quote_readable(self.guess)} ({_percent(self.chance)}), and in "
+                f"the other text {quote_readable(self.other_guess)} "
+                f"({_percent(self.other_chance)})."
             )
         if self.answers:
             here, there = self.answer_chances[:2].tolist()

@@ -27,12 +27,13 @@ from infoflow_lens.commands.common import (
     say,
     say_json,
 )
-from infoflow_lens.foundation.display import brief
+from infoflow_lens.foundation.display import brief, quote_readable
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Repeated, settings
 from infoflow_lens.probing.config import InfluenceKind, Model
 
 _GUESSES = 3  # of a word, the likeliest
+_MOST_WORDS = 20  # those that change most
 _STRIP = 7  # characters of a column
 
 
@@ -141,7 +142,7 @@ def _print_answer(found: Any) -> None:
     if warning := found.warning():
         show(f"Warning: {warning}")
     show(found.describe_units())
-    show(f"Other text: {''.join(found.other_tokens)!r}")
+    show(f"Other text: {quote_readable(''.join(found.other_tokens))}")
     print_lines(
         "What decides",
         [
@@ -183,7 +184,7 @@ def _strips(found: Any) -> list[str]:
 
 
 def _words(found: Any) -> list[str]:
-    lines = []
+    sizes: dict[int, tuple[float, str]] = {}
     columns = [
         "effect",
         "error",
@@ -196,12 +197,22 @@ def _words(found: Any) -> list[str]:
         effect, error, n, other, instead = row
         mean = f"{found.write(effect)} ± {found.write(error, '')} by {n} words"
         said = [] if effect != effect else [mean]  # NaN
-        said += [f"{found.write(other)} by {instead!r}"] if other else []
+        said += [f"{found.write(other)} by {quote_readable(instead)}"] if other else []
         effects = found.replacement_effects[number].tolist()
         guesses = zip(found.replacements[number][:_GUESSES], effects)
-        said += [f"{found.write(one)} by {guess!r}" for guess, one in guesses if guess != instead]
+        said += [
+            f"{found.write(one)} by {quote_readable(guess)}"
+            for guess, one in guesses
+            if guess != instead
+        ]
         if said:
-            lines.append(f"{found.name_span(number)}: {', '.join(said)}")
+            size = max(abs(change) for change in (effect, other) if change == change)
+            sizes[number] = size, f"{found.name_span(number)}: {', '.join(said)}"
+    # of a long text those that change most, in the order of the text
+    most = sorted(sorted(sizes, key=lambda number: -sizes[number][0])[:_MOST_WORDS])
+    lines = [sizes[number][1] for number in most]
+    if len(sizes) > len(most):
+        lines.append(f"{len(sizes) - len(most)} others change it less: see --out or --json")
     nearest = found.nearest_order()
     return [*lines, nearest] if nearest else lines
 

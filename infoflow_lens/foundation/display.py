@@ -78,6 +78,11 @@ def strip_word(word: str) -> str:
     return word.strip() or word
 
 
+def quote_readable(word: str) -> str:
+    """Return ``repr(word)`` of a word in which line breaks and the like are written out already."""
+    return repr(word).replace("\\\\", "\\")
+
+
 def count(n: int, noun: str) -> str:
     """Return a number with its noun, which has an s in the plural: 1 layer, 2 layers."""
     return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -273,6 +274,26 @@ def test_a_masked_word_is_asked_at_the_mask(tmp_path, capsys):
     assert folder.is_dir()
     _print_answer(found)  # it said "from the end of the text"
     assert "Where they look from w49@1\n" in capsys.readouterr().out
+
+
+def test_of_many_words_those_that_change_most_are_printed(found, capsys, monkeypatch):
+    monkeypatch.setattr("infoflow_lens.commands.texts._MOST_WORDS", 2)
+    _print_answer(found)
+    printed = capsys.readouterr().out.partition("Words: ")[2].partition("Heads and MLPs")[0]
+    table = found.to_frame("tokens")
+    sizes = table[["effect", "effect of the other token"]].abs().max(axis=1)
+    first, second = sorted(sizes.nlargest(2).index)
+    names = [line.split(":")[0].strip(" -") for line in printed.splitlines()[1:3]]
+    assert names == [found.name_span(first), found.name_span(second)]
+    assert "4 others change it less" in printed
+
+
+def test_a_line_break_is_written_as_one(found, capsys):
+    """It was written with two backslashes."""
+    broken = replace(found, guess="\\n", replacements=(("\\n",),) * len(found.replacements))
+    _print_answer(broken)
+    printed = capsys.readouterr().out
+    assert r"The model says '\n' (" in printed and r" by '\n'" in printed
 
 
 @pytest.fixture
