@@ -293,7 +293,8 @@ def test_a_line_break_is_written_as_one(found, capsys):
     broken = replace(found, guess="\\n", replacements=(("\\n",),) * len(found.replacements))
     _print_answer(broken)
     printed = capsys.readouterr().out
-    assert r"The model says '\n' (" in printed and r" by '\n'" in printed
+    assert r"The model says '\n' (" in printed
+    assert r" by '\n'" in printed
 
 
 @pytest.fixture
