@@ -27,7 +27,7 @@ from infoflow_lens.commands.common import (
     say,
     say_json,
 )
-from infoflow_lens.foundation.display import brief, quote_readable
+from infoflow_lens.foundation.display import begin_sentence, brief, quote_readable
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Repeated, settings
 from infoflow_lens.probing.config import InfluenceKind, Model
@@ -367,7 +367,9 @@ def flow(
 def _say_found(flows: Sequence[Any], compared: Any) -> None:
     names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)
     for name, found in zip(names, flows, strict=True):
-        say(name + found.summary())
+        for sentence in (found.describe_sources(), found.summary()):
+            if sentence:
+                say(f"{name}{sentence}" if name else f"{begin_sentence(sentence)}.")
     if compared is not None:
         say(compared.summary())
     # notes that both sides have are said once

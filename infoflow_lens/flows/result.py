@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, compare, explained
-from infoflow_lens.foundation.display import begin_sentence, count, cut
+from infoflow_lens.foundation.display import begin_sentence, count, cut, strip_word
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.lazy import mpl, pd
 from infoflow_lens.foundation.record import RunRecord
@@ -45,6 +45,7 @@ from infoflow_lens.theory.information_sets import GradedSets, InformationSets, p
 from infoflow_lens.theory.rules import Rule
 
 RuleName = Literal["max_position", "top_k", "mechanisms"]
+_NAMED, _LEAST = 5, 0.005  # tokens that a sentence names, and the least share, which is written 1%
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -220,6 +221,31 @@ class Flow(Pictured, Savable):
         if self.contributions is not None and not self.contributions.claim:
             text += ", and attention is nearly even, where contributions claim nothing"
         return text
+
+    def describe_sources(self) -> str:
+        """Say on which other tokens a state depends most, as was measured, and how much they have.
+
+        It is the last of the asked states of the first input, in the last of the layers.
+
+        Returns:
+            A sentence without its end; empty where no influence of other tokens was measured.
+        """
+        if not self.asked[0]:
+            return ""
+        position, layer = max(self.asked[0]), self.layers[-1]
+        table = self.to_frame().query("input == 0 and position == @position and layer == @layer")
+        most = table[table["share"] >= _LEAST].nlargest(_NAMED, "share")
+        if most.empty:
+            return ""
+        named = ", ".join(
+            f"{strip_word(token)}@{source} ({share:.0%})"
+            for source, token, share in most[["source", "source_token", "share"]].to_numpy()
+        )
+        state = f"{strip_word(most['token'].iloc[0])}@{position} in layer {layer}"
+        return (
+            f"{state} depends most on {named}: together {most['share'].sum():.0%} of the influence "
+            "of other tokens"
+        )
 
     @cached_property
     def _visible(self) -> tuple[Bool[Tensor, "input pos source"], ...]:

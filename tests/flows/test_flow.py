@@ -1,6 +1,7 @@
 """One call from a model and a text to predicted sets beside measured influence."""
 
 import math
+import re
 from dataclasses import replace
 
 import matplotlib.figure
@@ -21,6 +22,7 @@ from infoflow_lens import (
     run_probes,
     why_all,
 )
+from infoflow_lens.commands.texts import _say_found
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.hooks import PowerRollout, label_heads
@@ -154,6 +156,21 @@ def test_a_flow_by_top_k_or_without_a_position_has_the_sets_of_the_probe(host):
     )
     kept = quick(host, TEXT, without=(0,)).sets.members
     assert not kept[:, 0, 1:, 0].any()
+
+
+def test_it_says_on_which_tokens_the_asked_state_depends(found, host, capsys):
+    measured = found.influence.full()[-1, 0, 6].double()
+    shares = measured[:6] / measured[:6].sum()  # its own token has no share
+    said = found.describe_sources()
+    assert said.startswith(f"{found.tokens[0][6]}@6 in layer 1 depends most on ")
+    named = re.findall(r"(\S+)@(\d) \((\d+)%\)", said)
+    assert len(named) == 5
+    best = shares.argsort(descending=True)[:5].tolist()
+    assert named == [(found.tokens[0][i], str(i), f"{100 * float(shares[i]):.0f}") for i in best]
+    assert f"together {100 * float(shares[best].sum()):.0f}% of the influence" in said
+    assert quick(host, TEXT, influence=None).describe_sources() == ""
+    _say_found([found], None)
+    assert f"{begin_sentence(said)}." in capsys.readouterr().out.splitlines()
 
 
 def test_predicted_orders_stand_beside_what_was_measured(host, tmp_path):
