@@ -367,7 +367,8 @@ def flow(
 def _say_found(flows: Sequence[Any], compared: Any) -> None:
     names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)
     for name, found in zip(names, flows, strict=True):
-        for sentence in (found.describe_sources(), found.summary()):
+        sources = map(found.describe_sources, range(len(found.tokens)))
+        for sentence in (*sources, found.summary()):
             if sentence:
                 say(f"{name}{sentence}" if name else f"{begin_sentence(sentence)}.")
     if compared is not None:

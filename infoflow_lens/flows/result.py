@@ -222,18 +222,27 @@ class Flow(Pictured, Savable):
             text += ", and attention is nearly even, where contributions claim nothing"
         return text
 
-    def describe_sources(self) -> str:
+    def describe_sources(self, input: int = 0) -> str:
         """Say on which other tokens a state depends most, as was measured, and how much they have.
 
-        It is the last of the asked states of the first input, in the last of the layers.
+        It is the last of the asked states of an input, in the last of the layers.
+
+        Args:
+            input: which input.
 
         Returns:
             A sentence without its end; empty where no influence of other tokens was measured.
+
+        Raises:
+            InfoFlowError: for an input that there is not.
         """
-        if not self.asked[0]:
+        asked = self._asked_of(input)
+        if not asked:
             return ""
-        position, layer = max(self.asked[0]), self.layers[-1]
-        table = self.to_frame().query("input == 0 and position == @position and layer == @layer")
+        index = input % len(self.tokens)
+        state = {"input": index, "position": max(asked), "layer": self.layers[-1]}
+        table = self.to_frame()
+        table = table[(table[[*state]] == [*state.values()]).all(axis=1)]
         most = table[table["share"] >= _LEAST].nlargest(_NAMED, "share")
         if most.empty:
             return ""
@@ -241,11 +250,17 @@ class Flow(Pictured, Savable):
             f"{strip_word(token)}@{source} ({share:.0%})"
             for source, token, share in most[["source", "source_token", "share"]].to_numpy()
         )
-        state = f"{strip_word(most['token'].iloc[0])}@{position} in layer {layer}"
+        of = f"{strip_word(most['token'].iloc[0])}@{state['position']}"
         return (
-            f"{state} depends most on {named}: together {most['share'].sum():.0%} of the influence "
-            "of other tokens"
+            f"in layer {state['layer']} {of} depends most on {named}: together "
+            f"{most['share'].sum():.0%} of the influence of other tokens"
         )
+
+    def _asked_of(self, input: int) -> tuple[int, ...]:
+        n_inputs = len(self.tokens)
+        if not -n_inputs <= input < n_inputs:
+            raise InfoFlowError(f"input is {input}: expected 0 to {n_inputs - 1}")
+        return self.asked[input]
 
     @cached_property
     def _visible(self) -> tuple[Bool[Tensor, "input pos source"], ...]:
@@ -316,10 +331,7 @@ class Flow(Pictured, Savable):
         """
         from infoflow_lens.report.flow_plot import draw_flow
 
-        n_inputs = len(self.tokens)
-        if not -n_inputs <= input < n_inputs:
-            raise InfoFlowError(f"input is {input}: expected 0 to {n_inputs - 1}")
-        asked = self.asked[input]
+        asked = self._asked_of(input)
         viewed = self.view.inputs[input]
         if position is None:
             position = max(asked) if asked else viewed.n_queries - 1

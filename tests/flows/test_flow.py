@@ -162,13 +162,17 @@ def test_it_says_on_which_tokens_the_asked_state_depends(found, host, capsys):
     measured = found.influence.full()[-1, 0, 6].double()
     shares = measured[:6] / measured[:6].sum()  # its own token has no share
     said = found.describe_sources()
-    assert said.startswith(f"{found.tokens[0][6]}@6 in layer 1 depends most on ")
+    assert said.startswith(f"in layer 1 {found.tokens[0][6]}@6 depends most on ")
     named = re.findall(r"(\S+)@(\d) \((\d+)%\)", said)
     assert len(named) == 5
     best = shares.argsort(descending=True)[:5].tolist()
     assert named == [(found.tokens[0][i], str(i), f"{100 * float(shares[i]):.0f}") for i in best]
     assert f"together {100 * float(shares[best].sum()):.0f}% of the influence" in said
     assert quick(host, TEXT, influence=None).describe_sources() == ""
+    both = quick(host, ["w5 w9 w4", TEXT])
+    assert both.describe_sources(1) == both.describe_sources(-1) == said
+    with pytest.raises(InfoFlowError, match="input is 2: expected 0 to 1"):
+        both.describe_sources(2)
     _say_found([found], None)
     assert f"{begin_sentence(said)}." in capsys.readouterr().out.splitlines()
 
