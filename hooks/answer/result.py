@@ -745,7 +745,9 @@ def describe_kind(kind: str, goal: str, readers: str = "", *, several: bool = Fa
 
 
 def _share(share: float) -> str:
-    """Write a share of the difference, and no -0%."""
+    """Write a share of the difference; no -0%, and not the bar for what stays below it."""
+    if TARGET - 0.005 <= share < TARGET:
+        return f"{math.floor(1000 * share) / 1000:.1%}"
     return f"{0.0 if abs(share) < 0.005 else share:.0%}"
 
 

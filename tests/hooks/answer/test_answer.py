@@ -302,6 +302,9 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
     assert "keeps 81%: yes. Our bar is 70% of the difference" in said
     assert "paths were added until it was reached" in said
     assert "lost is 42%: not by our bar" in said
+    below = replace(found, lost=0.6996)  # 70% is the bar, which it does not reach
+    assert "lost is 69.9%: not by our bar" in " ".join(below.describe_certainty())
+    assert "cut, they lose 69.9%" in below.summary()
     assert (
         "Of 3 draws of 2 paths at random the median one keeps 10% of the difference, the best 30%"
         in said
