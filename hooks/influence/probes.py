@@ -431,10 +431,8 @@ class ResampleInfluence(StateInfluence):
             _ROUNDING * torch.finfo(find_precision(state)).eps * state.float().norm(dim=-1)
             for state in plain
         ]
-        # a donor with the token that stands there replaces nothing
-        same = _ROUNDING * torch.finfo(find_precision(start)).eps * start.float().norm(dim=-1)
-        gaps = (donated - start[:, None]).float().norm(dim=-1)  # [sequence, donor, source]
-        replaces = (gaps > same[:, None]).permute(2, 1, 0)[..., None].cpu()
+        # a donor with the token that stands there replaces nothing; [source, donor, sequence, 1]
+        replaces = (donated != start[:, None]).any(dim=-1).permute(2, 1, 0)[..., None].cpu()
         self._expect(n_source * n_donors * batch)
         asked = place.clamp(min=0)
         # each source is a pass for each donor and sequence; as many together as memory holds

@@ -195,7 +195,7 @@ def one_by_one(model, ids, donors, layer, source_layer=0):
                 model.run_with_hooks(ids, fwd_hooks=[(start, replace), (state, catch)])
             gap = (found["state"] - plain).norm(dim=-1)
             apart = (entering[:, source] - donated[donor, source]).norm(dim=-1)
-            replaced = apart > 1e-6 * entering[:, source].norm(dim=-1)
+            replaced = apart > 0
             moved[donor, :, :, source] = gap.masked_fill(~replaced[:, None], torch.nan)
     return moved.detach()
 
