@@ -217,7 +217,9 @@ class AnswerNumbers(Result):
         both[self.read_at] = False
         n = int(both.sum())
         # the rank correlation of two random orders has the standard deviation 1 / sqrt(n - 1)
-        band = min(1.0, 1.96 / (n - 1) ** 0.5)
+        band = 1.96 / (n - 1) ** 0.5
+        if band > 1:  # also that of the measured order itself lies within
+            return f"{n} tokens are too few to tell a predicted order from a random one."
         chance = f"95 of 100 random orders lie within {band:.2f} of 0"
         said = describe_orders(found, chance, least=band)
         return f"Of the orders of {n} tokens predicted without replacing any, {said}."
