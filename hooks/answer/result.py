@@ -217,7 +217,9 @@ class AnswerNumbers(Result):
         both[self.read_at] = False
         n = int(both.sum())
         # the rank correlation of two random orders has the standard deviation 1 / sqrt(n - 1)
-        band = min(1.0, 1.96 / (n - 1) ** 0.5)
+        band = 1.96 / (n - 1) ** 0.5
+        if band > 1:  # also that of the measured order itself lies within
+            return f"{n} tokens are too few to tell a predicted order from a random one."
         chance = f"95 of 100 random orders lie within {band:.2f} of 0"
         said = describe_orders(found, chance, least=band)
         return f"Of the orders of {n} tokens predicted without replacing any, {said}."
@@ -749,7 +751,9 @@ def describe_kind(kind: str, goal: str, readers: str = "", *, several: bool = Fa
 
 
 def _share(share: float) -> str:
-    """Write a share of the difference, and no -0%."""
+    """Write a share of the difference; no -0%, and not the bar for what stays below it."""
+    if TARGET - 0.005 <= share < TARGET:
+        return f"{math.floor(1000 * share) / 1000:.1%}"
     return f"{0.0 if abs(share) < 0.005 else share:.0%}"
 
 

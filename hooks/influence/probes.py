@@ -30,7 +30,7 @@ from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.hooks.passes.view import Needs
-from infoflow_lens.hooks.states import combined, either, summed
+from infoflow_lens.hooks.states import combined, concatenated, either, summed
 
 Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error; or None for exact norms")]
 _DIRECTIONS_AT_ONCE = 16  # if memory is short, reduce the sequences in a pass down to this
@@ -300,7 +300,8 @@ class ResampleInfluence(StateInfluence):
     """Influence [layer, batch, pos, source]: how far a state moves when a token is replaced.
 
     The token of one position is replaced by that of a donor sequence at the same position, for all
-    donors, and the norm of the change of every state is put together over donors. The state is the
+    donors, and the norm of the change of every state is put together over the donors that have
+    another token there; where none has, nothing is replaced, and it is 0. The state is the
     post-attention or the outgoing residual stream of each layer; the source is the input vector or,
     for models over token ids, the embedding (with its position), and with `source_layer`, what
     enters that layer. Unlike a derivative it sees what attention would do with another token.
@@ -337,6 +338,8 @@ class ResampleInfluence(StateInfluence):
     replacement: Literal["each", "mean"] = "each"
     rounding: ClassVar[float] = _ROUNDING
     floor_of: ClassVar[str] = "a change of a state below {} of its size"
+
+    unmoved = concatenated(1, fill=False)  # [sequence, source], tokens that no donor replaces
 
     _donated: Tensor | None = field(default=None, init=False)
 
@@ -428,6 +431,8 @@ class ResampleInfluence(StateInfluence):
             _ROUNDING * torch.finfo(find_precision(state)).eps * state.float().norm(dim=-1)
             for state in plain
         ]
+        # a donor with the token that stands there replaces nothing; [source, donor, sequence, 1]
+        replaces = (donated != start[:, None]).any(dim=-1).permute(2, 1, 0)[..., None].cpu()
         self._expect(n_source * n_donors * batch)
         asked = place.clamp(min=0)
         # each source is a pass for each donor and sequence; as many together as memory holds
@@ -447,22 +452,43 @@ class ResampleInfluence(StateInfluence):
                     moved[layer, part] = gap.gather(1, asked[each[part, 2]])
                 self._work_done(len(part))
             moved = moved.view(n_layers, len(sources), n_donors, batch, -1)
+            moved = moved.masked_fill(~replaces[sources], torch.nan)
             # from [layer, source, sequence, asked], with the sources last
             influence[..., sources] = self._aggregate(moved).permute(0, 2, 3, 1)
-        return influence, {}
+        return influence, {"unmoved": ~replaces.any(dim=1)[..., 0].T}
+
+    def notes(self) -> tuple[str, ...]:
+        """Say at which tokens nothing was replaced."""
+        notes = super().notes()
+        if self.unmoved is None:
+            return notes
+        sources = torch.arange(self.unmoved.shape[1])
+        places = (self.unmoved & (sources < self.lengths[:, None])).nonzero().tolist()
+        if not places:
+            return notes
+        where = ", ".join(str(place) for _, place in places[:8]) + ", ..." * (len(places) > 8)
+        if self.n_sequences > 1:
+            where = f"{len(places)} places of {len({row for row, _ in places})} sequences"
+        return (
+            *notes,
+            f"all donors have the sequence's own token at {'position ' * (self.n_sequences == 1)}"
+            f"{where}: replaced by itself, it moves nothing, so that its influence is 0 whatever "
+            "the model does",
+        )
 
     def _aggregate(
         self, moved: Float[Tensor, "layer source donor sequence asked"]
     ) -> Float[Tensor, "layer source sequence asked"]:
-        """Aggregate over donors; torch.quantile takes no large tensors."""
+        """Aggregate over donors but NaN, 0 for none; torch.quantile takes no large tensors."""
         if self.aggregate == "mean":
-            return moved.mean(dim=2)
+            return moved.nanmean(dim=2).nan_to_num(0)
         quantile = 0.5 if self.aggregate == "median" else float(self.aggregate)
-        ranked = moved.sort(dim=2).values
-        at = quantile * (moved.shape[2] - 1)
-        low = int(at)
-        high = min(low + 1, moved.shape[2] - 1)
-        return ranked[:, :, low].lerp(ranked[:, :, high], at - low)
+        ranked, last = moved.sort(dim=2).values, (~moved.isnan()).sum(dim=2, keepdim=True) - 1
+        at = quantile * last.clamp(min=0)
+        low = at.long()
+        below = ranked.gather(2, low)
+        above = ranked.gather(2, torch.minimum(low + 1, last.clamp(min=0)))
+        return torch.lerp(below, above, (at - low).to(moved)).squeeze(2).nan_to_num(0)
 
 
 def donors_from(

@@ -28,7 +28,13 @@ from infoflow_lens.hooks.interventions.ideals import (
     check_means,
 )
 from infoflow_lens.hooks.interventions.kept import KeptNumbers, Reached, identify
-from infoflow_lens.hooks.interventions.labels import SINK, HeadLabel, compute_shares, label_head
+from infoflow_lens.hooks.interventions.labels import (
+    ERRORS,
+    SINK,
+    HeadLabel,
+    compute_shares,
+    label_head,
+)
 from infoflow_lens.hooks.interventions.patterns import MeanPatterns, MeanPatternsProbe
 from infoflow_lens.hooks.interventions.probe import (
     Intervention,
@@ -50,6 +56,7 @@ WORTHIEST = 14  # heads whose label rests on passes of their own, and that are t
 _ABLATED = HEAD_IDEALS.index("ablated")
 _FIXED_SHARE = 0.05  # of a row's largest mean weight, from which on a key is a fixed one [chosen]
 _IDLE = 0.01  # of the damage of all heads, where there is no loss of the next token [chosen]
+_FEW = 8  # texts, below which it is said how often labels are chance [chosen]
 _SURE_TO = 50  # idle heads are found to within one in so many
 OWN, SEVERAL = "each head by its label", "each head by its label, several keys where it says so"
 _EVERYWHERE: tuple[HeadIdeal, ...] = (
@@ -391,6 +398,8 @@ def label_heads(
         InfoFlowError: for fewer than two texts on either side, means of shorter texts, a model in
             which edited patterns do not reach the output, or `resume` of another run.
     """
+    from scipy.special import stdtr
+
     layer_count(model)
     asked: dict[str, Any] = {"metric": metric, "read": read}
 
@@ -460,6 +469,12 @@ def label_heads(
         notes += (
             f"labels rest on the first of every two texts, {some.n_sequences} in all, and the "
             "others judge them: where two kinds of text alternate, give one of them as judge=",
+        )
+    if len(some.rows) < _FEW:
+        chance = 2 * float(stdtr(len(some.rows) - 1, -ERRORS))
+        notes += (
+            f"labels rest on {len(some.rows)} texts: with so few, a head whose families lose the "
+            f"same is called fixed or max by chance in {chance:.0%} of cases",
         )
     columns = ("fixed", "largest", "fixed_error", "largest_error", "gap_error")
     return HeadLabels(

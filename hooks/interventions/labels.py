@@ -18,7 +18,7 @@ from infoflow_lens.hooks.interventions.probe import jackknife
 
 FIXED: tuple[HeadIdeal, ...] = ("position", "offset")
 # Set before any head was labelled [chosen]: what counts as sure, as little, and as much.
-_ERRORS, _LITTLE, _MUCH = 2.0, 0.25, 0.5
+ERRORS, _LITTLE, _MUCH = 2.0, 0.25, 0.5
 # between the share of a simple pattern and that of the mean pattern: at most, and however sure
 _NEAR, _SAME = 0.1, 0.02
 _NOTHING = 1e-9  # worth of a text below which a head is worth nothing
@@ -98,13 +98,13 @@ def label_head(
     least, least_error = min(f, g), error_of(columns[best])
     label, name, several, either = "undecided", "", best, False
     # surely much is lost by either family: neither a fixed pattern nor one key describes the head
-    if least - _ERRORS * least_error > _MUCH:
+    if least - ERRORS * least_error > _MUCH:
         enough = [ideal for ideal in TOPS if ideal in shares and shares[ideal] <= _LITTLE]
         label, name = ("several", enough[0]) if enough else ("spread", "")
         several = enough[0] if enough else best
     elif f <= _LITTLE and g <= _LITTLE:
         label, either = "fixed", True
-    elif abs(f - g) > _ERRORS * gap_error:
+    elif abs(f - g) > ERRORS * gap_error:
         label = "fixed" if f < g else "max"
     if label == "fixed":
         name = _simplest(columns, shares, worth, fixed)
@@ -124,6 +124,6 @@ def _simplest(
     for ideal in sorted((i for i in SIMPLE if i in shares), key=lambda i: shares[i]):
         apart = shares[ideal] - shares[fixed]
         error = float(jackknife((columns[ideal] - columns[fixed])[:, None], worth[:, None])[0])
-        if apart <= min(_NEAR, max(_ERRORS * error, _SAME)):
+        if apart <= min(_NEAR, max(ERRORS * error, _SAME)):
             return ideal
     return fixed

@@ -347,22 +347,6 @@ def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
     return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
 
 
-def note_same_tokens(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
-    """Note the tokens for which all donors have the same token, so that nothing is replaced."""
-    if not isinstance(probe, ResampleInfluence):
-        return
-    for index, row in enumerate(rows):
-        places = _stays(probe.donors, row).nonzero().flatten().tolist()
-        if places:
-            of = f" of input {index}" if len(rows) > 1 else ""
-            yield (
-                f"all reference inputs have the text's own token at position "
-                f"{', '.join(map(str, places[:8]))}{', ...' if len(places) > 8 else ''}{of}: "
-                "replaced by itself, it moves nothing, so that its influence is 0 whatever the "
-                "model does"
-            )
-
-
 def run_with_bar(
     model: nn.Module, inputs: Batches, probes: Sequence[Any], progress: bool
 ) -> tuple[Any, ...]:
@@ -579,7 +563,7 @@ def flow(
             "title": f"Information flow in {_name(loaded)}",
         }
     )
-    notes = [*unknown, *_notes(made, loaded, without), *note_same_tokens(measure, rows)]
+    notes = [*unknown, *_notes(made, loaded, without)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))

@@ -331,7 +331,7 @@ def test_a_text_of_one_token_has_none_to_put_in_its_place(host):
 def test_reference_inputs_with_the_same_tokens_are_said_and_refused(host):
     reference = [f"w5 w{i} w9 w{i + 1} w{i + 2} w7" for i in range(20, 28)]
     (note,) = (n for n in quick(host, TEXT, influence="resample", reference=reference).notes)
-    assert "the text's own token at position 0, 1, 3, 6: replaced by itself" in note
+    assert "the sequence's own token at position 0, 1, 3, 6: replaced by itself" in note
     with pytest.raises(InfoFlowError, match="the same tokens as the text everywhere"):
         quick(host, TEXT, influence="resample", reference=[TEXT] * 3)
 

@@ -302,6 +302,9 @@ def test_how_sure_an_answer_is_is_said_of_what_was_measured():
     assert "keeps 81%: yes. Our bar is 70% of the difference" in said
     assert "paths were added until it was reached" in said
     assert "lost is 42%: not by our bar" in said
+    below = replace(found, lost=0.6996)  # 70% is the bar, which it does not reach
+    assert "lost is 69.9%: not by our bar" in " ".join(below.describe_certainty())
+    assert "cut, they lose 69.9%" in below.summary()
     assert (
         "Of 3 draws of 2 paths at random the median one keeps 10% of the difference, the best 30%"
         in said
@@ -1012,7 +1015,11 @@ def test_tokens_that_are_not_seen_are_no_candidates():
     found = measured(LogitDifference(3, 5, 3))
     assert found.read_at == 3
     assert found.token_predicted[:, 4:].isnan().all()
-    assert "3 tokens" in found.nearest_order()
+    # the measured order itself, which was said not to come near
+    same = found.token_mean.abs().where(found.token_predicted[0].isfinite(), torch.nan)
+    found = replace(found, token_predicted=same.expand(3, -1))
+    assert [*found.orders().values()] == near([1, 1, 1])
+    assert found.nearest_order().startswith("3 tokens are too few")
 
 
 def test_the_same_question_has_the_same_answer():

@@ -14,7 +14,7 @@ from tests.versions import for_each
 
 
 def by_hand(model, inputs, donors, name):
-    """[donor, batch, pos, source], one replaced token at a time."""
+    """[donor, batch, pos, source], one replaced token at a time; NaN where none is replaced."""
     _, plain = model.run_with_cache(inputs)
     moved = []
     for donor in donors:
@@ -23,15 +23,17 @@ def by_hand(model, inputs, donors, name):
             changed = inputs.clone()
             changed[:, source] = donor[source]
             _, cache = model.run_with_cache(changed)
-            columns.append((cache[name] - plain[name]).norm(dim=-1))
+            replaced = (changed != inputs).flatten(1).any(dim=1)
+            gap = (cache[name] - plain[name]).norm(dim=-1)
+            columns.append(gap.masked_fill(~replaced[:, None], torch.nan))
         moved.append(torch.stack(columns, dim=-1))
     return torch.stack(moved).detach()
 
 
 AGGREGATED = {
-    "median": lambda moved: moved.quantile(0.5, dim=0),
-    "mean": lambda moved: moved.mean(dim=0),
-    0.25: lambda moved: moved.quantile(0.25, dim=0),
+    "median": lambda moved: moved.nanquantile(0.5, dim=0),
+    "mean": lambda moved: moved.nanmean(dim=0),
+    0.25: lambda moved: moved.nanquantile(0.25, dim=0),
 }
 
 
@@ -44,6 +46,20 @@ def test_it_is_the_change_of_the_state(model, inputs, token_model, token_inputs,
         moved = by_hand(subject, data[4:8], data[:4], f"blocks.{layer}.hook_resid_mid")
         for result, join in zip(results, AGGREGATED.values(), strict=True):
             torch.testing.assert_close(result.influence[layer], join(moved), rtol=1e-4, atol=1e-5)
+
+
+def test_donors_with_the_token_that_stands_there_replace_nothing(token_model):
+    """As where proteins or texts begin alike: the median over them was 0, and so no influence."""
+    ids = torch.arange(9)[None] % 17
+    donors = ids.repeat(3, 1)
+    donors[2] = (donors[2] + 5) % 17  # one that differs, but at position 0, where none does
+    donors[2, 0] = ids[0, 0]
+    probe = ResampleInfluence(donors, state="resid_post")
+    (result,) = run_probes(token_model, ids, [probe], progress=False)
+    (expected,) = by_hand(token_model, ids, donors[2:], "blocks.1.hook_resid_post").nan_to_num(0)
+    torch.testing.assert_close(result.influence[1], expected, rtol=1e-4, atol=1e-5)
+    (note,) = result.notes
+    assert "all donors have the sequence's own token at position 0: replaced by itself" in note
 
 
 def test_neither_batches_nor_chunks_change_it(model, inputs):
@@ -159,7 +175,8 @@ def after_first_block(model, ids, start):
 def one_by_one(model, ids, donors, layer, source_layer=0):
     """[donor, batch, pos, source]: whole passes, with one position changed in each."""
     state, start = f"blocks.{layer}.hook_resid_post", f"blocks.{source_layer}.hook_resid_pre"
-    plain = model.run_with_cache(ids)[1][state]
+    cache = model.run_with_cache(ids)[1]
+    plain, entering = cache[state], cache[start]
     donated = model.run_with_cache(donors)[1][start]
     moved = torch.empty(len(donors), *ids.shape, ids.shape[1])
     for donor in range(len(donors)):
@@ -176,7 +193,10 @@ def one_by_one(model, ids, donors, layer, source_layer=0):
 
             with torch.no_grad():
                 model.run_with_hooks(ids, fwd_hooks=[(start, replace), (state, catch)])
-            moved[donor, :, :, source] = (found["state"] - plain).norm(dim=-1)
+            gap = (found["state"] - plain).norm(dim=-1)
+            apart = (entering[:, source] - donated[donor, source]).norm(dim=-1)
+            replaced = apart > 0
+            moved[donor, :, :, source] = gap.masked_fill(~replaced[:, None], torch.nan)
     return moved.detach()
 
 
@@ -197,7 +217,7 @@ def test_from_a_layer_at_chosen_positions(token_inputs):
     )
     (result,) = run_probes(model, ids, [probe], progress=False)
     assert result.positions.tolist() == [[7, 3]] * 3
-    expected = one_by_one(model, ids, donors, 2, source_layer=1).quantile(0.25, dim=0)
+    expected = one_by_one(model, ids, donors, 2, source_layer=1).nanquantile(0.25, dim=0)
     torch.testing.assert_close(result.influence[0], expected[:, [7, 3]], rtol=1e-5, atol=1e-5)
     assert result.influence[0, :, 0, 8].eq(0).all()
 
@@ -217,7 +237,7 @@ def test_a_pattern_that_knows_no_prefix_is_recomputed(token_model, token_inputs)
     (result,) = run_probes(
         token_model, ids, [ResampleInfluence(donors, state="resid_post")], progress=False
     )
-    expected = one_by_one(token_model, ids, donors, 1).quantile(0.5, dim=0)
+    expected = one_by_one(token_model, ids, donors, 1).nanquantile(0.5, dim=0)
     torch.testing.assert_close(result.influence[1], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -233,7 +253,7 @@ def test_a_pattern_that_is_wrong_with_a_prefix_is_recomputed(token_model, token_
     (result,) = run_probes(
         token_model, ids, [ResampleInfluence(donors, state="resid_post")], progress=False
     )
-    expected = one_by_one(token_model, ids, donors, 1).quantile(0.5, dim=0)
+    expected = one_by_one(token_model, ids, donors, 1).nanquantile(0.5, dim=0)
     torch.testing.assert_close(result.influence[1], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -314,7 +334,7 @@ def test_bridges_run_whole(tmp_path, name):
     )
     for index, length in enumerate((7, 4, 6)):
         alone = ids[index : index + 1, :length]
-        expected = one_by_one(model, alone, donors[:, :length], 0).quantile(0.5, dim=0)[0]
+        expected = one_by_one(model, alone, donors[:, :length], 0).nanquantile(0.5, dim=0)[0]
         torch.testing.assert_close(
             result.influence[0, index, :length, :length], expected, rtol=1e-4, atol=1e-5
         )

@@ -2,12 +2,14 @@
 
 import inspect
 import json
+import re
 from functools import cache
 from itertools import product
 
 import pytest
 import torch
 import transformers
+from scipy.stats import t
 
 from infoflow_lens import InfoFlowError, label_heads, load_any, open_model, run_probes
 from infoflow_lens.foundation.modules import eval_mode
@@ -207,6 +209,9 @@ def test_encoders_are_labelled_by_the_change_of_their_output(head, metric):
     rows = [row[: 8 - i % 3] for i, row in enumerate(zoo.tokens(6, 8))]
     found = label_heads(model, rows, worthiest=2, progress=False)
     assert found.metric == metric
+    chance = 2 * t.sf(2, 2)  # of two errors, over three texts
+    said = f"labels rest on 3 texts: with so few, .* by chance in {chance:.0%} of cases"
+    assert any(re.match(said, note) for note in found.notes)
     assert found.rise.isnan().all()
     assert not found.idle.any()  # each does more than a hundredth of what all do
     if metric == "nmse":
