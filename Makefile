@@ -108,13 +108,14 @@ constraints: $(READY)  ## pin both environments anew
 clean:
 	rm -rf .venv .venv-tl3 .venv-newest .venv-oldest build dist demo
 
-# The lower bounds of pyproject.toml as pins; torch is as everywhere, other packages as they resolve.
+# The lower bounds of pyproject.toml as pins, of those that run on this Python; torch is as everywhere,
+# other packages as they resolve.
 build/oldest.txt: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	mkdir -p build
 	printf '%s\n' "$(TORCH)" > build/pins.txt
-	$(BIN)/uv pip compile --quiet --no-deps --resolution lowest-direct --extra certificates --extra cluster --extra gguf \
+	$(BIN)/uv pip compile --python $(BIN)/python --quiet --no-deps --resolution lowest-direct --extra certificates --extra cluster --extra gguf \
 		--constraint build/pins.txt --output-file $@ pyproject.toml > /dev/null
 
 # What the package itself needs is there sooner than what its development needs.

@@ -250,7 +250,7 @@ def differentiate(
 def _derive(
     read: Tensor, by: Sequence[Tensor], weights: Float[Tensor, "readout ..."], **graph: bool
 ) -> list[Tensor | None]:
-    """Do the same, with None for tensors on which it does not depend."""
+    """Return the derivatives of :func:`differentiate`, None where what was read has none."""
     settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True, **graph}
     if not read.requires_grad or not by:  # without heads that write by themselves
         return [None for _ in by]

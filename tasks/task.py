@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from annotated_types import Interval, MinLen
 from jaxtyping import Bool, Float, Int, Shaped
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
@@ -71,7 +72,7 @@ def dealt_out(n: int, least: int, what: str, seed: int) -> dict[Split, Int[Tenso
     return {split: part.sort().values for split, part in zip(SPLITS, parts, strict=True)}
 
 
-def sequence_keys(x: Int[Tensor, "batch pos"], seed: int) -> np.ndarray:
+def hash_sequences(x: Int[Tensor, "batch pos"], seed: int) -> NDArray[np.uint64]:
     """Hash every sequence to 0 to 2^64 - 1: equal ones alike, others as if at random."""
     keys = np.full(len(x), derive_seed("split", seed), dtype=np.uint64)
     for column in x.numpy().astype(np.uint64).T:
@@ -96,7 +97,7 @@ def cuts_by_share() -> list[int]:
     return [0, *(int(end * 2**60) << 4 for end in ends[:-1]), 2**64]
 
 
-def cuts_by_count(keys: np.ndarray, what: str) -> list[int]:
+def cuts_by_count(keys: NDArray[np.uint64], what: str) -> list[int]:
     """Return the cuts between the sorted keys of a small space, so that no split is empty.
 
     Raises:

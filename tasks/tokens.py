@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -21,8 +20,8 @@ from infoflow_lens.tasks.task import (
     Task,
     cuts_by_count,
     cuts_by_share,
+    hash_sequences,
     key_range,
-    sequence_keys,
 )
 from infoflow_lens.theory.comparison import ComparisonProfile, Component, context_profile
 
@@ -198,7 +197,7 @@ class TokenTask(Task):
             # a tenth more than the split's share asks for, so that one round is mostly enough
             drawn = self._draw(max(64, math.ceil(1.1 * missing / SHARES[split])), generator, split)
             # a hash of its tokens says whose a sequence is, without a list of the space
-            keys = sequence_keys(drawn, self.seed)
+            keys = hash_sequences(drawn, self.seed)
             kept = drawn[torch.from_numpy((keys >= low) & (keys <= high))][:missing]
             in_vain = 0 if len(kept) else in_vain + len(drawn)
             if in_vain > _MOST_DRAWS_IN_VAIN:
@@ -241,7 +240,7 @@ class TokenTask(Task):
 
 @lru_cache(maxsize=64)
 def _cuts(task: TokenTask) -> list[int]:
-    keys: np.ndarray = sequence_keys(task.all_sequences()[0], task.seed)
+    keys = hash_sequences(task.all_sequences()[0], task.seed)
     return cuts_by_count(keys, f"sequences of task {task.name!r}")
 
 

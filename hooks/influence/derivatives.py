@@ -86,7 +86,10 @@ def _differentiate_in_reverse(
     start: Float[Tensor, "batch position d"],
     directions: Float[Tensor, "direction batch position d"],
 ) -> tuple[Float[Tensor, "direction batch pos d_model"], ...]:
-    """Do the same by two backward passes: J^T u is linear in u, and its derivative by u is J."""
+    """Differentiate along directions by two backward passes.
+
+    J^T u is linear in u, and its derivative by u is J.
+    """
     # fused attention has no second derivative
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         source = start.detach().requires_grad_()

@@ -353,7 +353,11 @@ class SiteRun(Tap):
         return _swap(out, old, self._show_state(name, old, place))
 
     def _show_state(self, name: str, tensor: Tensor, place: Place | None = None) -> Tensor:
-        """Show a state as [batch, pos, width]."""
+        """Show a state at a hook point of this block, as [batch, pos, width].
+
+        Returns:
+            What hooks made of it, in the axes of the model; the tensor itself if they did nothing.
+        """
         if name not in self._by_block[self._index]:
             return tensor
         assert self._shape is not None

@@ -86,10 +86,12 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(abs(one - other) > _LEAST_GAP * (1e-2 + abs(one) + abs(other)))
 
 
+# faults of a document, in words, and the pairs of sequences whose values must differ
 Findings = tuple[list[str], list[tuple[list[Any], list[Any]]]]
 
 
 def _pigeonhole(document: Any) -> Findings:
+    """Count heads and places; make a pair for every choice of options at the other places."""
     wrong, heads = [], document["n_heads"]
     places, options = document["places"], document["options"]
     if len(heads) != 1:
@@ -119,6 +121,7 @@ def _pigeonhole(document: Any) -> Findings:
 
 
 def _choices(n: int, left_out: int, positional: bool) -> Iterator[Sequence[int]]:
+    """Yield the options at n places, of which the one that no head looks at has its first."""
     if not positional:
         return iter([(0,) * n])
     return itertools.product(*[(0,) if i == left_out else (0, 1) for i in range(n)])
@@ -134,6 +137,7 @@ def _most_tokens(n_heads: Sequence[int]) -> tuple[int, int]:
 
 
 def _growth(document: Any) -> Findings:
+    """Count active tokens and what CLS holds; make a pair for every token, moved or not."""
     wrong, (_, cls) = [], _most_tokens(document["n_heads"])
     active, base = document["active"], document["input"]
     if len(set(active)) <= cls:
@@ -146,6 +150,7 @@ def _growth(document: Any) -> Findings:
 
 
 def _ties(document: Any) -> Findings:
+    """Count tuples and what a choice and CLS hold; lower all but one, and move its tokens."""
     tuples, base, wrong = document["tuples"], document["input"], list[str]()
     arity, places = len(tuples[0]), [place for row in tuples for place in row]
     (token, before), (_, held) = (
@@ -259,6 +264,7 @@ def _check_smoothness(
 
 
 def _order(document: Any) -> Findings:
+    """Compare what the two sequences hold, and whether the model can tell positions apart."""
     first, second = list(document["first"]), list(document["second"])
     wrong = []
     if sorted(map(repr, first)) != sorted(map(repr, second)):
@@ -269,6 +275,7 @@ def _order(document: Any) -> Findings:
 
 
 def _reach(document: Any) -> Findings:
+    """Compare the two sequences so far back as the windows of all layers let the end see."""
     first, second = list(document["first"]), list(document["second"])
     wrong, windows = [], document["windows"]
     if not windows or None in windows:

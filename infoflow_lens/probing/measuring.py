@@ -28,7 +28,7 @@ from infoflow_lens.runs.executor import Unit
 from infoflow_lens.runs.folder import RunFolder
 
 
-def possible_parts(
+def choose_possible_parts(
     capabilities: ModelCapabilities, config: ProbingConfig, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
     """Choose the parts that are asked for, or all that the model can give, in the report's order.
@@ -75,10 +75,10 @@ def check_own_settings(config: ProbingConfig) -> None:
         check_names(given, [name for part in parts.values() for name in part.kinds])
 
 
-def parts_with_enough_data(
+def choose_parts_with_data(
     parts: Mapping[str, Part], context: RunContext, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
-    """Return the parts that the sequences are enough for, with settings that these parts accept.
+    """Choose the parts that the sequences are enough for, with settings that these parts accept.
 
     Those that read the loss of the next token are left out, too, where the model has none.
 

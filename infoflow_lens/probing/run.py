@@ -43,10 +43,10 @@ from infoflow_lens.probing.data import check_data, data_identity, stream_data
 from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.measuring import (
     check_own_settings,
+    choose_parts_with_data,
+    choose_possible_parts,
     code_of_own,
     measure_parts,
-    parts_with_enough_data,
-    possible_parts,
 )
 from infoflow_lens.probing.page import build_report, per_head
 from infoflow_lens.probing.part import Part, ProbePart, RunContext, Say
@@ -268,7 +268,7 @@ def run_probing(
             # the first part shows what the model can give, before all data are read
             begin = next(coming) if stored is None else Batches(model, stored.sequences)
             capabilities = inspect_model(model, begin.rows[0][None])
-            parts = possible_parts(capabilities, config, say, if_possible)
+            parts = choose_possible_parts(capabilities, config, say, if_possible)
             if stored is None:
                 stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
         say(f"{loaded.description}; {count(stored.extent.n_sequences, 'sequence')}")
@@ -285,7 +285,7 @@ def run_probing(
         )
         context = RunContext(config, model, capabilities, weights, batches, progress, executor)
         ready(context)
-        parts = parts_with_enough_data(parts, context, say, if_possible)
+        parts = choose_parts_with_data(parts, context, say, if_possible)
         code = code_of_own(parts, context)
         folder.claim(run_identity(config, identity, stored.digest, tokenizer, code))
         if not folder.holds("record.json"):
@@ -611,7 +611,7 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
         InfoFlowError: with what to do.
     """
     windows = context.batches.n_sequences or 0
-    parts = possible_parts(context.capabilities, context.config, lambda line: None, True)
+    parts = choose_possible_parts(context.capabilities, context.config, lambda line: None, True)
     # each worker has a model of its own, and no more work at a time than parts or shards
     jobs = min(context.executor.jobs, max(len(parts), -(-windows // context.config.shard)))
     weights = sum(p.numel() * p.element_size() for p in context.model.parameters())

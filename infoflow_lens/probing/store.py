@@ -445,7 +445,7 @@ def windows(
 
 def _spread(
     prefix: Tensor,
-    read: Callable[[NDArray[np.int64]], NDArray[np.integer]],
+    read: Callable[[NDArray[np.int64]], NDArray[np.integer[Any]]],
     n_stream: int,
     length: int,
     n: int | None,

@@ -135,11 +135,11 @@ def render_answer(
             record=json.dumps(answer.record.to_dict(), indent=2),
         )
     )
-    page = _keep_quoted_whole(_isolate_places(page))
+    page = _join_quotes(_isolate_places(page))
     return add_policy(page, "'none'" if form is None else "'self'")
 
 
-def _keep_quoted_whole(page: str) -> str:
+def _join_quotes(page: str) -> str:
     """Let no line end between a quotation mark and a word that begins with a blank, as ' Mary'."""
     return _QUOTED.sub(
         lambda at: at[0] if at[2] is None else f'<span class="whole">{at[2]}</span>', page

@@ -45,8 +45,17 @@ from infoflow_lens.studies.certificates.separation import (
     is_witness,
 )
 
-Tokens = Int[Tensor, "batch pos"] | Int[np.ndarray, "batch pos"] | Sequence[Sequence[int]]
-Labels = Int[Tensor, " batch"] | Int[np.ndarray, " batch"] | Sequence[int]
+# NumPy 2.0 has no default for the type of an array, and jaxtyping takes no other than the class
+Tokens = (
+    Int[Tensor, "batch pos"]
+    | Int[np.ndarray, "batch pos"]  # type: ignore[type-arg, unused-ignore]
+    | Sequence[Sequence[int]]
+)
+Labels = (
+    Int[Tensor, " batch"]
+    | Int[np.ndarray, " batch"]  # type: ignore[type-arg, unused-ignore]
+    | Sequence[int]
+)
 
 
 MAX_SEQUENCES = 5000

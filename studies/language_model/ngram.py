@@ -50,8 +50,11 @@ class _Counts:
         return cls(unique, counts, contexts, np.add.reduceat(counts, first), types, discount)
 
     def interpolate(
-        self, grams: _Integers, vocabulary: int, lower: Float[np.ndarray, " token"]
-    ) -> Float[np.ndarray, " token"]:
+        self,
+        grams: _Integers,
+        vocabulary: int,
+        lower: Float[np.ndarray, " token"],  # type: ignore[type-arg, unused-ignore]
+    ) -> Float[np.ndarray, " token"]:  # type: ignore[type-arg, unused-ignore]
         """Return the probability of each gram's last token, given `lower`, that of shorter ones."""
         count, _ = _look_up(self.grams, grams, self.counts)
         total, place = _look_up(self.contexts, grams // vocabulary, self.totals)
