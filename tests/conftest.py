@@ -184,9 +184,15 @@ def pytest_collection_finish():
     gc.enable()
 
 
+STARTERS = {"started", "printed_by", "server"}  # of tests/processes.py
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of the tests of a file that open a browser the first is run always, the others are slow.
+
+    Files that open it or start programs come first, so that one of several workers runs them all:
+    each that does starts a browser and a server of its own.
 
     Of slow tests a third runs with SLOW=1, another one after most commits; with THIRD=1 so of all.
     """
@@ -200,6 +206,8 @@ def pytest_collection_modifyitems(items):
         of_thirds = item.get_closest_marker("slow") or os.environ.get("THIRD")
         if of_thirds and _third() not in (None, own):
             item.add_marker("of_another_commit")
+    starts = opened | {item.path for item in items if STARTERS & vars(item.module).keys()}
+    items.sort(key=lambda item: item.path not in starts)
 
 
 @pytest.fixture
@@ -227,14 +235,27 @@ def browser():
         running.close()
 
 
+def resident():
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="session")
+def least_memory():
+    """What the process held when memory went back to the system."""
+    return [resident()] if sys.platform == "linux" else []
+
+
 @pytest.fixture(scope="module", autouse=True)
-def memory_returned():
-    """What the tests of a file took goes back to the system; glibc would keep it.
+def memory_returned(least_memory):
+    """What the tests of a file took goes back to the system where it is much; glibc would keep it.
 
     What is left then, imported modules above all, is not looked through again.
     """
     yield
-    if sys.platform == "linux":
+    if least_memory and resident() > least_memory[0] + (200 << 20):
         gc.collect()
         gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)
+        least_memory[0] = resident()

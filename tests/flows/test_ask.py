@@ -458,7 +458,7 @@ def test_of_a_text_that_is_too_long_the_beginning_is_asked(at):
     long = " ".join(words)
     ids = torch.tensor([zoo.words().index(word) for word in words])
     with_mask = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
-    for text in (long, ids, with_mask):
+    for text in (long, with_mask) if at < 0 else (ids,):
         found = ask(zoo.build("gpt2"), text, at=at, **given)
         assert (found.value, found.tokens) == (expected.value, expected.tokens)
     pairs = {**given, "tokenizer": zoo.pair_tokenizer()}

@@ -93,8 +93,6 @@ def test_models_of_every_kind_give_the_same(found, hf_model, host, tmp_path):
         quick(str(folder), TEXT),
         quick(hf_model, TEXT, tokenizer=zoo.tokenizer()),
         quick(load_any(folder), TEXT),
-        quick(hf_model, ids),
-        quick(hf_model, ids.tolist()),
         quick(hf_model, ids[None].numpy()),
     ):
         assert other.sets.members.equal(found.sets.members)
@@ -605,8 +603,8 @@ def test_a_device_and_a_number_type_may_be_torchs(host):
 
 def test_the_default_number_type_is_of_the_user(token_model):
     """torch.set_default_dtype(float64) ended in an error of torch."""
-    asked = {"rule": "mechanisms", "progress": False}
-    texts = torch.randint(17, (8, 3), generator=torch.Generator().manual_seed(1))
+    asked = {"progress": False}
+    texts = torch.randint(17, (2, 3), generator=torch.Generator().manual_seed(1))
     expected = flow(token_model, texts, **asked)
     torch.set_default_dtype(torch.float64)
     try:

@@ -123,17 +123,12 @@ def opened(name, attention="eager"):
     return open_model(model)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: zoo.save(name, tmp_path_factory.mktemp(name)) for name in BRIDGES}
-
-
 MODELS = {
-    "hosted, vector tokens": (lambda folders: hosted(), vectors),
-    "hosted, ReLU attention": (lambda folders: hosted(attention="relu"), vectors),
-    "token ids": (lambda folders: make_token_model(), token_ids),
+    "hosted, vector tokens": (lambda: hosted(), vectors),
+    "hosted, ReLU attention": (lambda: hosted(attention="relu"), vectors),
+    "token ids": (lambda: make_token_model(), token_ids),
     "grouped keys, rotary, attention only": (
-        lambda folders: make_token_model(
+        lambda: make_token_model(
             n_key_value_heads=2, positional_embedding_type="rotary", d_head=6, attn_only=True
         ),
         token_ids,
@@ -142,21 +137,18 @@ MODELS = {
     **(
         {
             "shortformer": (
-                lambda folders: make_token_model(positional_embedding_type="shortformer"),
+                lambda: make_token_model(positional_embedding_type="shortformer"),
                 token_ids,
             )
         }
         if HAS_HOOKED_TRANSFORMER
-        else {"hosted, token ids": (lambda folders: hosted_over_ids(), token_ids)}
+        else {"hosted, token ids": (lambda: hosted_over_ids(), token_ids)}
     ),
     # scores are scores; the pattern stands in their place; norms behind the sums
-    **{
-        f"bridge, {name}": (lambda folders, name=name: zoo.bridge(folders[name]), token_ids)
-        for name in BRIDGES
-    },
+    **{f"bridge, {name}": (lambda name=name: zoo.bridge(name), token_ids) for name in BRIDGES},
     # the object as it is given, with fused attention, and with norms behind the sums
-    "opened, llama": (lambda folders: opened("llama", "sdpa"), token_ids),
-    "opened, bert": (lambda folders: opened("bert"), token_ids),
+    "opened, llama": (lambda: opened("llama", "sdpa"), token_ids),
+    "opened, bert": (lambda: opened("bert"), token_ids),
 }
 
 
@@ -177,14 +169,14 @@ EVERY = {
 
 
 @pytest.fixture(scope="module")
-def case_of(folders):
+def case_of():
     """A model and inputs by name, each made once."""
     made = {}
 
     def get(name):
         if name not in made:
             make, data = MODELS[name]
-            made[name] = make(folders), data()
+            made[name] = make(), data()
             with torch.no_grad():
                 made[name][0](made[name][1])  # bridges put hooks of their own in place at first
         made[name][0].eval()
@@ -536,9 +528,9 @@ OF_PROBES = [("token ids", CHANGES[i % len(CHANGES)], kind) for i, kind in enume
     ("name", "by", "kind"),
     some_of([*product(*OF_WEIGHTS), *OF_PROBES], *spread(*OF_WEIGHTS), *OF_PROBES),
 )
-def test_changed_weights_are_refused(name, by, kind, folders):
+def test_changed_weights_are_refused(name, by, kind):
     build, data = MODELS[name]
-    model, x = build(folders).eval(), data()
+    model, x = build().eval(), data()
     probe = MAKES[kind][0](x)
     weight = next(p for n, p in model.named_parameters() if "W_Q" in n or p.ndim > 1)
     with torch.no_grad(), attach(model, probe):

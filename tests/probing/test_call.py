@@ -238,9 +238,10 @@ def test_devices_and_number_types_of_pytorch_count_as_their_names(hf_model):
 
 def test_the_default_number_type_is_of_the_user(tmp_path):
     """Every part and the page under torch.set_default_dtype(float64)."""
+    folder = zoo.save("gpt2", tmp_path / "gpt2", n_head=2)
     torch.set_default_dtype(torch.float64)
     try:
-        found = probe("stdlib-2l", [*TEXTS[:3], *TEXTS[:3]], progress=False)
+        found = probe(folder, TEXTS[:6], progress=False)
         assert found.report(tmp_path / "page.html").stat().st_size > 10_000
         assert found.influence.influence.dtype == torch.float32
     finally:

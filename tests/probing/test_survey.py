@@ -24,7 +24,7 @@ from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import some_of
 from tests.reference import zoo
 
-N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
+N_HEADS = zoo.N_LAYERS * 2
 
 
 pytestmark = pytest.mark.filterwarnings(  # few rows are told of
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(  # few rows are told of
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("survey")
-    zoo.save("gpt2", folder / "gpt2")
+    zoo.save("gpt2", folder / "gpt2", n_head=2)
     text = "\n".join(" ".join(f"w{(7 * i + j * j) % 30 + 4}" for j in range(11)) for i in range(20))
     (folder / "text.txt").write_text(text)
     return SurveyConfig(

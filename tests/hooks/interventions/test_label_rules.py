@@ -21,9 +21,9 @@ def keys_of(model, inputs):
 MAX, FIXED = {"largest", "gated"}, {"position", "offset"}
 BUILT = [
     ("d_retrieval", {}, "max", MAX),
-    ("intrinsic_dimension", {}, "max", MAX),
+    pytest.param("intrinsic_dimension", {}, "max", MAX, marks=pytest.mark.slow),
     # a few texts lose so much by a fixed pattern that its share is known to within itself
-    ("depth_separation", {"eps": 0.02}, None, MAX),
+    pytest.param("depth_separation", {"eps": 0.02}, None, MAX, marks=pytest.mark.slow),
     # whose hard heads have no gradient, so that estimates call every ideal enough
     ("kth_largest", {"n_tokens": 8, "k": 3}, "max", MAX),
     ("position_sum", {}, "fixed: position", FIXED),
@@ -82,12 +82,20 @@ def test_graded_sets_weigh_heads_by_what_the_output_loses_without_them(circuit):
     assert results[0].full().equal(results[1].full())
 
 
-@pytest.mark.parametrize("replacement", ["position", "gated", "top 2", "idle"])
-def test_texts_of_different_length_hold_what_their_ideal_reads_and_no_padding(replacement):
+@pytest.fixture(scope="module")
+def of_different_length():
+    """A model, texts, and what its heads are called by them."""
     model = make_token_model()
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6, 9)]
-    found = label_heads(model, rows, worthiest=0, progress=False)
+    return model, rows, label_heads(model, rows, worthiest=0, progress=False)
+
+
+@pytest.mark.parametrize("replacement", ["position", "gated", "top 2", "idle"])
+def test_texts_of_different_length_hold_what_their_ideal_reads_and_no_padding(
+    replacement, of_different_length
+):
+    model, rows, found = of_different_length
     n = len(found.labels)
     label, name = {"top 2": ("several", "top 2")}.get(replacement, ("fixed", ""))
     alike = dataclasses.replace(

@@ -226,6 +226,7 @@ def test_rules_of_longer_sequences_and_in_the_other_order_are_refused(token_mode
 
 
 def test_a_greedy_replacement_stays_within_its_budget(token_model, token_inputs):
+    token_inputs = token_inputs[:7]
     result = measure_mechanisms(token_model, token_inputs, threshold=1e9, progress=False)
     free = replace_greedily(token_model, token_inputs, result, budget=1e9, progress=False)
     assert free.share == 1
@@ -287,7 +288,7 @@ def test_bfloat16_models_can_be_asked(token_inputs):
 
 @pytest.mark.parametrize(
     ("batch_size", "metric"),
-    some_of(list(itertools.product([1, 4], ["kl", "loss"])), (4, "kl"), (4, "loss")),
+    some_of(list(itertools.product([1, 4], ["kl", "loss"])), (4, "loss")),
 )
 def test_padding_changes_nothing(batch_size, metric):
     """The damage is the mean over tokens, so one run of each sequence adds up to it."""
@@ -331,7 +332,7 @@ def test_an_interrupted_measurement_goes_on(token_model, token_inputs):
     reached = []
     whole = measure_mechanisms(token_model, token_inputs, after=reached.append, **settings)
     assert len(reached) > 6
-    for state in reached[::3]:
+    for state in reached[1::4]:
         before = copy.deepcopy(state)
         resumed = measure_mechanisms(
             token_model, token_inputs, resume=state, threshold=0.01, **settings
@@ -345,7 +346,9 @@ def test_an_interrupted_measurement_goes_on(token_model, token_inputs):
             measure_mechanisms(model, token_inputs, resume=reached[0], **{**settings, **other})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", some_of(["gpt2", "llama", "mistral", "gpt_neox", "gpt_oss"], "gpt_neox", "gpt_oss")
+)
 def test_bridges_whose_patterns_can_be_edited(tmp_path, name):
     """The damage of one replacement, by plain hooks on the bridge."""
     from transformer_lens.model_bridge import TransformerBridge
@@ -372,7 +375,7 @@ def test_bridges_whose_patterns_can_be_edited(tmp_path, name):
     assert expected > 1e-9
 
 
-@pytest.mark.parametrize("name", ["opt", "bert", "gptj", "gpt_neo"])
+@pytest.mark.parametrize("name", some_of(["opt", "bert", "gptj", "gpt_neo"], "bert", "gptj"))
 def test_bridges_whose_patterns_cannot_be_edited_are_refused(tmp_path, name):
     from transformer_lens.model_bridge import TransformerBridge
 

@@ -109,17 +109,6 @@ def test_what_the_state_holds_linearly_is_recovered_and_the_rest_is_not():
     assert float(result.fvu[0][0, 1]) > 0.5
 
 
-def test_the_batch_size_changes_nothing(model, many_inputs):
-    results = [
-        run_probes(model, many_inputs, [RecoveryProbe(RANKS)], batch_size=size, progress=False)[0]
-        for size in (1, 7, 60)
-    ]
-    for other in results[1:]:
-        for name in ("second_moment", "fvu"):
-            for mine, theirs in zip(getattr(results[0], name), getattr(other, name), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
-
-
 def test_probes_on_shards_merge_to_the_probe_on_all(model, many_inputs):
     def probed(inputs, held_out):
         probe = RecoveryProbe(RANKS)
@@ -387,6 +376,7 @@ def test_random_keys_are_allowed_uniform_and_tied_to_the_sequence():
 
 
 SETTINGS = [
+    {},
     {"controls": True, "source": "head"},
     {"target": "identity", "controls": ("shuffled",)},
     {"sketch": 5, "ridge": "gcv", "blocks": 3},
@@ -394,7 +384,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", some_of(SETTINGS, SETTINGS[0], SETTINGS[2]))
+@pytest.mark.parametrize("settings", some_of(SETTINGS, SETTINGS[0], SETTINGS[3]))
 def test_the_batch_size_changes_no_setting(settings):
     model = make_token_model()
     x = torch.randint(17, (24, 9), generator=torch.Generator().manual_seed(0))
