@@ -236,7 +236,7 @@ class Flow(Pictured, Savable):
         Raises:
             InfoFlowError: for an input that there is not.
         """
-        asked = self._find_asked(input)
+        asked = self._find_positions(input)
         if not asked:
             return ""
         index = input % len(self.tokens)
@@ -256,7 +256,7 @@ class Flow(Pictured, Savable):
             f"{most['share'].sum():.0%} of the influence of other tokens"
         )
 
-    def _find_asked(self, input: int) -> tuple[int, ...]:
+    def _find_positions(self, input: int) -> tuple[int, ...]:
         n_inputs = len(self.tokens)
         if not -n_inputs <= input < n_inputs:
             raise InfoFlowError(f"input is {input}: expected 0 to {n_inputs - 1}")
@@ -331,7 +331,7 @@ class Flow(Pictured, Savable):
         """
         from infoflow_lens.report.flow_plot import draw_flow
 
-        asked = self._find_asked(input)
+        asked = self._find_positions(input)
         viewed = self.view.inputs[input]
         if position is None:
             position = max(asked) if asked else viewed.n_queries - 1
