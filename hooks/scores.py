@@ -1,6 +1,5 @@
 """A score for every source and state: the result, and what the probes that give one share."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, cast
@@ -229,13 +228,13 @@ def spearman(
     return (ranks[0] * ranks[1]).sum(dim=1)
 
 
-def describe_orders(orders: Mapping[str, float], chance: str, least: float = -math.inf) -> str:
+def describe_orders(orders: Mapping[str, float], chance: str, least: float = 0.0) -> str:
     """Say which of some orders came nearest to the measured one.
 
     Args:
         orders: the correlation of each with the measured one, by name.
         chance: what chance gives, in words.
-        least: how large a correlation is to be, if any came near.
+        least: above which a correlation is to be, if any came near.
     """
     names = sorted(orders, key=lambda name: -orders[name])
     said = ", ".join(f"{name} {orders[name]:.2f}" for name in names)

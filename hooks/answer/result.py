@@ -583,7 +583,7 @@ class AnswerNumbers(Result):
                     f"median one keeps {_share(middle)} of the difference, the best {_share(best)}."
                 )
         else:
-            said.append("No paths were found: how the words act is open.")
+            said.append("No paths were found, or none were looked for: how the words act is open.")
         sizes, errors = self.token_mean.abs(), self.token_error
         if int(sizes.isfinite().sum()) > 1:
             first, second = sizes.nan_to_num(-1).argsort(descending=True).tolist()[:2]

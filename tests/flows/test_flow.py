@@ -26,6 +26,7 @@ from infoflow_lens.commands.texts import _say_found
 from infoflow_lens.foundation.display import begin_sentence
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.hooks import PowerRollout, label_heads
+from infoflow_lens.hooks.scores import describe_orders
 from infoflow_lens.report.flow_plot import draw_flow
 from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
@@ -209,6 +210,12 @@ def test_predicted_orders_stand_beside_what_was_measured(host, tmp_path):
     found.save(tmp_path / "flow")
     assert Flow.load(tmp_path / "flow").orders == found.orders
     assert quick(host, TEXT, influence=None).describe_order() == ""
+
+
+def test_an_order_turned_round_is_not_near():
+    """Of two orders the less wrong one "came nearest"."""
+    said = describe_orders({"best paths": -0.9, "last tokens first": -0.5}, "0 by chance")
+    assert said.startswith("none came near to the measured one (Spearman: last tokens first -0.50")
 
 
 def test_a_model_without_parts_has_no_contributions():
