@@ -245,7 +245,7 @@ def test_what_was_measured_is_printed_where_the_page_cannot_be_written(
         patch.setattr(os, "replace", full)
         shown = CliRunner().invoke(app, line)
     assert shown.exit_code == 2
-    said = "The model says" if command == "ask" else "influence was not measured"
+    said = "The model says" if command == "ask" else "Influence was not measured"
     assert said in shown.stdout
     assert "page:" not in shown.stdout
     assert "No space left" in shown.stderr
