@@ -130,7 +130,9 @@ class Batch:
             raise
         except (AttributeError, TypeError, ValueError) as error:
             names = getattr(model, "example_names", ())
-            if len(names) > 1 and not has_second_stack(model):
+            # a mask may be left out
+            lacking = [name for name in names[1:] if name not in (*more, *MASKS)]
+            if lacking and not has_second_stack(model):
                 raise InfoFlowError(
                     f"{kind_of(model)} was opened on {', '.join(names)}, and a pass of its own "
                     f"gives it one of them alone, with which it fails ({first_line(error)}): "

@@ -23,6 +23,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import PatternsProbe, PowerRollout, measure_mechanisms, measure_why
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.models.named import open_model
 from tests.conftest import some_of
 from tests.reference import families, zoo
@@ -769,6 +770,18 @@ def test_a_pass_of_its_own_that_lacks_inputs_is_refused_by_their_names():
     with attach(own, JacobianInfluence()) as attached:
         own(given["states"])
     assert attached.results()[0].influence.any()
+
+
+def test_an_error_of_the_model_itself_stays_where_it_lacks_a_mask_alone(monkeypatch):
+    example = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    opened = open_model(families.build("bert"), example=example)
+
+    def fail(self, *args, **more):
+        raise TypeError("of its own")
+
+    monkeypatch.setattr(type(opened), "forward", fail)
+    with pytest.raises(TypeError, match="of its own"):
+        Batch(IDS).run(opened)
 
 
 def test_influence_on_what_is_named_in_the_call():
